@@ -1,0 +1,18 @@
+"""Decoders and the engine that runs them."""
+
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.engine import DecodingOutput, GenerationCallback, ModelMismatchError, RowOutput, decode
+from refusion_lit.decoding.refusion import RecomputeKV, ReFusion
+
+__all__ = [
+    "Decoder",
+    "DecodingOutput",
+    "GenerationCallback",
+    "ModelMismatchError",
+    "ModelRequirements",
+    "ReFusion",
+    "RecomputeKV",
+    "RowOutput",
+    "RowState",
+    "decode",
+]

@@ -1,0 +1,386 @@
+"""The engine: owns the loop, batches, counts, cuts, streams and traces, for every decoder alike."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from refusion_lit.decoding.base import Decoder, RowState
+from refusion_lit.decoding.executor import Executor
+from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import Prompt, SamplingParams
+
+
+class ModelMismatchError(ValueError):
+    """A decoder was asked to run on a model that was trained otherwise."""
+
+
+class GenerationCallback:
+    """Watches a generation; override what is needed."""
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        """Tokens of prompt ``index`` became final."""
+
+    def on_finished(self, index: int, output: RowOutput) -> None:
+        """Prompt ``index`` is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRound:
+    """One forward of one prompt, as a trace shows it.
+
+    Attributes:
+        phase: What the forward was for.
+        shape: Rows and length of the prompt's share of the forward.
+        positions: Text positions of the drafted tokens.
+        tokens: The drafts.
+        probabilities: Their probabilities.
+        scores: Probabilities that a verification gave to tokens.
+        accepted: Positions that became final before the next forward.
+    """
+
+    phase: str
+    shape: tuple[int, int]
+    positions: list[int]
+    tokens: list[int]
+    probabilities: list[float]
+    scores: list[float]
+    accepted: list[int]
+
+
+@dataclass(kw_only=True)
+class RowOutput:
+    """What became of one prompt.
+
+    Attributes:
+        id: The prompt's id.
+        token_ids: The response up to and including its end of sequence, if it has one.
+        finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (places before the end
+            are still masked, which no correct decoder leaves behind).
+        num_forwards: Forwards in which the prompt took part.
+        num_positions: Token positions that were computed for it, padding excluded.
+        forward_shapes: Rows and length of its share of each forward; empty unless recorded.
+        seconds: From the start of its first forward to its end.
+        round_ratios: Committed tokens a forward of each round that committed any, for "paper TPF" alone.
+        trace: One entry a forward; empty unless asked for.
+    """
+
+    id: str
+    token_ids: list[int]
+    finish_reason: str
+    num_forwards: int
+    num_positions: int
+    seconds: float
+    round_ratios: list[float] = field(default_factory=list)
+    forward_shapes: list[tuple[int, int]] = field(default_factory=list)
+    trace: list[TraceRound] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: end of sequence counted, nothing after it, neither prompt nor padding."""
+        return len(self.token_ids)
+
+
+@dataclass(kw_only=True)
+class DecodingOutput:
+    """What one call of :func:`decode` gave.
+
+    Attributes:
+        rows: One output a prompt, in the prompts' order.
+        num_calls: Calls of the model, whatever their batch.
+        num_positions: Token positions computed, padding included.
+        seconds: Wall-clock seconds of the whole call, device synchronised.
+        mismatches: Why the model was not trained for the decoder (only with ``allow_mismatch``).
+    """
+
+    rows: list[RowOutput]
+    num_calls: int
+    num_positions: int
+    seconds: float
+    mismatches: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Running:
+    """A prompt being decoded."""
+
+    index: int
+    row: int
+    state: RowState
+    steps: Any
+    started: float
+    request: Request | None = None
+    num_positions: int = 0
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    num_forwards_before: int = 0
+    stopped_at: int | None = None
+
+
+def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
+    """Refuse a model that a decoder cannot run on or was not trained for.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        allow_mismatch: Warn instead, where the model was trained otherwise.
+
+    Returns:
+        The reasons, if allowed.
+
+    Raises:
+        ModelMismatchError: With the reasons.
+    """
+    name = type(decoder).__name__
+    needs = decoder.requirements()
+    if needs.mask_token and model.special_tokens.mask_token_id is None:
+        raise ModelMismatchError(f"{name} needs a mask token, and the model's tokenizer has none; add one and train it.")
+    reasons = needs.mismatches(model.traits)
+    if not reasons:
+        return []
+    message = f"{name} does not fit this model: {'; '.join(reasons)}."
+    if not allow_mismatch:
+        raise ModelMismatchError(f"{message} Set allow_mismatch: true to run it all the same.")
+    warnings.warn(message, stacklevel=2)
+    return reasons
+
+
+@torch.no_grad()
+def decode(
+    model: LanguageModel,
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    max_batch_size: int = 1,
+    callbacks: Sequence[GenerationCallback] = (),
+    detokenize: Callable[[list[int]], str] | None = None,
+    allow_mismatch: bool = False,
+    trace: bool = False,
+) -> DecodingOutput:
+    """Decode prompts; each gets exactly the tokens that it gets alone.
+
+    Args:
+        model: The model.
+        decoder: The strategy.
+        prompts: Any number of prompts of any lengths.
+        sampling: How much to generate and how.
+        max_batch_size: At most so many prompts share a forward; a finished one makes room for the next.
+        callbacks: Told of tokens as they become final.
+        detokenize: Turns tokens into text; needed for stop strings.
+        allow_mismatch: Only warn where the model was trained for something else.
+        trace: Record a trace of every forward.
+
+    Raises:
+        ModelMismatchError: If the model does not fit the decoder.
+        ValueError: If an option is impossible.
+    """
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size: expected an integer of at least 1, got {max_batch_size}; set it to 1 or more.")
+    if sampling.stop and detokenize is None:
+        raise ValueError("stop: stop strings need a tokenizer, got none; pass detokenize.")
+    mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
+    decoder.check(sampling)
+    run = _Run(model, decoder, sampling, min(max_batch_size, max(len(prompts), 1)), callbacks, detokenize, trace)
+    began = _now(model)
+    rows = run.all(prompts)
+    return DecodingOutput(
+        rows=rows,
+        num_calls=run.executor.num_calls,
+        num_positions=run.executor.num_positions,
+        seconds=_now(model) - began,
+        mismatches=mismatches,
+    )
+
+
+class _Run:
+    """One call of :func:`decode`."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        decoder: Decoder,
+        sampling: SamplingParams,
+        num_rows: int,
+        callbacks: Sequence[GenerationCallback],
+        detokenize: Callable[[list[int]], str] | None,
+        trace: bool,
+    ) -> None:
+        self.model, self.decoder, self.sampling = model, decoder, sampling
+        self.callbacks, self.detokenize, self.trace = callbacks, detokenize, trace
+        self.executor = Executor(model, num_rows)
+        self.free = list(range(num_rows))
+
+    def all(self, prompts: Sequence[Prompt]) -> list[RowOutput]:
+        """Decode everything, filling rows as they become free."""
+        waiting = deque(enumerate(prompts))
+        running: list[_Running] = []
+        outputs: dict[int, RowOutput] = {}
+        while waiting or running:
+            while waiting and self.free:
+                running.append(self._admit(*waiting.popleft()))
+            self._read_more(running)
+            live = [row for row in running if row.request is not None]
+            if live:
+                self._forward(live)
+            still: list[_Running] = []
+            for row in running:
+                if row.request is None:
+                    outputs[row.index] = self._finish(row)
+                else:
+                    still.append(row)
+            running = still
+        return [outputs[i] for i in range(len(prompts))]
+
+    def _admit(self, index: int, prompt: Prompt) -> _Running:
+        if not prompt.token_ids:
+            raise ValueError(f"prompt {prompt.id}: expected at least one token, got none; give it some text.")
+        state = self.decoder.begin(prompt, self.sampling, self.model.special_tokens)
+        row = self.free.pop(0)
+        running = _Running(index, row, state, self._steps(state), started=_now(self.model))
+        running.request = next(running.steps, None)
+        return running
+
+    def _steps(self, state: RowState) -> Any:  # noqa: ANN401 - a generator like a decoder's step
+        """Chain a row's steps, holding each to its promise of progress."""
+        while not state.finished:
+            committed, scheduled = state.num_committed, state.schedule_step
+            yield from self.decoder.step(state)
+            if state.num_committed > committed or state.finished:
+                continue
+            if not scheduled < state.schedule_step <= state.schedule_length:
+                raise RuntimeError(
+                    f"{type(self.decoder).__name__}.step neither committed a token nor advanced its schedule "
+                    f"({state.schedule_step} of {state.schedule_length})"
+                )
+
+    def _read_more(self, running: list[_Running]) -> None:
+        """Serve reads of hidden states that exist already, until every row wants a forward or is done."""
+        while True:
+            asking = [row for row in running if isinstance(row.request, MoreDrafts)]
+            if not asking:
+                return
+            readings = self.executor.more([(r.row, r.state.prompt.id, r.request) for r in asking])  # type: ignore[misc]
+            for row, reading in zip(asking, readings, strict=True):
+                self._advance(row, reading)
+
+    def _forward(self, live: list[_Running]) -> None:
+        forwards: list[tuple[int, str, Forward]] = []
+        for row in live:
+            forward = row.request
+            assert isinstance(forward, Forward)
+            forwards.append((row.row, row.state.prompt.id, forward))
+            row.state.num_forwards += 1
+            shape = (len(forward.branches), max(len(branch.tokens) for branch in forward.branches))
+            row.num_positions += sum(len(branch.tokens) for branch in forward.branches)
+            row.shapes.append(shape)
+            if self.trace:
+                row.trace.append({"phase": forward.phase, "shape": shape})
+        for row, readings in zip(live, self.executor.forward(forwards), strict=True):
+            self._advance(row, readings)
+
+    def _advance(self, row: _Running, readings: list[Reading]) -> None:
+        """Hand a row its readings and take its next request; ``None`` when it is done."""
+        state = row.state
+        request = row.request
+        assert request is not None
+        before = list(state.is_masked)
+        try:
+            row.request = row.steps.send(readings)
+        except StopIteration:
+            row.request = None
+        new = [i for i, was in enumerate(before) if was and not state.is_masked[i]]
+        if self.trace:
+            _record(row, request, readings, new)
+        if not new:
+            return
+        row.ratios.append(len(new) / max(state.num_forwards - row.num_forwards_before, 1))
+        row.num_forwards_before = state.num_forwards
+        for callback in self.callbacks:
+            callback.on_commit(row.index, state)
+        if self.sampling.stop:
+            row.stopped_at = self._stop_length(state)
+            if row.stopped_at is not None:
+                row.steps.close()
+                row.request = None
+
+    def _stop_length(self, state: RowState) -> int | None:
+        """Return how many tokens of the final left part it takes to show a stop string, if it shows one."""
+        assert self.detokenize is not None
+        prefix = state.final_prefix()
+
+        def shows(length: int) -> bool:
+            text = self.detokenize(prefix[:length])  # type: ignore[misc]
+            return any(stop in text for stop in self.sampling.stop)
+
+        if not shows(len(prefix)):
+            return None
+        return next(length for length in range(1, len(prefix) + 1) if shows(length))
+
+    def _finish(self, row: _Running) -> RowOutput:
+        state = row.state
+        tokens = state.final_prefix()
+        if row.stopped_at is not None:
+            tokens, reason = tokens[: row.stopped_at], "stop"
+        elif tokens and tokens[-1] in state.special_tokens.eos_token_ids:
+            reason = "eos"
+        elif len(tokens) == state.sampling.max_new_tokens:
+            reason = "length"
+        else:
+            reason = "unfinished"
+            warnings.warn(f"prompt {state.prompt.id}: {type(self.decoder).__name__} left masked places", stacklevel=2)
+        output = RowOutput(
+            id=state.prompt.id,
+            token_ids=tokens,
+            finish_reason=reason,
+            num_forwards=state.num_forwards,
+            num_positions=row.num_positions,
+            seconds=_now(self.model) - row.started,
+            round_ratios=row.ratios,
+            forward_shapes=row.shapes,
+            trace=[TraceRound(**values) for values in row.trace],
+        )
+        self.executor.release(row.row)
+        self.free.append(row.row)
+        self.free.sort()
+        for callback in self.callbacks:
+            callback.on_finished(row.index, output)
+        return output
+
+
+def _record(row: _Running, request: Request, readings: list[Reading], accepted: list[int]) -> None:
+    entry = row.trace[-1]
+    start = row.state.prompt_length
+    if isinstance(request, Forward):
+        places = [[b.positions[o] + request.draw.shift for o in b.draft_at] for b in request.branches]
+        entry["branches"] = request.branches
+    else:
+        branches = entry["branches"]
+        places = [
+            [b.positions[o] + request.draw.shift for o in at] for b, at in zip(branches, request.draft_at, strict=True)
+        ]
+    for name, values in (
+        ("positions", [p for at in places for p in at]),
+        ("tokens", [t for r in readings for t in r.tokens]),
+        ("probabilities", [p for r in readings for p in r.probabilities]),
+        ("scores", [s for r in readings for s in r.scores]),
+        ("accepted", [start + place for place in accepted]),
+    ):
+        entry.setdefault(name, []).extend(values)
+    if row.request is None or isinstance(row.request, Forward):
+        entry.pop("branches", None)
+
+
+def _now(model: LanguageModel) -> float:
+    """Read a clock that has waited for the device."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

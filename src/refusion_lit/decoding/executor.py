@@ -1,0 +1,276 @@
+"""Batches the forwards of many prompts into calls of the model, and counts them where they happen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
+from refusion_lit.decoding.sampling import draw
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.noise import stable_key
+
+_MAX_LOGITS = 1 << 26
+"""Logits held at a time (256 MB in float32); more places are read in chunks."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Hidden states of a prompt's last forward, for further reads."""
+
+    hidden: Tensor
+    branches: tuple[Branch, ...]
+
+
+@dataclass(slots=True)
+class _Place:
+    """One place whose logits are read: where in the batch, for whom, and what for."""
+
+    hidden_index: int
+    reading: Reading
+    draw: Draw
+    noise_key: int
+    target: int | None
+    guided_by: int | None
+
+
+class Executor:
+    """Runs requests of several prompts together.
+
+    Attributes:
+        num_calls: Calls of the model so far.
+        num_positions: Token positions computed so far, padding included.
+    """
+
+    def __init__(self, model: LanguageModel, num_rows: int) -> None:
+        self._model = model
+        self._cache = model.make_cache(num_rows)
+        self._held: dict[int, _Held] = {}
+        self._banned = _banned_ids(model)
+        self.num_calls = 0
+        self.num_positions = 0
+
+    def forward(self, requests: Sequence[tuple[int, str, Forward]]) -> list[list[Reading]]:
+        """Run forwards of several prompts in as few calls as possible.
+
+        Args:
+            requests: Storage row, prompt id and forward of each prompt.
+
+        Returns:
+            For each prompt one reading a branch.
+        """
+        results: list[list[Reading]] = [[] for _ in requests]
+        for cached in (True, False):
+            chosen = [i for i, (_, _, forward) in enumerate(requests) if forward.cached is cached]
+            if chosen:
+                readings = self._call([requests[i] for i in chosen], cached=cached)
+                for i, reading in zip(chosen, readings, strict=True):
+                    results[i] = reading
+        return results
+
+    def more(self, requests: Sequence[tuple[int, str, MoreDrafts]]) -> list[list[Reading]]:
+        """Draw further tokens from the hidden states of each prompt's last forward, without a call of the model."""
+        places: list[_Place] = []
+        results: list[list[Reading]] = []
+        hidden: list[Tensor] = []
+        base = 0
+        for row, prompt_id, request in requests:
+            held = self._held[row]
+            length = held.hidden.shape[1]
+            branches = [
+                _with_drafts(branch, at) for branch, at in zip(held.branches, request.draft_at, strict=True)
+            ]
+            results.append(_places(branches, request.draw, prompt_id, base, length, places))
+            hidden.append(held.hidden.flatten(0, 1))
+            base += held.hidden.shape[0] * length
+        self._read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], places)
+        return results
+
+    def release(self, row: int) -> None:
+        """Forget what is held for a row whose prompt is done."""
+        self._held.pop(row, None)
+
+    def _call(self, requests: Sequence[tuple[int, str, Forward]], *, cached: bool) -> list[list[Reading]]:
+        branches = [branch for _, _, forward in requests for branch in forward.branches]
+        rows = [row for row, _, forward in requests for _ in forward.branches]
+        length = max(len(branch.tokens) for branch in branches)
+        cache = self._cache if cached else None
+        if cache is not None:
+            for row, _, forward in requests:
+                if forward.keep is not None:
+                    cache.keep(row, list(forward.keep))
+        ids, positions, mask = _assemble(branches, length, cached=cached)
+        device = self._model.device
+        if cache is not None:
+            source, row_index, cache_index = _write_indices(branches, rows, length)
+            cache.prepare(
+                rows, mask.shape[2], source.to(device), row_index.to(device), cache_index.to(device)
+            )
+        hidden = self._model.hidden_states(ids.to(device), positions.to(device), mask.to(device), cache)
+        self.num_calls += 1
+        self.num_positions += ids.numel()
+        results: list[list[Reading]] = []
+        places: list[_Place] = []
+        first = 0
+        for row, prompt_id, forward in requests:
+            count = len(forward.branches)
+            self._held[row] = _Held(hidden[first : first + count], forward.branches)
+            results.append(_places(forward.branches, forward.draw, prompt_id, first * length, length, places))
+            first += count
+        self._read(hidden.flatten(0, 1), places)
+        return results
+
+    def _read(self, hidden: Tensor, places: list[_Place]) -> None:
+        """Fill the readings of ``places``: the only point of a forward where device and host meet."""
+        if not places:
+            return
+        by_draw: dict[tuple[object, ...], list[_Place]] = {}
+        for place in places:
+            d = place.draw
+            key = (d.sampling.temperature, d.sampling.top_p, d.sampling.top_k, d.forbidden, d.guidance,
+                   d.confidence_forbidden, d.statistics)  # fmt: skip
+            by_draw.setdefault(key, []).append(place)
+        step = max(1, _MAX_LOGITS // self._head_rows)
+        for group in by_draw.values():
+            for start in range(0, len(group), step):
+                self._read_group(hidden, group[start : start + step])
+
+    @property
+    def _head_rows(self) -> int:
+        return max(self._model.special_tokens.vocab_size, 1)
+
+    def _read_group(self, hidden: Tensor, places: list[_Place]) -> None:
+        how = places[0].draw
+        device = hidden.device
+        logits = self._logits(hidden, [place.hidden_index for place in places])
+        if how.guidance is not None:
+            unconditional = self._logits(hidden, [place.guided_by or 0 for place in places])
+            logits = unconditional + (how.guidance + 1.0) * (logits - unconditional)
+        log_total = logits.logsumexp(-1)
+        allowed = self._without(logits, how.forbidden)
+        keys = None
+        if how.sampling.temperature > 0:
+            keys = torch.tensor([place.noise_key for place in places], device=device)
+        drawn = draw(allowed, how.sampling, keys)
+        targets = torch.tensor([-1 if place.target is None else place.target for place in places], device=device)
+        tokens = torch.where(targets < 0, drawn.tokens, targets)
+        if how.confidence_forbidden:
+            weighed = logits.clone()
+            weighed[:, list(how.confidence_forbidden)] = -math.inf
+            log_total = weighed.logsumexp(-1)
+            logits = weighed
+        probability = (logits.gather(-1, tokens[:, None])[:, 0] - log_total).exp()
+        columns = [tokens.double(), probability.double(), *_statistics(how.statistics, drawn.filtered, tokens)]
+        for place, values in zip(places, torch.stack(columns, -1).tolist(), strict=True):
+            if place.target is not None:
+                place.reading.scores.append(values[1])
+                continue
+            place.reading.tokens.append(int(values[0]))
+            place.reading.probabilities.append(values[1])
+            for name, value in zip(how.statistics, values[2:], strict=True):
+                place.reading.statistics.setdefault(name, []).append(value)
+
+    def _logits(self, hidden: Tensor, index: list[int]) -> Tensor:
+        """Logits in float32 or better, not-a-number counting as impossible."""
+        logits = self._model.logits(hidden[torch.tensor(index, device=hidden.device)])
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+
+    def _without(self, logits: Tensor, forbidden: tuple[int, ...]) -> Tensor:
+        if self._banned.numel() < logits.shape[-1]:
+            banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            banned[: self._banned.numel()] = self._banned.to(logits.device)
+            banned[self._model.special_tokens.vocab_size :] = True
+            self._banned = banned
+        allowed = logits.masked_fill(self._banned, -math.inf)
+        if forbidden:
+            allowed[:, list(forbidden)] = -math.inf
+        return allowed
+
+
+def _banned_ids(model: LanguageModel) -> Tensor:
+    banned = torch.zeros(model.special_tokens.vocab_size, dtype=torch.bool)
+    banned[list(model.special_tokens.banned_token_ids)] = True
+    return banned
+
+
+def _with_drafts(branch: Branch, draft_at: Sequence[int]) -> Branch:
+    return Branch(tokens=branch.tokens, positions=branch.positions, draft_at=draft_at)
+
+
+def _places(
+    branches: Sequence[Branch], how: Draw, prompt_id: str, base: int, length: int, places: list[_Place]
+) -> list[Reading]:
+    """Append the places that branches read and return their still empty readings."""
+    readings = [Reading() for _ in branches]
+    seed = how.sampling.seed
+    for i, (branch, reading) in enumerate(zip(branches, readings, strict=True)):
+        start = base + i * length
+        guided_by = None if how.guidance is None else length
+        for offset in branch.draft_at:
+            key = 0
+            if how.sampling.temperature > 0:
+                key = stable_key("draw", seed, prompt_id, how.round, branch.positions[offset] + how.shift)
+            other = None if guided_by is None else start + offset + guided_by
+            places.append(_Place(start + offset, reading, how, key, None, other))
+        for offset, token in branch.score_at:
+            other = None if guided_by is None else start + offset + guided_by
+            places.append(_Place(start + offset, reading, how, 0, token, other))
+    return readings
+
+
+def _assemble(branches: Sequence[Branch], length: int, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad branches to one batch and build its mask [sequence, token, key] over cache entries or tokens."""
+    num_keys = length
+    if cached:
+        num_keys = max(
+            max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches
+        )
+    ids = np.zeros((len(branches), length), dtype=np.int64)
+    positions = np.zeros((len(branches), length), dtype=np.int64)
+    mask = np.zeros((len(branches), length, num_keys), dtype=bool)
+    for i, branch in enumerate(branches):
+        n = len(branch.tokens)
+        ids[i, :n] = branch.tokens
+        positions[i, :n] = branch.positions
+        for start, stop in branch.visible:
+            mask[i, :n, start:stop] = True
+        own = slice(branch.write_at, branch.write_at + n) if cached else slice(0, n)
+        if branch.order is None:
+            mask[i, :n, own] = np.tri(n, dtype=bool)
+        else:
+            order = np.asarray(branch.order)
+            mask[i, :n, own] = order[None, :] <= order[:, None]
+        mask[i, n:, own.start] = True  # padding must see something, or its softmax is NaN
+    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask)
+
+
+def _write_indices(branches: Sequence[Branch], rows: Sequence[int], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    source = np.concatenate([i * length + np.arange(len(b.tokens)) for i, b in enumerate(branches)])
+    row_index = np.repeat(rows, [len(b.tokens) for b in branches])
+    cache_index = np.concatenate([b.write_at + np.arange(len(b.tokens)) for b in branches])
+    return torch.from_numpy(source), torch.from_numpy(row_index), torch.from_numpy(cache_index)
+
+
+def _statistics(names: tuple[str, ...], filtered: Tensor, tokens: Tensor) -> list[Tensor]:
+    if not names:
+        return []
+    probability = filtered.double().softmax(-1)
+    values: list[Tensor] = []
+    for name in names:
+        if name == "margin":
+            top = probability.topk(2).values
+            values.append(top[:, 0] - top[:, 1])
+        elif name == "negative_entropy":
+            values.append((probability * (probability + 1e-10).log()).sum(-1))
+        elif name == "filtered":
+            values.append(probability.gather(-1, tokens[:, None])[:, 0])
+        else:
+            raise AssertionError(f"unknown statistic {name}")
+    return values

@@ -1,0 +1,294 @@
+"""ReFusion: plan all slots, take the certain ones, verify them together, complete them in parallel.
+
+Source: arXiv 2512.13586. Deliberate differences from the released program: text before an EOS that is found in
+a completion is not lost; any number of new tokens works; ids that cannot be part of a response are never drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import ClassVar, Literal
+
+from refusion_lit.decoding.base import (
+    Decoder,
+    ModelRequirements,
+    RowState,
+    Steps,
+    require,
+    require_positive,
+    require_probability,
+)
+from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+
+
+@dataclass(kw_only=True)
+class ReFusionState(RowState):
+    """State of ReFusion.
+
+    Attributes:
+        num_slots: Slots of the canvas.
+        remaining: Masked slots of the current serial block, in text order.
+        next_block: Index of the serial block after the current one.
+        context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
+        keep: Cache indices to compact at the next forward.
+        found_eos: An EOS was accepted: generation ends with the current serial block.
+    """
+
+    num_slots: int
+    remaining: list[int] = field(default_factory=list)
+    next_block: int = 0
+    context_length: int = 0
+    keep: list[int] | None = None
+    found_eos: bool = False
+
+    def take_keep(self) -> list[int] | None:
+        """Return the pending compaction, once."""
+        keep, self.keep = self.keep, None
+        return keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReFusion(Decoder):
+    """Slot-level parallel decoding with key/value reuse.
+
+    With ``temperature > 0`` only the plan's drafts are sampled; completion rounds stay greedy, as in the
+    released program.
+
+    Attributes:
+        slot_size: Tokens a slot, K in the paper.
+        num_serial_blocks: The response is cut into so many blocks, decoded strictly left to right.
+        slot_threshold: Slots of a certainty above it are chosen, in [0, 1].
+        token_threshold: Tokens of a probability above it are accepted, in [0, 1].
+        certainty: A slot's certainty: probability of its ``first`` draft token, or ``mean``, ``min`` or
+            ``product`` over all its draft tokens.
+        selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the
+            threshold). At least one slot is always chosen.
+        k: Number of slots for ``top_k`` and ``capped``.
+        infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(
+        attention="causal", predictions=("mask", "next_token_in_slot")
+    )
+
+    slot_size: int = 8
+    num_serial_blocks: int = 2
+    slot_threshold: float = 0.9
+    token_threshold: float = 0.9
+    certainty: Literal["first", "mean", "min", "product"] = "first"
+    selection: Literal["threshold", "top_k", "capped"] = "threshold"
+    k: int | None = None
+    infill: Literal["mask", "autoregressive"] = "mask"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_positive("slot_size", self.slot_size)
+        require_positive("num_serial_blocks", self.num_serial_blocks)
+        require_probability("slot_threshold", self.slot_threshold)
+        require_probability("token_threshold", self.token_threshold)
+        needs_k = self.selection != "threshold"
+        expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
+        holds = self.k is not None and self.k >= 1 if needs_k else self.k is None
+        require(holds, "k", expected, self.k, "set k exactly with selection 'top_k' or 'capped'")
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse more serial blocks than slots."""
+        num_slots = -(-sampling.max_new_tokens // self.slot_size)
+        require(
+            self.num_serial_blocks <= num_slots,
+            "num_serial_blocks",
+            f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})",
+            self.num_serial_blocks,
+            "use fewer serial blocks, smaller slots or more new tokens",
+        )
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
+        """Make a canvas of ``max_new_tokens`` rounded up to whole slots in equal serial blocks."""
+        unit = self.slot_size * self.num_serial_blocks
+        length = -(-sampling.max_new_tokens // unit) * unit
+        assert special_tokens.mask_token_id is not None
+        return ReFusionState(
+            prompt=prompt,
+            sampling=sampling,
+            special_tokens=special_tokens,
+            tokens=[special_tokens.mask_token_id] * length,
+            is_masked=[True] * length,
+            num_slots=length // self.slot_size,
+        )
+
+    def step(self, state: ReFusionState) -> Steps:  # type: ignore[override]
+        """One round: plan, verify together, and complete in parallel if not even the first slot survived."""
+        if not state.remaining:
+            self._next_block(state)
+        chosen, drafts = yield from self._plan(state)
+        accepted = yield from self._verify(state, chosen, drafts)
+        if self._accept_prefix(state, chosen, drafts, accepted):
+            self._end_round(state)
+            return
+        yield from self._complete(state, chosen, drafts, accepted)
+        self._end_round(state)
+
+    def _next_block(self, state: ReFusionState) -> None:
+        size = state.num_slots // self.num_serial_blocks
+        state.remaining = list(range(state.next_block * size, (state.next_block + 1) * size))
+        state.next_block += 1
+
+    def _end_round(self, state: ReFusionState) -> None:
+        last = state.found_eos or state.next_block == self.num_serial_blocks
+        state.finished = not state.remaining and (last or state.prefix_ends)
+
+    def _slot_places(self, slot: int) -> range:
+        return range(slot * self.slot_size, (slot + 1) * self.slot_size)
+
+    def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning slots and drafts
+        """Draft all remaining slots and choose; the head is computed only where the choice reads it."""
+        size, start = self.slot_size, state.prompt_length
+        prompt = state.prompt.token_ids if state.context_length == 0 else ()
+        mask = state.special_tokens.mask_token_id
+        assert mask is not None
+        positions = list(range(len(prompt)))
+        positions += [start + place for slot in state.remaining for place in self._slot_places(slot)]
+        firsts = [len(prompt) + i * size for i in range(len(state.remaining))]
+        everywhere = self.certainty != "first"
+        draw = Draw(sampling=state.sampling, round=state.num_forwards)
+        readings = yield Forward(
+            phase="plan",
+            branches=(
+                Branch(
+                    tokens=[*prompt, *[mask] * (len(positions) - len(prompt))],
+                    positions=positions,
+                    visible=((0, state.context_length),),
+                    write_at=state.context_length,
+                    draft_at=range(len(prompt), len(positions)) if everywhere else firsts,
+                ),
+            ),
+            draw=draw,
+            keep=state.take_keep(),
+        )
+        state.context_length += len(prompt)
+        reading = readings[0]
+        if everywhere:
+            groups = [slice(i * size, (i + 1) * size) for i in range(len(state.remaining))]
+            chosen = self._choose([self._certainty(reading.probabilities[group]) for group in groups])
+            return [state.remaining[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
+        chosen = self._choose(reading.probabilities)
+        drafts = [[reading.tokens[i]] for i in chosen]
+        if size > 1:
+            rest = [firsts[i] + offset for i in chosen for offset in range(1, size)]
+            further = (yield MoreDrafts(draft_at=(rest,), draw=draw))[0].tokens
+            for i, draft in enumerate(drafts):
+                draft.extend(further[i * (size - 1) : (i + 1) * (size - 1)])
+        return [state.remaining[i] for i in chosen], drafts
+
+    def _certainty(self, probabilities: Sequence[float]) -> float:
+        if self.certainty == "mean":
+            return sum(probabilities) / len(probabilities)
+        return min(probabilities) if self.certainty == "min" else prod(probabilities)
+
+    def _choose(self, certainties: Sequence[float]) -> list[int]:
+        """Choose slots: the more certain first, ties to the earlier slot; returned in text order."""
+        ranked = sorted(range(len(certainties)), key=lambda i: (-certainties[i], i))
+        if self.selection == "top_k":
+            return sorted(ranked[: self.k])
+        certain = [i for i in ranked if certainties[i] > self.slot_threshold]
+        return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
+
+    def _verify(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]]):  # noqa: ANN202
+        """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
+        size = self.slot_size
+        tokens = [token for draft in drafts for token in draft]
+        tested = [offset for offset in range(len(tokens)) if offset % size]
+        readings = yield Forward(
+            phase="verify",
+            branches=(
+                Branch(
+                    tokens=tokens,
+                    positions=[state.prompt_length + place for slot in chosen for place in self._slot_places(slot)],
+                    visible=((0, state.context_length),),
+                    write_at=state.context_length,
+                    score_at=[(offset - 1, tokens[offset]) for offset in tested],
+                ),
+            ),
+            draw=Draw(sampling=state.sampling),
+        )
+        passes = [True] * len(tokens)
+        for offset, score in zip(tested, readings[0].scores, strict=True):
+            passes[offset] = score > self.token_threshold
+        return passes
+
+    def _accept_prefix(
+        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
+    ) -> bool:
+        """Accept whole slots of the common accepted prefix, or all up to an EOS in it; say whether any was."""
+        tokens = [token for draft in drafts for token in draft]
+        length = passes.index(False) if False in passes else len(passes)
+        eos = next((i for i in range(length) if tokens[i] in state.special_tokens.eos_token_ids), None)
+        num_accepted = length // self.slot_size * self.slot_size if eos is None else eos + 1
+        if num_accepted == 0:
+            return False
+        places = [place for slot in chosen for place in self._slot_places(slot)]
+        state.commit(places[:num_accepted], tokens[:num_accepted])
+        state.context_length += num_accepted
+        self._take(state, chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
+        return True
+
+    def _take(self, state: ReFusionState, slots: Sequence[int], *, ends: bool) -> None:
+        """Take slots out of the remaining ones; behind an EOS in the last of them, all later ones too."""
+        limit = slots[-1] if ends else state.num_slots
+        state.remaining = [slot for slot in state.remaining if slot not in slots and slot < limit]
+        state.found_eos |= ends
+
+    def _complete(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]) -> Steps:
+        size = self.slot_size
+        assert state.special_tokens.mask_token_id is not None
+        slots = []
+        for index, (slot, draft) in enumerate(zip(chosen, drafts, strict=True)):
+            own = passes[index * size : (index + 1) * size]
+            prefix = own.index(False) if False in own else size
+            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix))
+        completion = Completion(
+            slots=slots,
+            context_length=state.context_length,
+            slot_size=size,
+            mask_token_id=state.special_tokens.mask_token_id,
+            eos_token_ids=state.special_tokens.eos_token_ids,
+            sampling=state.sampling,
+        )
+        complete = complete_by_masks if self.infill == "mask" else complete_autoregressively
+        yield from complete(completion, self.token_threshold, state.num_forwards)
+        yield from self._store(state, completion)
+        for slot in completion.slots:
+            first = slot.start - state.prompt_length
+            state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
+        self._take(state, [chosen[slot.index] for slot in completion.slots], ends=completion.found_eos)
+
+    def _store(self, state: ReFusionState, completion: Completion) -> Steps:
+        """Keep the completed slots' keys and values as they are, behind the context: ReFusion's reuse."""
+        state.keep = completion.kept_indices()
+        state.context_length = len(state.keep)
+        return
+        yield  # a step that needs no forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeKV(ReFusion):
+    """ReFusion whose parallel completions are followed by a forward that recomputes keys and values.
+
+    The recomputed ones have seen the slots completed beside them. The paper's ablation of key/value reuse.
+    """
+
+    def _store(self, state: ReFusionState, completion: Completion) -> Steps:
+        tokens = [token for slot in completion.slots for token in slot.tokens[: slot.num_accepted]]
+        positions = [slot.start + i for slot in completion.slots for i in range(slot.num_accepted)]
+        branch = Branch(
+            tokens=tokens,
+            positions=positions,
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+        )
+        yield Forward(phase="recompute", branches=(branch,), draw=Draw(sampling=state.sampling))
+        state.context_length += len(tokens)

@@ -1,0 +1,75 @@
+"""Drawing tokens from logits: the one place where temperature, top-p, top-k and noise are applied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import SamplingParams
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens drawn at several places.
+
+    Attributes:
+        tokens: The tokens; ties go to the lower id.
+        filtered: Log-probabilities after temperature, top-k and top-p, from which the tokens were drawn.
+    """
+
+    tokens: Int[Tensor, " place"]
+    filtered: Float[Tensor, "place vocab"]
+
+
+def filter_logits(logits: Float[Tensor, "place vocab"], sampling: SamplingParams) -> Float[Tensor, "place vocab"]:
+    """Apply temperature, then top-k, then top-p.
+
+    Top-p keeps the most probable tokens up to and including the one that crosses ``top_p``; at least one
+    token is kept.
+
+    Args:
+        logits: Finite, or -inf for ids that are left out.
+        sampling: Temperature above 0, or 0, which filters nothing.
+    """
+    if sampling.temperature == 0:
+        return logits
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.softmax(-1)
+        before = probability.cumsum(-1) - probability
+        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
+        logits = logits.masked_fill(dropped, -math.inf)
+    return logits
+
+
+def draw(
+    logits: Float[Tensor, "place vocab"],
+    sampling: SamplingParams,
+    noise_keys: Int[Tensor, " place"] | None,
+) -> Drawn:
+    """Draw one token at every place.
+
+    At temperature 0 it is the most probable one. Above, Gumbel noise in float64 is added to the filtered
+    logits (a draw from their softmax; lower precision would lower the effective temperature).
+
+    Args:
+        logits: Logits with banned ids at -inf.
+        sampling: How to draw.
+        noise_keys: Key of each place's noise; needed when the temperature is above 0.
+    """
+    filtered = filter_logits(logits, sampling)
+    if sampling.temperature == 0:
+        return Drawn(filtered.argmax(-1), filtered)
+    assert noise_keys is not None
+    bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
+    uniform = (bits.double() + 0.5) * 2.0**-53
+    return Drawn((filtered.double() - (-uniform.log()).log()).argmax(-1), filtered)

@@ -1,0 +1,148 @@
+"""The adapter over transformers' causal language models, the only place that knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from refusion_lit.modeling.attention import additive
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.types import ModelTraits, SpecialTokens
+
+_HEAD_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
+
+
+class Backbone(nn.Module, LanguageModel):
+    """A causal transformers model as a :class:`LanguageModel`.
+
+    Args:
+        model: Any decoder-only model with a body and one plain linear head.
+        traits: What it was trained to do.
+        special_tokens: Its ids with a meaning.
+
+    Raises:
+        ValueError: If the head is not one plain linear map, or a layer's attention cannot be replaced by our masks.
+    """
+
+    def __init__(self, model: PreTrainedModel, traits: ModelTraits, special_tokens: SpecialTokens) -> None:
+        super().__init__()
+        check_supported(model)
+        self.model = model
+        self.traits = traits
+        self.special_tokens = special_tokens
+
+    @property
+    def config(self) -> Any:  # noqa: ANN401 - every architecture has its own config class
+        """The transformers config."""
+        return self.model.config
+
+    @property
+    def body(self) -> nn.Module:
+        """The transformer without its head."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return model.get_submodule(model.base_model_prefix)
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear head."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def device(self) -> torch.device:  # noqa: D102
+        return self.head.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the weights."""
+        return self.head.weight.dtype  # type: ignore[return-value]
+
+    def hidden_states(  # noqa: D102
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Bool[Tensor, "batch token key"] | None,
+        cache: SlotCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        output = self.body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._library_mask(attention_mask, input_ids),
+            past_key_values=None if cache is None else cache.past_key_values,
+            use_cache=cache is not None,
+        )
+        return output.last_hidden_state
+
+    def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
+        return self.head(hidden)
+
+    def make_cache(self, num_rows: int) -> SlotCache:  # noqa: D102
+        return SlotCache(self.config.num_hidden_layers, num_rows)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Bool[Tensor, "batch token key"] | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        """Return hidden states; the entry point for wrappers that only intercept ``forward`` (DDP, FSDP)."""
+        return self.hidden_states(input_ids, position_ids, attention_mask)
+
+    def _library_mask(self, mask: Bool[Tensor, "batch token key"] | None, input_ids: Tensor) -> Tensor | Any:  # noqa: ANN401
+        """Give transformers a mask in every case.
+
+        Without mask and cache it takes position ids that do not rise by one for packed sequences and silently
+        changes the attention. All ones in two dimensions keep its fast causal path.
+        """
+        if mask is None:
+            return torch.ones_like(input_ids)
+        four_d = rearrange(mask, "batch token key -> batch 1 token key")
+        implementation = self.config._attn_implementation
+        if implementation == "sdpa":
+            return four_d
+        if implementation == "eager":
+            return additive(four_d, self.dtype)
+        if implementation == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return mask[batch, query, key]
+
+            return create_block_mask(
+                allowed, B=mask.shape[0], H=None, Q_LEN=mask.shape[1], KV_LEN=mask.shape[2], device=str(mask.device)
+            )
+        raise ValueError(
+            f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
+            "use 'sdpa', 'eager' or 'flex_attention'."
+        )
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse models whose logits or attention this adapter would silently change.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    config = model.config
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")
+    for option in _HEAD_CHANGES:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
+                "but logits are computed from the head alone here; use a model with a plain head."
+            )
+    layer_types = getattr(config, "layer_types", None) or []
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
+            "attention; use a model with full attention in every layer."
+        )

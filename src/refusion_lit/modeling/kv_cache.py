@@ -1,0 +1,141 @@
+"""A preallocated key/value cache with one region of storage for every row.
+
+A *cache index* says where in its row's storage a token's keys and values lie. It is not a position (the
+place in the text): accepting, cropping and re-ordering only move indices. Each forward says beforehand
+which indices its tokens are written to; which entries a query sees is the attention mask's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+_CHUNK = 128
+
+
+class _StoredLayer(DynamicLayer):
+    """Keys and values of one layer; :meth:`update` writes where the owning cache was told to."""
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self._owner = owner
+        self.stored_keys: Tensor | None = None
+        self.stored_values: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        rows, capacity = self._owner.num_rows, self._owner.capacity
+        self.stored_keys = key_states.new_zeros(rows, capacity, key_states.shape[1], key_states.shape[3])
+        self.stored_values = value_states.new_zeros(rows, capacity, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.stored_keys is not None
+        assert self.stored_values is not None
+        return self._exchange(self.stored_keys, key_states), self._exchange(self.stored_values, value_states)
+
+    def _exchange(self, stored: Tensor, states: Tensor) -> Tensor:
+        plan = self._owner.plan
+        assert plan is not None, "SlotCache.prepare must be called before each forward"
+        flat = states.transpose(1, 2).flatten(0, 1)
+        stored.view(-1, *stored.shape[2:])[plan.write_index] = flat[plan.source_index]
+        visible = stored[:, : plan.num_keys]
+        if plan.rows is not None:
+            visible = visible[plan.rows]
+        return visible.transpose(1, 2)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` entries a row; what is stored stays where it is."""
+        if self.stored_keys is None or self.stored_values is None:
+            return
+        missing = capacity - self.stored_keys.shape[1]
+        self.stored_keys = torch.nn.functional.pad(self.stored_keys, (0, 0, 0, 0, 0, missing))
+        self.stored_values = torch.nn.functional.pad(self.stored_values, (0, 0, 0, 0, 0, missing))
+
+    def keep(self, row: int, indices: Tensor, start: int) -> None:
+        """Move the entries at ``indices`` of a row to ``start`` and behind, in the order given."""
+        if self.stored_keys is None or self.stored_values is None:
+            return
+        self.stored_keys[row, start : start + len(indices)] = self.stored_keys[row, indices]
+        self.stored_values[row, start : start + len(indices)] = self.stored_values[row, indices]
+
+    def get_seq_length(self) -> int:
+        """Return 0: masks and positions are always explicit, so nothing may be derived from a length."""
+        return 0
+
+
+class _WritePlan:
+    __slots__ = ("num_keys", "rows", "source_index", "write_index")
+
+    def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor, write_index: Tensor) -> None:
+        self.rows, self.num_keys, self.source_index, self.write_index = rows, num_keys, source_index, write_index
+
+
+class SlotCache:
+    """Preallocated keys and values for several rows; works as transformers' ``past_key_values``.
+
+    Args:
+        num_layers: Layers of the model.
+        num_rows: Rows of storage, one a prompt being decoded.
+        capacity: Entries a row to begin with; grows by chunks of 128.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.plan: _WritePlan | None = None
+        self._layers = [_StoredLayer(self) for _ in range(num_layers)]
+        self.past_key_values = Cache(layers=self._layers)
+
+    def prepare(
+        self,
+        rows: list[int],
+        num_keys: int,
+        source_index: Int[Tensor, " token"],
+        row_index: Int[Tensor, " token"],
+        cache_index: Int[Tensor, " token"],
+    ) -> None:
+        """Say where the next forward writes and what it reads.
+
+        Args:
+            rows: Storage row of each sequence of the forward; a row may serve several sequences.
+            num_keys: The forward attends to the first so many entries of its rows (its mask says which of them).
+            source_index: Flat index (sequence times padded length plus offset) of every token to store.
+            row_index: Storage row of each of those tokens.
+            cache_index: Cache index of each of those tokens; below ``num_keys``.
+        """
+        if num_keys > self.capacity:
+            self.capacity = -(-num_keys // _CHUNK) * _CHUNK
+            for layer in self._layers:
+                layer.grow(self.capacity)
+        device = source_index.device
+        all_rows = rows == list(range(self.num_rows))
+        selected = None if all_rows else torch.tensor(rows, device=device)
+        self.plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
+
+    def keep(self, row: int, indices: list[int]) -> None:
+        """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.
+
+        Args:
+            row: Storage row.
+            indices: Cache indices to keep; a leading run that is in place already costs nothing.
+        """
+        start = next((i for i, index in enumerate(indices) if index != i), len(indices))
+        if start == len(indices):
+            return
+        for layer in self._layers:
+            device = layer.stored_keys.device if layer.stored_keys is not None else None
+            layer.keep(row, torch.tensor(indices[start:], device=device), start)

@@ -1,0 +1,219 @@
+"""Where a backbone comes from: a config, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
+
+AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
+DType = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters through peft (``pip install refusion-lit[peft]``).
+
+    Attributes:
+        rank: Rank of the update.
+        alpha: Scale of the update is alpha / rank.
+        dropout: Dropout on the adapters' input, in [0, 1).
+        target_modules: Names of the linear layers to adapt; ``all-linear`` takes every one but the head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] | str = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """How to make a backbone.
+
+    Attributes:
+        source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
+        config: Overrides of the architecture's config; with ``source: null`` it needs ``model_type``.
+        random_init: With a source, take only its architecture, not its weights.
+        revision: Pinned revision of a hub id.
+        attention: Attention pattern; ``None`` takes what the directory's config says, else causal.
+        block_size: Tokens a block, with ``attention: block_causal``.
+        dtype: Type of the weights.
+        attn_implementation: How attention is computed.
+        gradient_checkpointing: Trade time for memory in training.
+        lora: Train low-rank adapters instead of all weights.
+        trust_remote_code: Allow the source to bring Python code that is executed on this machine. Off by default.
+    """
+
+    source: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    random_init: bool = False
+    revision: str | None = None
+    attention: Literal["causal", "bidirectional", "block_causal"] | None = None
+    block_size: int | None = None
+    dtype: DType = "float32"
+    attn_implementation: AttentionImplementation = "sdpa"
+    gradient_checkpointing: bool = False
+    lora: LoraOptions | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what could never be built."""
+        if self.source is None and "model_type" not in self.config:
+            raise ValueError(
+                "backbone: expected a source (directory or hub id) or a config with model_type (for example "
+                f"'qwen3'), got source=None and config={self.config!r}. Set one of them."
+            )
+
+    def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
+        """Make the backbone for a tokenizer.
+
+        The head gets at least as many rows as the tokenizer has ids; new rows are the mean of the old ones.
+
+        Args:
+            tokenizer: Its mask token is the model's; see :func:`special_tokens_of`.
+            seed: Seeds random weights without touching the global generator's state.
+
+        Raises:
+            ValueError: If the source cannot be loaded or is not supported.
+        """
+        config = self._architecture(tokenizer)
+        stored = getattr(config, "refusion_lit", None) or {}
+        traits = ModelTraits.from_dict(stored)
+        if self.attention is not None:
+            traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
+        random_weights = self.source is None or self.random_init
+        model = self._random(config, seed) if random_weights else self._pretrained(config)
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            _mean_initialise(model, config.vocab_size)
+        special = special_tokens_of(tokenizer)
+        model.config.mask_token_id = special.mask_token_id
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.lora is not None:
+            model = _with_lora(model, self.lora)
+        return Backbone(model, traits, special)
+
+    def _architecture(self, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
+        if self.source is None:
+            values: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **self.config}
+            values.setdefault("eos_token_id", tokenizer.eos_token_id)
+            values.setdefault("bos_token_id", None)
+            return AutoConfig.for_model(**values)
+        try:
+            return AutoConfig.from_pretrained(
+                self.source, revision=self.revision, trust_remote_code=self.trust_remote_code, **self.config
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"backbone.source: expected a Hugging Face directory or hub id, got {self.source!r}, which cannot be "
+                f"loaded ({_first_line(error)}). Check the path, or the id and the network."
+            ) from error
+
+    def _random(self, config: Any, seed: int | None) -> PreTrainedModel:  # noqa: ANN401
+        with torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, self.dtype), attn_implementation=self.attn_implementation
+            )
+
+    def _pretrained(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                self.source,
+                config=config,
+                revision=self.revision,
+                dtype=getattr(torch, self.dtype),
+                attn_implementation=self.attn_implementation,
+                trust_remote_code=self.trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"backbone.source: the weights of {self.source!r} cannot be loaded ({_first_line(error)})."
+            ) from error
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """Read a tokenizer's special ids.
+
+    Raises:
+        ValueError: If it has neither a padding nor an end-of-sequence token.
+    """
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    if pad is None or eos is None:
+        raise ValueError(
+            "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
+        )
+    return SpecialTokens(
+        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(int(eos),), pad_token_id=int(pad), vocab_size=len(tokenizer)
+    )
+
+
+def ensure_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None) -> None:
+    """Give a tokenizer a mask token if it has none.
+
+    Args:
+        tokenizer: Changed in place.
+        mask_token_id: Id that a model's config names; its token is taken when the tokenizer names none itself.
+    """
+    if tokenizer.mask_token_id is not None:
+        return
+    named = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id is not None else None
+    tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
+
+
+def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    """Write a Hugging Face directory: safetensors, config with ``mask_token_id`` and traits, tokenizer.
+
+    Adapters are merged into the weights first.
+
+    Raises:
+        ValueError: If the directory holds files already (an old ``model.safetensors`` could win when loading).
+    """
+    path = Path(directory)
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"output: expected a new or empty directory, got {path}, which holds files. Choose another one.")
+    model = backbone.model
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    model.config.mask_token_id = backbone.special_tokens.mask_token_id
+    model.config.refusion_lit = backbone.traits.to_dict()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _mean_initialise(model: PreTrainedModel, num_old: int) -> None:
+    """Set embedding and head rows from ``num_old`` on to the mean of the rows before them."""
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[num_old:] = layer.weight[:num_old].mean(0, keepdim=True)
+
+
+def _with_lora(model: PreTrainedModel, options: LoraOptions) -> Any:  # noqa: ANN401 - a peft class
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("backbone.lora: needs the peft package; install refusion-lit[peft].") from error
+    config = LoraConfig(
+        r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=options.target_modules
+    )
+    return get_peft_model(model, config)
+
+
+def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
+    """Return the config as JSON values, enough to rebuild the architecture with random weights."""
+    return backbone.config.to_dict()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

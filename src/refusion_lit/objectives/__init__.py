@@ -1,0 +1,9 @@
+"""Objectives: how responses are corrupted for training, and the loss. One file each."""
+
+from refusion_lit.objectives.autoregressive import Autoregressive
+from refusion_lit.objectives.base import Objective
+from refusion_lit.objectives.block import BlockMasked
+from refusion_lit.objectives.hybrid import Hybrid
+from refusion_lit.objectives.masked import Masked
+
+__all__ = ["Autoregressive", "BlockMasked", "Hybrid", "Masked", "Objective"]

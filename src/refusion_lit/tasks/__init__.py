@@ -1,0 +1,28 @@
+"""Tasks: where examples come from and how responses are scored, one file each.
+
+Importing this package imports every task class, so that configs can name them by their short names.
+"""
+
+from __future__ import annotations
+
+from refusion_lit.tasks.additions import Additions
+from refusion_lit.tasks.base import SPLITS, Split, Task
+from refusion_lit.tasks.generated import GeneratedTask
+from refusion_lit.tasks.latin import Latin
+from refusion_lit.tasks.records import Records
+from refusion_lit.tasks.sheet import Sheet
+from refusion_lit.tasks.sudoku import Sudoku
+from refusion_lit.tasks.walk import Walk
+
+__all__ = [
+    "SPLITS",
+    "Additions",
+    "GeneratedTask",
+    "Latin",
+    "Records",
+    "Sheet",
+    "Split",
+    "Sudoku",
+    "Task",
+    "Walk",
+]

@@ -1,0 +1,89 @@
+"""Records: sort rows by a column and write them as JSON, long-range and with a fixed form.
+
+``sort by age: eve 82 rome; bob 31 oslo`` asks for
+``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import perm
+from operator import itemgetter
+from random import Random
+from typing import Any, ClassVar
+
+from refusion_lit.tasks.generated import GeneratedTask, check_range
+from refusion_lit.types import Example
+
+_COLUMNS = ("name", "age", "city")
+_NAMES = (
+    "ada amy ann ben bob cleo dan dora eli emma eve finn gus hana ida ivan joe kim leo mia nina omar rosa tom".split()  # noqa: SIM905
+)
+_AGES = range(10, 100)
+_CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rome seoul tokyo turin".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records(GeneratedTask):
+    """Two to four people to sort by name, age or city; no two rows share any value, so there are no ties.
+
+    The key is name and age in the first ``min_rows`` rows.
+
+    Attributes:
+        min_rows: Fewest rows in a query, 2 to 16.
+        max_rows: Most rows in a query, ``min_rows`` to 16; every number between is equally frequent.
+    """
+
+    grows_with: ClassVar[str] = "min_rows"
+
+    min_rows: int = 2
+    max_rows: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_range("min_rows", self.min_rows, 2, len(_CITIES))
+        check_range("max_rows", self.max_rows, self.min_rows, len(_CITIES))
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """Every choice of different names and different ages in ``min_rows`` rows."""
+        return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return rows in any order, and the same rows in order as JSON."""
+        num_rows = rng.randint(self.min_rows, self.max_rows)
+        num_more, num_left = num_rows - self.min_rows, (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
+        number = key + self.num_keys * rng.randrange(perm(num_left[0], num_more) * perm(num_left[1], num_more))
+        names, ages, cities = list(_NAMES), list(_AGES), rng.sample(_CITIES, num_rows)
+        rows: list[dict[str, Any]] = []
+        for city in cities:
+            number, name_place = divmod(number, len(names))
+            number, age_place = divmod(number, len(ages))
+            rows.append({"name": names.pop(name_place), "age": ages.pop(age_place), "city": city})
+        column = rng.choice(_COLUMNS)
+        listed = "; ".join([f"{row['name']} {row['age']} {row['city']}" for row in rows])
+        rows.sort(key=itemgetter(column))
+        return f"sort by {column}: {listed}", json.dumps(rows, separators=(",", ":"))
+
+    def score(self, example: Example, response: str) -> float:
+        """Return 1 for JSON of the same value as the reference, else 0.
+
+        Spaces between tokens and the order of an object's keys are free, as JSON has it; the rows'
+        order is not, and a repeated key is wrong.
+        """
+        try:
+            return float(_parsed(response) == _parsed(example.response))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    def characters(self) -> str:
+        """Return the letters of the columns, names and cities, digits, and JSON's signs."""
+        words = "".join((*_COLUMNS, *_NAMES, *_CITIES, "sort by"))
+        return "".join(sorted(set(words + '0123456789:;[]{},"')))
+
+
+def _parsed(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse JSON with objects as lists of pairs, sorted by key, so that repeated keys are seen."""
+    return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))
