@@ -214,6 +214,18 @@ class Prompt:
     id: str
 
 
+@dataclass(kw_only=True)
+class PromptBatch:
+    """Prompts to decode with the examples that they come from, in the same order."""
+
+    prompts: list[Prompt]
+    examples: list[Example]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
+        """Return the batch: it holds no tensors, and Lightning would otherwise walk through its examples."""
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How much to generate and how tokens are drawn.

@@ -1,0 +1,67 @@
+"""The command line. Light subcommands start without the heavy imports of the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from refusion_lit.version import __version__
+
+_USAGE = """\
+usage: refusion-lit COMMAND [OPTIONS]
+
+  fit        train a model                        refusion-lit fit --config configs/quickstart.yaml
+  validate   validation loss of a checkpoint
+  test       decode a test set with every decoder named in the config, and print them side by side
+  predict    write predictions as JSON lines
+  generate   answer prompts from a checkpoint, a directory or a hub id
+  export     turn a checkpoint into a Hugging Face directory
+  init       copy the example configs into a directory
+
+`refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
+"""
+
+_OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init"}
+_LIGHTNING = ("fit", "validate", "test", "predict")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: Arguments; the process's own by default.
+
+    Returns:
+        The exit code: 0, 2 for a user's error, 130 when interrupted.
+    """
+    argv = list(sys.argv[1:] if args is None else args)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"refusion-lit {__version__}")
+        return 0
+    try:
+        return _run(argv[0], argv[1:])
+    except ValueError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        return _fail("interrupted", code=130)
+
+
+def _run(command: str, rest: list[str]) -> int:
+    if command in _OWN:
+        return import_module(_OWN[command]).run(rest)
+    if command in _LIGHTNING:
+        return import_module("refusion_lit.cli.lightning").run([command, *rest])
+    from refusion_lit.cli.suggestions import nearest
+
+    return _fail(f"unknown command {command!r}{nearest(command, [*_LIGHTNING, *_OWN])}")
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"refusion-lit: error: {message}", file=sys.stderr)
+    return code

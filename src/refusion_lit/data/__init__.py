@@ -1,0 +1,1 @@
+"""Data: tokenizers, encoding, batching and the data module."""

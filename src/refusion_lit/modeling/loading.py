@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
+
+disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
 AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]

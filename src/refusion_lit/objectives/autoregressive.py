@@ -33,10 +33,10 @@ class Autoregressive(Objective):
     def corrupt(
         self,
         batch: ResponseBatch,
-        noise: KeyedNoise,  # noqa: ARG002 - part of the interface
-        special_tokens: SpecialTokens,  # noqa: ARG002
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002
+        mask_ratio: Float[Tensor, " batch"] | None = None,
     ) -> CorruptedBatch:
         """Label each place with the response token after it; noise and mask ratios have no effect."""
         places, in_response = response_places(batch)

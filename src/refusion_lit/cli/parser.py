@@ -1,0 +1,94 @@
+"""An argument parser whose errors are one line that names the nearest right option."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from refusion_lit.cli.suggestions import nearest
+
+_UNKNOWN = (
+    re.compile(r"Key '(?P<name>[^']+)' is not expected"),
+    re.compile(r"Unrecognized arguments?: -*(?P<name>[^\s=]+)", re.IGNORECASE),
+    re.compile(r"No action for key \"?'?(?P<name>[\w.]+)"),
+    re.compile(r"Group '[^']*' does not accept nested key '(?P<name>[^']+)'"),
+    re.compile(r"does not accept (?:nested )?key '(?P<name>[^']+)'"),
+    re.compile(r"Option '(?P<name>[^']+)' is not accepted"),
+)
+_CLASS = re.compile(r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: |Given value \"?'?)(?P<name>[\w.]+)")
+
+
+class UsageError(ValueError):
+    """Wrong use of the command line."""
+
+
+class _OneLineErrors:
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing pages of usage."""
+        text = " ".join(str(message).split())
+        raise UsageError(f"{_shorten(text)}{self._hint(text)}") from ex
+
+    def _hint(self, text: str) -> str:
+        if "did you mean" in text:
+            return ""
+        known = self._known_options()
+        for pattern in _UNKNOWN:
+            found = pattern.search(text)
+            if found:
+                name = found["name"]
+                whole = nearest(name, known)
+                if "did you mean" in whole:
+                    return whole
+                return nearest(name.rsplit(".", 1)[-1], sorted({option.rsplit(".", 1)[-1] for option in known}))
+        found = _CLASS.search(text)
+        if found:
+            return nearest(found["name"].rsplit(".", 1)[-1], _class_names())
+        return ""
+
+    def _known_options(self) -> list[str]:
+        from dataclasses import fields, is_dataclass
+
+        names = [action.dest for action in self._actions if action.dest not in ("help", None)]  # type: ignore[attr-defined]
+        options = {field.name for cls in _component_classes() if is_dataclass(cls) for field in fields(cls)}
+        return sorted({*names, *options})
+
+
+class OneLineParser(_OneLineErrors, ArgumentParser):
+    """jsonargparse's parser with one-line errors."""
+
+
+class OneLineLightningParser(_OneLineErrors, LightningArgumentParser):
+    """Lightning's parser with one-line errors."""
+
+
+def _component_classes() -> list[type]:
+    """Return all concrete strategies that a config can name."""
+    from refusion_lit.data.tokenizers import TokenizerSource
+    from refusion_lit.decoding import Decoder
+    from refusion_lit.objectives import Objective
+    from refusion_lit.tasks import Task
+
+    found: list[type] = []
+    waiting: list[Any] = [Decoder, Objective, Task, TokenizerSource]
+    while waiting:
+        cls = waiting.pop()
+        waiting.extend(cls.__subclasses__())
+        if not getattr(cls, "__abstractmethods__", None):
+            found.append(cls)
+    return found
+
+
+def _class_names() -> list[str]:
+    return sorted({cls.__name__ for cls in _component_classes()})
+
+
+def _shorten(text: str) -> str:
+    """Drop the parser's own prologue and what follows the essential sentence."""
+    text = re.sub(r"^Parser key \"([^\"]+)\": ", r"\1: ", text)
+    union = re.match(r"(?P<key>[\w.]+): Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp", text)
+    if union:
+        text = f"{union['key']}: {union['first']}"
+    return text if len(text) <= 700 else f"{text[:700]} ..."
