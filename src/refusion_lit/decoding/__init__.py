@@ -1,10 +1,14 @@
 """Decoders and the engine that runs them."""
 
+from refusion_lit.decoding.autoregressive import Autoregressive
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.engine import DecodingOutput, GenerationCallback, ModelMismatchError, RowOutput, decode
 from refusion_lit.decoding.refusion import RecomputeKV, ReFusion
 
 __all__ = [
+    "Autoregressive",
+    "BlockDiffusion",
     "Decoder",
     "DecodingOutput",
     "GenerationCallback",

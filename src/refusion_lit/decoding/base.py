@@ -22,17 +22,21 @@ class ModelRequirements:
         attention: The attention pattern that the decoder's forwards have.
         predictions: Meanings of logits that it relies on.
         mask_token: Whether it feeds mask tokens.
+        block_size: Tokens a block, for block-causal attention.
     """
 
     attention: AttentionKind
     predictions: tuple[Prediction, ...]
     mask_token: bool = True
+    block_size: int | None = None
 
     def mismatches(self, traits: ModelTraits) -> list[str]:
         """Return why a model with these traits was not trained for the decoder; empty if it was (or may have been)."""
         reasons = []
         if traits.attention != self.attention:
             reasons.append(f"it attends {self.attention}ly, the model was trained {traits.attention}")
+        elif self.block_size != traits.block_size and self.block_size is not None:
+            reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         if traits.predictions is not None:
             missing = [name for name in self.predictions if not _covers(traits.predictions, name)]
             if missing:

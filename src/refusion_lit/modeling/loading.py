@@ -17,6 +17,7 @@ from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
 AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
+_NEW_MASK = "mask_token_is_new"
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -96,8 +97,11 @@ class BackboneConfig:
         model = self._random(config, seed) if random_weights else self._pretrained(config)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-            _mean_initialise(model, config.vocab_size)
+            _mean_initialise(model, config.vocab_size, len(tokenizer))
         special = special_tokens_of(tokenizer)
+        if not random_weights and getattr(tokenizer, _NEW_MASK, False) and special.mask_token_id is not None:
+            # The id may be one of the spare rows that many models have: untrained, so it starts like a new row.
+            _mean_initialise(model, special.mask_token_id, special.mask_token_id + 1)
         model.config.mask_token_id = special.mask_token_id
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -173,6 +177,8 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int | N
         return
     named = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id is not None else None
     tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
+    if named is None:
+        setattr(tokenizer, _NEW_MASK, True)
 
 
 def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
@@ -195,11 +201,11 @@ def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direc
     tokenizer.save_pretrained(path)
 
 
-def _mean_initialise(model: PreTrainedModel, num_old: int) -> None:
-    """Set embedding and head rows from ``num_old`` on to the mean of the rows before them."""
+def _mean_initialise(model: PreTrainedModel, start: int, stop: int) -> None:
+    """Set embedding and head rows from ``start`` to ``stop`` to the mean of the rows before them."""
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            layer.weight[num_old:] = layer.weight[:num_old].mean(0, keepdim=True)
+            layer.weight[start:stop] = layer.weight[:start].mean(0, keepdim=True)
 
 
 def _with_lora(model: PreTrainedModel, options: LoraOptions) -> Any:  # noqa: ANN401 - a peft class

@@ -19,10 +19,6 @@ class Autoregressive(Objective):
 
     The prompt's last token predicts the response's first; a sample without a prompt has no target for it. The
     one term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
-
-    Attributes:
-        chunk_size: Labelled positions whose logits the loss holds at a time, at least 1; ``None``: as many
-            as fit in 64 MB. Changes memory and speed, not the loss.
     """
 
     @property

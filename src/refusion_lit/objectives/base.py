@@ -64,9 +64,7 @@ class Objective(ABC):
             ValueError: If the objective needs a mask token and there is none, or a ratio is out of range.
         """
 
-    def loss(
-        self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch
-    ) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
         """Compute the loss from the backbone's outputs.
 
         Args:

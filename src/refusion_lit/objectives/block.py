@@ -56,8 +56,6 @@ class BlockMasked(Objective):
         fill_blocks_with: What a sample's last block is filled up with, as decoders always see whole blocks and a
             short one would tell the model where to end. ``eos``: end-of-sequence tokens, which are response
             tokens, masked and scored. ``mask``: mask tokens that are never scored.
-        chunk_size: Labelled positions whose logits the loss holds at a time, at least 1; ``None``: as many
-            as fit in 64 MB. Changes memory and speed, not the loss.
     """
 
     block_size: int = 8

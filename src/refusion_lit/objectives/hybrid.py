@@ -27,8 +27,6 @@ class Hybrid(Objective):
         eps: Least probability of masking a slot, in (0, 1].
         mdm_weight: Factor of the diffusion term (lambda), at least 0.
         ar_weight: Factor of the autoregressive term, at least 0.
-        chunk_size: Labelled positions whose logits the loss holds at a time, at least 1; ``None``: as many
-            as fit in 64 MB. Changes memory and speed, not the loss.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)

@@ -42,8 +42,6 @@ class Masked(Objective):
         cart_p: Replace 1 / p by Dream's context-adaptive weights (CART, spec 02) of this sharpness, in (0, 1]: a
             mask counts the more, the more clean tokens stand close to it. The rest of the normalisation
             stays as above. ``None``: 1 / p.
-        chunk_size: Labelled positions whose logits the loss holds at a time, at least 1; ``None``: as many
-            as fit in 64 MB. Changes memory and speed, not the loss.
     """
 
     eps: float = 1e-3

@@ -1,0 +1,55 @@
+"""Ordinary decoding, one token a forward: what every other decoder is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, Steps
+from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoregressive(Decoder):
+    """Each token is drawn from the logits at the token before it; keys and values are cached.
+
+    A response of n tokens costs n forwards: the first takes the prompt in, each later one a single token.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(
+        attention="causal", predictions=("next_token",), mask_token=False
+    )
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Make a canvas of exactly ``max_new_tokens``."""
+        length = sampling.max_new_tokens
+        return RowState(
+            prompt=prompt,
+            sampling=sampling,
+            special_tokens=special_tokens,
+            tokens=[special_tokens.pad_token_id] * length,
+            is_masked=[True] * length,
+        )
+
+    def step(self, state: RowState) -> Steps:
+        """Take in what is not cached yet and draw the next token."""
+        place = state.num_committed
+        end = state.prompt_length + place
+        tokens = [state.tokens[place - 1]] if place else state.prompt.token_ids
+        num_cached = end - len(tokens)
+        branch = Branch(
+            tokens=tokens,
+            positions=range(num_cached, end),
+            visible=((0, num_cached),),
+            write_at=num_cached,
+            draft_at=(len(tokens) - 1,),
+        )
+        readings = yield Forward(
+            phase="next_token" if place else "prefill",
+            branches=(branch,),
+            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=1),
+        )
+        token = readings[0].tokens[0]
+        state.commit([place], [token])
+        state.finished = token in state.special_tokens.eos_token_ids or place + 1 == len(state.tokens)

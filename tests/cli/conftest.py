@@ -1,0 +1,43 @@
+"""A tiny trained run, made once by the command line itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from refusion_lit.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+TINY = [
+    "--trainer.max_steps=4",
+    "--trainer.val_check_interval=2",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.enable_progress_bar=false",
+    "--model.backbone.config.hidden_size=16",
+    "--model.backbone.config.intermediate_size=32",
+    "--model.backbone.config.num_hidden_layers=1",
+    "--model.sampling.max_new_tokens=16",
+    "--data.task.num_train=64",
+    "--data.task.num_validation=16",
+    "--data.task.num_test=12",
+    "--data.batch_size=8",
+    "--num_threads=1",
+]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of ``fit`` on a tiny model."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={runs}"]) == 0
+    return runs / "quickstart" / "version_0"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(trained: Path) -> str:
+    """Return the run's last checkpoint."""
+    path = trained / "checkpoints" / "last.ckpt"
+    assert path.is_file()
+    return str(path)

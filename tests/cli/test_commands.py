@@ -1,0 +1,178 @@
+"""The promised commands, from fit to text, as a user runs them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli.conftest import QUICKSTART, TINY
+
+import refusion_lit
+from refusion_lit.cli import main
+from refusion_lit.decoding import ReFusion
+from refusion_lit.predictions import KEYS
+
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+def test_fit_leaves_config_environment_metrics_and_checkpoint(trained: Path, checkpoint: str) -> None:
+    assert (trained / "config.yaml").is_file()
+    environment = json.loads((trained / "environment.json").read_text())
+    assert environment["seed"] == 0
+    assert environment["packages"]["torch"] == torch.__version__
+    assert {"git", "hardware", "command"} <= environment.keys()
+    metrics = (trained / "metrics.csv").read_text()
+    header = metrics.splitlines()[0].split(",")
+    assert {"train/loss", "train/ar", "train/mdm", "val/loss", "val/ar", "val/mdm", "train/gradient_norm"} <= set(header)
+    assert any(name.startswith("lr-") for name in header)
+    stored = torch.load(checkpoint, weights_only=True)
+    assert "hyper_parameters" not in stored
+
+
+def test_test_prints_the_table_and_writes_results(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*args, "--trainer.enable_progress_bar=false"]) == 0
+    assert "tokens/forward" in capsys.readouterr().out
+    run = tmp_path / "quickstart" / "version_0"
+    figures = json.loads((run / "results.json").read_text())["results"]["refusion"]
+    lines = [json.loads(line) for line in (run / "predictions_refusion.jsonl").read_text().splitlines()]
+    assert figures["num_prompts"] == len(lines) == 12
+    assert len({line["id"] for line in lines}) == 12
+    tokens, forwards = (sum(line[key] for line in lines) for key in ("num_tokens", "num_forwards"))
+    assert (figures["num_tokens"], figures["num_forwards"]) == (tokens, forwards)
+    assert figures["tokens_per_forward"] == pytest.approx(tokens / forwards)
+    assert figures["score"] == pytest.approx(sum(line["score"] for line in lines) / 12)
+
+
+def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> None:
+    texts = []
+    for size in (1, 5):
+        args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+        args += [f"--model.max_batch_size={size}", f"--run_version=b{size}", "--trainer.enable_progress_bar=false"]
+        assert main(args) == 0
+        lines = (tmp_path / "quickstart" / f"b{size}" / "predictions_refusion.jsonl").read_text().splitlines()
+        values = [json.loads(line) for line in lines]
+        texts.append([(v["id"], v["response_ids"], v["num_forwards"]) for v in values])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: Path, record: bool) -> None:
+    args = ["predict", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    args += [f"--model.record_forwards={record}", "--trainer.enable_progress_bar=false"]
+    assert main(args) == 0
+    lines = (tmp_path / "quickstart" / "version_0" / "predictions.jsonl").read_text().splitlines()
+    expected = [key for key in KEYS if record or key != "forward_shapes"]
+    for line in map(json.loads, lines):
+        assert list(line) == expected
+        if record:
+            assert len(line["forward_shapes"]) == line["num_forwards"]
+
+
+def test_what_a_checkpoint_stores_never_overrides_options(checkpoint: str, tmp_path: Path) -> None:
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    args += ["--model.sampling.max_new_tokens=7", "--model.decoders.refusion.slot_size=7", "--trainer.enable_progress_bar=false"]
+    assert main([*args, "--model.decoders.refusion.num_serial_blocks=1", "--model.seed=3"]) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    results = json.loads((run / "results.json").read_text())
+    assert results["decoders"]["refusion"]["slot_size"] == 7
+    lines = [json.loads(line) for line in (run / "predictions_refusion.jsonl").read_text().splitlines()]
+    assert max(line["num_tokens"] for line in lines) <= 7
+
+
+def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 0
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert config["mask_token_id"] == tokenizer.mask_token_id
+    assert config["refusion_lit"]["predictions"] == ["mask", "next_token_in_slot"]
+    assert (directory / "model.safetensors").is_file()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ours, from_checkpoint = refusion_lit.load(directory), refusion_lit.load(checkpoint)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=torch.ones_like(ids)).logits
+        hidden = ours.backbone.hidden_states(ids, torch.arange(4)[None], None)
+        torch.testing.assert_close(ours.backbone.logits(hidden), expected)
+    options = {"decoder": ReFusion(slot_size=4), "max_new_tokens": 12}
+    assert ours.generate(["12+34>"], **options)[0].token_ids == from_checkpoint.generate(["12+34>"], **options)[0].token_ids
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
+
+
+def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", f"--ckpt_path={checkpoint}", "--max_new_tokens=12", "--prompt=12+34>"]
+    assert main([*args, "--decoder=ReFusion", "--decoder.slot_size=4"]) == 0
+    model = refusion_lit.load(checkpoint)
+    expected = model.generate(["12+34>"], decoder=ReFusion(slot_size=4), max_new_tokens=12)[0]
+    captured = capsys.readouterr()
+    assert captured.out == f"{expected.text}\n"
+    assert f"{expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
+
+
+@pytest.mark.parametrize("source", ["lines", "jsonl", "stdin"])
+def test_generate_reads_files(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    prompts = ["12+34>", "11+11,22+22>"]
+    plain = "\n".join(prompts) + "\n"
+    objects = "".join(json.dumps({"id": f"p{i}", "prompt": p, "reference": "?"}) + "\n" for i, p in enumerate(prompts))
+    path = tmp_path / ("prompts.jsonl" if source == "jsonl" else "prompts.txt")
+    path.write_text(objects if source == "jsonl" else plain)
+    monkeypatch.setattr("sys.stdin", io.StringIO(plain))
+    output = tmp_path / "out.jsonl"
+    args = ["generate", f"--ckpt_path={checkpoint}", f"--prompts={'-' if source == 'stdin' else path}"]
+    args += [f"--output={output}", "--max_new_tokens=16", "--batch_size=2", "--record_forwards=true", "--seed=1"]
+    assert main([*args, "--dtype=float64", "--device=cpu"]) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [list(line) for line in lines] == [list(KEYS)] * 2
+    assert sorted(line["prompt"] for line in lines) == sorted(prompts)
+    assert {line["id"] for line in lines} == ({"p0", "p1"} if source == "jsonl" else {"0", "1"})
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"refusion-lit {refusion_lit.__version__}"
+
+
+def test_init_copies_the_configs(tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path)]) == 0
+    assert (tmp_path / "configs" / "quickstart.yaml").read_text() == Path(QUICKSTART).read_text()
+    assert main(["init", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fitt"], "did you mean 'fit'"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "did you mean 'slot_size'"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=0"], "slot_size: expected"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_threshold=1.5"], "slot_threshold: expected"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.num_serial_blocks=9"], "num_serial_blocks: expected at most 8"),
+        (["fit", "--config", QUICKSTART, "--model.sampling.max_new_tokens=-1"], "max_new_tokens: expected"),
+        (["fit", "--config", QUICKSTART, "--model.objective=Hybird"], "did you mean 'Hybrid'"),
+        (["fit", "--config", QUICKSTART, "--trainer.max_stepz=3"], "max_steps"),
+        (["fit", "--config", "missing.yaml"], "missing.yaml"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=ReFuson"], "did you mean 'ReFusion'"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder.slot_sise=2"], "did you mean 'slot_size'"),
+        (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
+        (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
+        (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
+    ],
+)
+def test_errors_are_one_line_with_the_fix(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert expected in error
+    assert len([line for line in error.splitlines() if line.startswith("refusion-lit: error:")]) == 1
+    assert "Traceback" not in error
