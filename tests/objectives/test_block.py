@@ -22,7 +22,9 @@ Noise = Callable[..., KeyedNoise]
 LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 
 
-def slow_block_ratios(prompt: int, length: int, size: int, order: list[float], uniform: list[float]) -> dict[int, float]:
+def slow_block_ratios(
+    prompt: int, length: int, size: int, order: list[float], uniform: list[float]
+) -> dict[int, float]:
     """Return t in [0, 1) of every block with response tokens: each one's stratum is its rank in a random order."""
     blocks = list(range(prompt // size, (length - 1) // size + 1))
     ranks = {block: rank for rank, block in enumerate(sorted(blocks, key=lambda block: order[block]))}
@@ -33,7 +35,9 @@ def slow_block_ratios(prompt: int, length: int, size: int, order: list[float], u
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("complementary", [False, True])
 @pytest.mark.parametrize("fill", ["eos", "mask"])
-@pytest.mark.parametrize(("block_size", "t_min", "t_max"), [(4, 1e-3, 1.0), (4, 0.45, 0.95), (1, 0.6, 0.6), (32, 0.2, 1.0)])
+@pytest.mark.parametrize(
+    ("block_size", "t_min", "t_max"), [(4, 1e-3, 1.0), (4, 0.45, 0.95), (1, 0.6, 0.6), (32, 0.2, 1.0)]
+)
 def test_equals_the_slow_reference(
     make_batch: MakeBatch,
     make_noise: Noise,
@@ -156,9 +160,7 @@ def test_one_block_is_the_masked_objective(
     # The same sums up to the normalisation: all response tokens here, each sample's own there.
     torch.testing.assert_close(doubled.weights[:, :16], single.weights * batch.response_lengths[:, None])
     head = torch.nn.Linear(16, 100, dtype=torch.float64)
-    one = batch.to("cpu")
-    one.input_ids, one.prompt_lengths = batch.input_ids[:1], batch.prompt_lengths[:1]
-    one.response_lengths, one.sample_keys = batch.response_lengths[:1], batch.sample_keys[:1]
+    one = make_batch([(4, 12)])
     losses = []
     for objective in (block, masked):
         corrupted = objective.corrupt(one, make_noise(one), special_tokens, mask_ratio=ratio[:1])

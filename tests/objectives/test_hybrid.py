@@ -28,7 +28,8 @@ def slow_row(
     """Corrupt one unpadded sample slot by slot; return ids, positions, labels, masked, weights."""
     response_length = len(tokens) - prompt_length
     slots = [
-        list(range(start, min(start + slot_size, len(tokens)))) for start in range(prompt_length, len(tokens), slot_size)
+        list(range(start, min(start + slot_size, len(tokens))))
+        for start in range(prompt_length, len(tokens), slot_size)
     ]
     clean = [number for number in range(len(slots)) if masks[number] >= p]
     masked = [number for number in range(len(slots)) if masks[number] < p]
@@ -70,9 +71,7 @@ def test_equals_the_slow_reference(
     for row, (prompt, response) in enumerate(LENGTHS):
         length = prompt + response
         tokens = batch.input_ids[row, :length].tolist()
-        ids, positions, labels, masked, weights = slow_row(
-            tokens, prompt, sizes[row], p[row], masks[row], order[row]
-        )
+        ids, positions, labels, masked, weights = slow_row(tokens, prompt, sizes[row], p[row], masks[row], order[row])
         padding = batch.input_ids.shape[1] - length
         assert corrupted.input_ids[row].tolist() == ids + [PAD] * padding
         assert corrupted.position_ids[row].tolist() == positions + list(range(length, length + padding))
@@ -206,9 +205,7 @@ def test_coefficients_weigh_the_terms(
 def test_released_programs_losses(chunk_size: int | None) -> None:
     transformers = pytest.importorskip("transformers")
     golden = json.loads((GOLDENS / "refusion_loss_mid.json").read_text())
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        GOLDENS / "models" / golden["model"], dtype=torch.float32
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / "models" / golden["model"], dtype=torch.float32)
     objective = Hybrid(chunk_size=chunk_size)
     for values in golden["batches"]:
         tensors = {name: torch.tensor(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Block diffusion: blocks strictly left to right with exact cached keys and values, masks in parallel inside a block."""
+"""Block diffusion: blocks strictly left to right over an exact cache, masks in parallel inside a block."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ class BlockState(RowState):
         """Return what the model is shown at positions ``start`` to ``stop``: tokens, and masks where not final."""
         mask = self.special_tokens.mask_token_id
         assert mask is not None
-        shown = list(self.prompt.token_ids[start:stop])
-        for place in range(max(start - self.prompt_length, 0), stop - self.prompt_length):
-            shown.append(mask if self.is_masked[place] else self.tokens[place])
-        return shown
+        places = range(max(start - self.prompt_length, 0), stop - self.prompt_length)
+        canvas = [mask if self.is_masked[place] else self.tokens[place] for place in places]
+        return [*self.prompt.token_ids[start:stop], *canvas]
+
+    def masked(self, start: int, stop: int) -> list[int]:
+        """Return the masked positions from ``start`` to ``stop``."""
+        return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,8 @@ class BlockDiffusion(Decoder):
         """Refuse impossible options."""
         rules = ("threshold", "first_hitting", "ancestral")
         require_positive("block_size", self.block_size)
-        require(self.sampling_rule in rules, "sampling_rule", f"one of {', '.join(rules)}", self.sampling_rule, "use one")
+        holds, expected = self.sampling_rule in rules, f"one of {', '.join(rules)}"
+        require(holds, "sampling_rule", expected, self.sampling_rule, "choose one of them")
         require_probability("threshold", self.threshold)
         needs_steps = self.sampling_rule == "ancestral"
         expected = f"an integer of at least 1 with sampling_rule {self.sampling_rule!r}" if needs_steps else "null"
@@ -128,26 +132,24 @@ class BlockDiffusion(Decoder):
         return self.sub_block_size or self.block_size
 
     def step(self, state: BlockState) -> Steps:  # type: ignore[override]
-        """Draw tokens of the current sub-block, or the first token of a block if that is the last block's to give."""
+        """Draw tokens of the current sub-block, or a block's first token where the block before gives it."""
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
             yield from self._store(state, block_start, predicts=True)
         else:
             span_end = (first // self._span_size + 1) * self._span_size
-            masked = [position for position in range(first, span_end) if state.is_masked[position - state.prompt_length]]
-            drawn = self._places_to_draw(state, masked)
+            drawn = self._positions_to_draw(state, state.masked(first, span_end))
             if drawn:
                 if not self.fused and state.context_length < block_start:
                     yield from self._store(state, block_start, predicts=False)
                 yield from self._denoise(state, block_start, drawn)
             if self.sampling_rule == "ancestral":
-                is_clean = not any(state.is_masked[position - state.prompt_length] for position in masked)
-                state.span_step = 0 if is_clean else state.span_step + 1
                 state.schedule_step += 1
+                state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
         state.finished = state.prefix_ends
 
-    def _places_to_draw(self, state: BlockState, masked: list[int]) -> list[int]:
+    def _positions_to_draw(self, state: BlockState, masked: list[int]) -> list[int]:
         """Return the positions whose logits are read: all masked ones, or those that chance has chosen already.
 
         Which places become final is independent of the tokens in both rules of BD3-LM, so it can be decided first.
@@ -179,15 +181,11 @@ class BlockDiffusion(Decoder):
     def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps:
         """Forward the whole block, and clean blocks that are not cached yet, and commit some of the tokens drawn."""
         start, shift = state.context_length, int(self.shifted)
-        readings = yield Forward(
-            phase="denoise",
-            branches=(
-                self._branch(
-                    state, block_start + self.block_size, draft_at=[position - shift - start for position in drawn]
-                ),
-            ),
-            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=shift),
+        branch = self._branch(
+            state, block_start + self.block_size, draft_at=[position - shift - start for position in drawn]
         )
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, shift=shift)
+        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.context_length = block_start
         reading = readings[0]
         ranked = sorted(range(len(drawn)), key=lambda i: (-reading.probabilities[i], i))
@@ -197,11 +195,9 @@ class BlockDiffusion(Decoder):
     def _store(self, state: BlockState, block_start: int, *, predicts: bool) -> Steps:
         """Cache the clean blocks before ``block_start``; with ``predicts`` the last token gives the one behind it."""
         last = block_start - 1 - state.context_length
-        readings = yield Forward(
-            phase="store",
-            branches=(self._branch(state, block_start, draft_at=[last] if predicts else []),),
-            draw=Draw(sampling=state.sampling.greedy(), shift=1),
-        )
+        branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
+        draw = Draw(sampling=state.sampling.greedy(), shift=1)
+        readings = yield Forward(phase="store", branches=(branch,), draw=draw)
         state.context_length = block_start
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)

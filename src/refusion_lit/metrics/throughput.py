@@ -36,6 +36,7 @@ class DecodingMetrics(Metric):
 
     _FIELDS = ("num_prompts", "score", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished",
                "seconds", "num_rounds", "round_ratios")  # fmt: skip
+    _COUNTS = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished")
     _LATENCY_BINS = 512
 
     def __init__(self, warm_up: int = 1) -> None:
@@ -84,11 +85,7 @@ class DecodingMetrics(Metric):
             "paper_tokens_per_forward": _ratio(total["round_ratios"], total["num_rounds"]),
             "latency_median": self._quantile(0.5),
             "latency_p95": self._quantile(0.95),
-            **{
-                name: int(total[name])
-                for name in ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls",
-                             "num_unfinished")  # fmt: skip
-            },
+            **{name: int(total[name]) for name in self._COUNTS},
             "seconds": total["seconds"],
         }
 

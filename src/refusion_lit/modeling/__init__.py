@@ -1,0 +1,1 @@
+"""Models: the backbone adapter over transformers, attention patterns, the slot cache."""

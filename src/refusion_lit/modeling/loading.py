@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
@@ -104,7 +104,7 @@ class BackboneConfig:
             _mean_initialise(model, special.mask_token_id, special.mask_token_id + 1)
         model.config.mask_token_id = special.mask_token_id
         if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _enable_checkpointing(model)
         if self.lora is not None:
             model = _with_lora(model, self.lora)
         return Backbone(model, traits, special)
@@ -206,6 +206,14 @@ def _mean_initialise(model: PreTrainedModel, start: int, stop: int) -> None:
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             layer.weight[start:stop] = layer.weight[:start].mean(0, keepdim=True)
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 or so on
+    if enable is None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        enable()
 
 
 def _with_lora(model: PreTrainedModel, options: LoraOptions) -> Any:  # noqa: ANN401 - a peft class

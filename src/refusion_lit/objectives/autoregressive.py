@@ -29,10 +29,10 @@ class Autoregressive(Objective):
     def corrupt(
         self,
         batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
+        noise: KeyedNoise,  # noqa: ARG002 - part of the interface
+        special_tokens: SpecialTokens,  # noqa: ARG002
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002
     ) -> CorruptedBatch:
         """Label each place with the response token after it; noise and mask ratios have no effect."""
         places, in_response = response_places(batch)

@@ -1,0 +1,63 @@
+"""Reproducible runs: every session installs exactly the versions of constraints.txt."""
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests"]
+
+CONSTRAINTS = "constraints.txt"
+
+
+def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
+    """Install with pip under constraints: a bare range resolves to torch's newest CUDA build."""
+    session.install("-c", constraints, *packages)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the test suite."""
+    install(session, "-e", ".[dev]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def tests_lowest(session: nox.Session) -> None:
+    """Run the test suite with the oldest versions that pyproject.toml allows."""
+    install(session, "-e", ".[dev]", constraints="constraints-lowest.txt")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format and layers."""
+    install(session, "ruff", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types."""
+    install(session, "-e", ".[dev]")
+    session.run("pyright")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the small model, decode the test set with every decoder, print the table."""
+    install(session, ".")
+    session.run("refusion-lit", "fit", "--config", "configs/quickstart.yaml")
+    runs = Path("runs/quickstart").glob("version_*/checkpoints/last.ckpt")
+    checkpoint = str(max(runs, key=lambda path: path.stat().st_mtime))
+    session.run("refusion-lit", "test", "--config", "configs/ablation.yaml", "--ckpt_path", checkpoint)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure; results land in benchmarks/results."""
+    install(session, ".")
+    for script in sorted(Path("benchmarks").glob("*.py")):
+        session.run("python", str(script), *session.posargs)

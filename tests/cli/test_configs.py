@@ -1,0 +1,123 @@
+"""Every shipped config is parsed and instantiated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.conftest import REPOSITORY
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.decoding import Decoder
+from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.objectives import Objective
+
+CONFIGS = REPOSITORY / "configs"
+TINY_QWEN = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+CPU = ["--trainer.accelerator=cpu", "--trainer.precision=32-true"]
+NO_DOWNLOAD = [
+    "--model.backbone.source=null",
+    f"--model.backbone.config={json.dumps(TINY_QWEN)}",
+    "--model.backbone.dtype=float32",
+    "--data.tokenizer=CharacterTokenizer",
+    "--data.tokenizer.characters=abc",
+]
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> str:
+    rows = [{"question": f"q {i}", "answer": f"a {i}", "query": "ab", "response": "c"} for i in range(50)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _overrides(name: str, data_file: str) -> list[str]:
+    if name == "gsm8k_small":
+        return [f"--data.task.train={data_file}", f"--data.task.test={data_file}"]
+    if name.startswith("refusion_qwen3"):
+        return [*CPU, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
+    return []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_run_configs_instantiate(
+    path: Path, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+    args = ["--config", str(path), f"--runs_dir={tmp_path}", *_overrides(path.stem, data_file)]
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    written = yaml.safe_load(path.read_text())
+    assert set(cli.model.decoders) == set(written["model"]["decoders"])
+    assert cli.model.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
+    cli.model.configure_model()
+    assert cli.model.backbone is not None
+    mask = cli.model.backbone.special_tokens.mask_token_id
+    assert mask == cli.datamodule.built_tokenizer.mask_token_id
+
+
+def test_the_qwen_config_converts_with_the_published_hyper_parameters() -> None:
+    config = yaml.safe_load((CONFIGS / "refusion_qwen3_0_6b.yaml").read_text())
+    assert config["model"]["optimizer"]["init_args"] == {"lr": 2.0e-5, "weight_decay": 0.0}
+    assert (config["model"]["warmup_steps"], config["trainer"]["max_epochs"]) == (0, 4)
+    assert config["model"]["objective"]["init_args"]["slot_sizes"] == [4, 8, 16, 32]
+    assert (config["data"]["batch_size"], config["data"]["max_length"]) == (4, 4096)
+    assert config["model"]["backbone"]["gradient_checkpointing"] is True
+
+
+@pytest.mark.parametrize("folder", ["decoder", "objective"])
+def test_part_configs_instantiate(folder: str) -> None:
+    base = {"decoder": Decoder, "objective": Objective}[folder]
+    paths = sorted((CONFIGS / folder).glob("*.yaml"))
+    assert paths
+    for path in paths:
+        parser = OneLineParser()
+        parser.add_argument("--part", type=base)
+        part = parser.instantiate_classes(parser.parse_args([f"--part={path}"])).part
+        written = yaml.safe_load(path.read_text())
+        assert type(part).__name__ == written["class_path"].rsplit(".", 1)[-1]
+        for option, value in (written.get("init_args") or {}).items():
+            got = getattr(part, option)
+            assert (list(got) if isinstance(got, tuple) else got) == value
+
+
+def test_later_configs_overlay_earlier_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("model:\n  sampling:\n    max_new_tokens: 33\n")
+    from refusion_lit.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", str(CONFIGS / "quickstart.yaml"), "--config", str(overlay), "--print_config"])
+    assert stopped.value.code in (0, None)
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["sampling"]["max_new_tokens"] == 33
+    assert printed["model"]["backbone"]["config"]["hidden_size"] == 96
+
+
+def test_a_wheel_alone_can_start(tmp_path: Path) -> None:
+    """Build the wheel, install it in an empty environment, and let it copy out its configs."""
+    if not (REPOSITORY / "pyproject.toml").is_file():
+        pytest.skip("not a checkout")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, timeout=300)
+    wheel = next(tmp_path.glob("refusion_lit-*.whl"))
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=300)
+    command = [str(environment / "bin" / "refusion-lit"), "init", str(tmp_path / "project")]
+    subprocess.run(command, check=True, timeout=60, cwd=tmp_path)
+    copied = {path.relative_to(tmp_path / "project") for path in (tmp_path / "project").rglob("*.yaml")}
+    assert copied == {path.relative_to(REPOSITORY) for path in CONFIGS.rglob("*.yaml")}

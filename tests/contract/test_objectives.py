@@ -1,0 +1,353 @@
+"""What every objective promises, checked for all concrete ones, also those added later.
+
+An objective may return several views of the batch (rows ``sample + view * batch``) and several copies of a
+sequence in a row; what it says about its logits (``traits.predictions``) must agree with its labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit import objectives
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import Objective
+from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch, SpecialTokens
+
+PAD, EOS, MASK = 0, 1, 2
+SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=1000)
+FIRST_PROMPT_ID, FIRST_RESPONSE_ID = 10, 200
+
+
+def concrete(cls: type) -> Iterator[type[Objective]]:
+    """Walk a class's subclasses."""
+    for child in cls.__subclasses__():
+        yield from concrete(child)
+        if not inspect.isabstract(child) and child.__module__.startswith("refusion_lit"):
+            yield child
+
+
+VARIANTS: list[Objective] = [
+    *(cls() for cls in sorted(concrete(Objective), key=lambda cls: cls.__name__)),
+    objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
+    objectives.Masked(shifted=True, cart_p=0.3),
+    objectives.Masked(pad_responses_to=6),
+    objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),
+    objectives.BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
+    objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
+]
+each_objective = pytest.mark.parametrize("objective", VARIANTS, ids=repr)
+Sizes = list[tuple[int, int]]
+SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), min_size=1, max_size=5)
+
+
+def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = None) -> ResponseBatch:
+    """Return a batch; prompt and response ids are disjoint, and prompts hold the mask's id too.
+
+    Args:
+        sizes: Prompt and response lengths of each row.
+        padding: Places behind the longest row.
+        numbers: Number of each sample, of which its noise is a function.
+    """
+    input_ids = torch.full((len(sizes), max(map(sum, sizes)) + padding), PAD)
+    for row, (prompt, response) in enumerate(sizes):
+        input_ids[row, :prompt] = FIRST_PROMPT_ID + torch.arange(prompt)
+        input_ids[row, :prompt:4] = MASK
+        input_ids[row, prompt : prompt + response] = FIRST_RESPONSE_ID + torch.arange(response)
+        input_ids[row, prompt + response - 1] = EOS
+    prompts, responses = torch.tensor(sizes).unbind(1)
+    keys = torch.tensor(list(numbers or range(len(sizes)))) * 1_000_003
+    return ResponseBatch(input_ids=input_ids, prompt_lengths=prompts, response_lengths=responses, sample_keys=keys)
+
+
+def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: float | None = None) -> CorruptedBatch:
+    """Corrupt with a batch's own noise."""
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
+    mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio)
+    return objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+
+
+def rows_of(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
+    """Return the rows that show a sample."""
+    assert len(corrupted.input_ids) % num_samples == 0
+    return range(sample, len(corrupted.input_ids), num_samples)
+
+
+def real_entries(corrupted: CorruptedBatch, row: int, length: int) -> list[int]:
+    """Return the indices of a row that are not mere padding."""
+    ids, positions = corrupted.input_ids[row].tolist(), corrupted.position_ids[row].tolist()
+    return [i for i, (token, place) in enumerate(zip(ids, positions, strict=True)) if place < length or token != PAD]
+
+
+def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, Tensor]:
+    """Return all that a row says, padding left out."""
+    kept = torch.tensor(real_entries(corrupted, row, length))
+    names = ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked")
+    view = {name: getattr(corrupted, name)[row, kept] for name in names}
+    if corrupted.attention_mask is not None:
+        view["attention_mask"] = corrupted.attention_mask[row][kept][:, kept]
+    return view
+
+
+def toy_hidden(corrupted: CorruptedBatch, size: int = 6) -> Tensor:
+    """Return hidden states that depend on each token and its place alone."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, places = (torch.randn(1000, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    return tokens[corrupted.input_ids] + places[corrupted.position_ids]
+
+
+def toy_head(size: int = 6) -> torch.nn.Linear:
+    """Return a small head."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(size, SPECIAL.vocab_size, dtype=torch.float64)
+
+
+@each_objective
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
+def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None) -> None:
+    batch = make_batch(sizes, padding)
+    corrupted = corrupt(objective, batch, epoch, ratio)
+    shape = corrupted.input_ids.shape
+    for name in ("position_ids", "labels", "weights", "terms", "is_masked"):
+        assert getattr(corrupted, name).shape == shape, name
+    assert len(corrupted.term_names) == len(corrupted.counts) == len(corrupted.coefficients)
+    assert corrupted.attention_mask is None or corrupted.attention_mask.shape == (*shape, shape[1])
+    assert corrupted.attention_mask is not None or objective.traits.attention == "causal"
+
+    is_labelled = corrupted.labels != IGNORE_INDEX
+    labels, terms = corrupted.labels[is_labelled], corrupted.terms[is_labelled]
+    assert ((labels >= 0) & (labels < SPECIAL.vocab_size)).all()
+    assert ((terms >= 0) & (terms < len(corrupted.term_names))).all()
+    assert corrupted.weights.isfinite().all()
+    assert (corrupted.weights >= 0).all()
+    assert (corrupted.weights[~is_labelled] == 0).all()
+    assert corrupted.counts.isfinite().all()
+    for term in range(len(corrupted.term_names)):
+        assert corrupted.counts[term] > 0 or not (terms == term).any()
+
+
+@each_objective
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
+def test_prompt_is_untouched_and_text_is_complete(
+    objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
+) -> None:
+    batch = make_batch(sizes, padding)
+    corrupted = corrupt(objective, batch, epoch, ratio)
+    assert corrupted.is_masked is not None
+    for sample, (prompt, response) in enumerate(sizes):
+        length = prompt + response
+        text = batch.input_ids[sample, :length].tolist()
+        for row in rows_of(corrupted, sample, len(sizes)):
+            copies: dict[int, int] = {}
+            for i in real_entries(corrupted, row, length):
+                place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
+                copies[place] = copies.get(place, 0) + 1
+                if corrupted.is_masked[row, i]:
+                    assert token == MASK
+                    assert place >= prompt, "the prompt is never masked"
+                elif place < length:
+                    assert token == text[place], "what is not masked stays as it was"
+                else:
+                    assert token in (EOS, MASK), "only these lengthen a text"
+            assert set(copies) == set(range(len(copies))), "every place is there"
+            assert len(copies) >= length
+            assert len(set(copies.values())) == 1, "whole copies"
+
+
+@each_objective
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
+def test_labels_say_what_the_traits_say(
+    objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
+) -> None:
+    batch = make_batch(sizes, padding)
+    corrupted = corrupt(objective, batch, epoch, ratio)
+    assert corrupted.is_masked is not None
+    predictions = objective.traits.predictions
+    assert predictions
+    for sample, (prompt, response) in enumerate(sizes):
+        text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
+        for row in rows_of(corrupted, sample, len(sizes)):
+            labels, places = corrupted.labels[row].tolist(), corrupted.position_ids[row].tolist()
+            expected, optional = {}, {}
+            for i, (place, masked) in enumerate(zip(places, corrupted.is_masked[row].tolist(), strict=True)):
+                if masked and "mask" in predictions:
+                    expected[i] = text.get(place, EOS)
+                elif masked and "mask_shifted" in predictions and i > 0:
+                    assert places[i - 1] == place - 1
+                    expected[i - 1] = text.get(place, EOS)
+                elif place + 1 in text and prompt <= place + 1 and "next_token" in predictions:
+                    expected[i] = text[place + 1]
+                elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
+                    optional[i] = text[place + 1]  # unless it ends its slot
+            labelled = {i: label for i, label in enumerate(labels) if label != IGNORE_INDEX}
+            assert expected.items() <= labelled.items()
+            assert labelled.items() <= {**optional, **expected}.items()
+
+
+@each_objective
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=SIZES, padding=st.integers(0, 5), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3]), data=st.data()
+)
+def test_a_sample_is_corrupted_as_if_it_were_alone(
+    objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(sizes))))
+    corrupted = corrupt(objective, make_batch([sizes[i] for i in order], padding, order), epoch, ratio)
+    for place, number in enumerate(order):
+        alone = corrupt(objective, make_batch([sizes[number]], 0, [number]), epoch, ratio)
+        pairs = zip(rows_of(corrupted, place, len(sizes)), rows_of(alone, 0, 1), strict=True)
+        for row, alone_row in pairs:
+            views = (sample_view(corrupted, row, sum(sizes[number])), sample_view(alone, alone_row, sum(sizes[number])))
+            torch.testing.assert_close(*views)
+
+
+@each_objective
+@settings(max_examples=15, deadline=None)
+@given(sizes=SIZES, padding=st.integers(0, 3), ratio=st.sampled_from([None, 0.3, 1.0]))
+def test_micro_batches_add_up_to_the_batch(
+    objective: Objective, sizes: Sizes, padding: int, ratio: float | None
+) -> None:
+    def loss(batch: ResponseBatch) -> LossOutput:
+        corrupted = corrupt(objective, batch, ratio=ratio)
+        return objective.loss(toy_hidden(corrupted), toy_head(), corrupted)
+
+    whole = loss(make_batch(sizes, padding))
+    parts = [loss(make_batch([size], padding, [number])) for number, size in enumerate(sizes)]
+    torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(sum(part.counts for part in parts), whole.counts)
+    assert whole.total.isfinite()
+    for name, mean, count in zip(whole.names, whole.means, whole.counts, strict=True):
+        assert count > 0 or mean == 0, f"{name}: an empty term is zero"
+
+
+@each_objective
+def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
+    sizes = [(3, 9), (1, 1), (6, 14)]
+    corrupted = corrupt(objective, make_batch(sizes, padding=4))
+    if corrupted.attention_mask is None:
+        for sample, size in enumerate(sizes):
+            for row in rows_of(corrupted, sample, len(sizes)):
+                kept = real_entries(corrupted, row, sum(size))
+                assert kept == list(range(len(kept))), "padding on the right is out of causal attention's sight"
+        return
+    for sample, size in enumerate(sizes):
+        for row in rows_of(corrupted, sample, len(sizes)):
+            real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
+            real[real_entries(corrupted, row, sum(size))] = True
+            mask = corrupted.attention_mask[row]
+            assert not mask[real][:, ~real].any()
+            assert mask.any(1).all(), "a query that sees nothing would give NaN"
+
+
+@each_objective
+def test_loss_has_finite_gradients_and_ignores_unlabelled_outputs(objective: Objective) -> None:
+    corrupted = corrupt(objective, make_batch([(3, 9), (1, 1), (6, 14)]))
+    hidden, head = toy_hidden(corrupted).requires_grad_(), toy_head()
+    loss = objective.loss(hidden, head, corrupted)
+    loss.total.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+    unlabelled = corrupted.labels == IGNORE_INDEX
+    assert (hidden.grad[unlabelled] == 0).all()
+    spoilt = hidden.detach().masked_fill(unlabelled[..., None], float("nan"))
+    torch.testing.assert_close(objective.loss(spoilt, head, corrupted).sums, loss.sums)
+
+
+@each_objective
+def test_ratio_one_masks_the_whole_response(objective: Objective) -> None:
+    assert objective.traits.predictions is not None
+    sizes = [(3, 9), (2, 6)]
+    corrupted = corrupt(objective, make_batch(sizes), ratio=1.0)
+    assert corrupted.is_masked is not None
+    uses_masks = bool({"mask", "mask_shifted"} & set(objective.traits.predictions))
+    for row, (_, response) in enumerate(sizes):
+        num_masked = int(corrupted.is_masked[row].sum())
+        assert num_masked >= response if uses_masks else num_masked == 0
+
+
+@each_objective
+def test_wrong_ratio_is_refused(objective: Objective) -> None:
+    if "next_token" in (objective.traits.predictions or ()):
+        pytest.skip("uses no masks")
+    for ratio in (0.0, 1.01):
+        with pytest.raises(ValueError, match="mask_ratio"):
+            corrupt(objective, make_batch([(2, 6)]), ratio=ratio)
+
+
+@each_objective
+def test_missing_mask_token_is_refused_where_one_is_needed(objective: Objective) -> None:
+    assert objective.traits.predictions is not None
+    batch = make_batch([(2, 6)])
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    without = replace(SPECIAL, mask_token_id=None)
+    if {"mask", "mask_shifted"} & set(objective.traits.predictions):
+        with pytest.raises(ValueError, match="mask_token_id"):
+            objective.corrupt(batch, noise, without)
+    else:
+        objective.corrupt(batch, noise, without)
+
+
+@each_objective
+def test_noise_is_the_only_randomness_and_the_batch_stays_clean(objective: Objective) -> None:
+    batch = make_batch([(3, 9), (1, 1), (6, 14)])
+    copies = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    state = torch.get_rng_state()
+    first = corrupt(objective, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in copies.items():
+        assert torch.equal(getattr(batch, name), value), name
+    torch.manual_seed(99)
+    second = corrupt(objective, batch)
+    for name, value in vars(first).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, getattr(second, name)), name
+
+
+@each_objective
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_tensors_are_made_on_the_batchs_device(objective: Objective, ratio: float | None) -> None:
+    batch = make_batch([(3, 9), (1, 1)])
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    mask_ratio = None if ratio is None else torch.full((2,), ratio)
+    hidden_size, head = 6, toy_head()
+    # Whatever is made without a device lands on another one and then fails.
+    with torch.device("meta"):
+        corrupted = objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+        hidden = torch.zeros(*corrupted.input_ids.shape, hidden_size, dtype=torch.float64, device="cpu")
+        loss = objective.loss(hidden, head, corrupted).total
+    assert loss.device.type == "cpu"
+    assert all(value.device.type == "cpu" for value in vars(corrupted).values() if isinstance(value, Tensor))
+
+
+@each_objective
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_gives_what_the_cpu_gives(objective: Objective) -> None:
+    batch = make_batch([(3, 9), (1, 1), (6, 14)], padding=2)
+    here, there = corrupt(objective, batch), corrupt(objective, batch.to("cuda")).to("cpu")
+    for name, value in vars(here).items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, getattr(there, name))
+
+
+@each_objective
+def test_options_cannot_change(objective: Objective) -> None:
+    with pytest.raises(FrozenInstanceError):
+        objective.chunk_size = 3  # type: ignore[misc]
+    assert replace(objective) == objective
+    assert isinstance(hash(objective), int)
+
+
+def test_all_objectives_are_here() -> None:
+    exported = {cls for name in objectives.__all__ if (cls := getattr(objectives, name)) is not Objective}
+    assert exported == set(concrete(Objective))

@@ -1,0 +1,126 @@
+"""Batches: every sample once, an order that depends on seed and epoch alone, right padding and keys."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.sampler import LengthGroupedBatches
+from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
+from refusion_lit.noise import stable_key
+from refusion_lit.tasks import Additions, InstructionFiles
+
+
+@given(
+    num_samples=st.integers(8, 200),
+    batch_size=st.integers(1, 4),
+    num_ranks=st.integers(1, 2),
+    seed=st.integers(0, 3),
+    epoch=st.integers(0, 3),
+)
+def test_each_sample_once_over_all_ranks(
+    num_samples: int, batch_size: int, num_ranks: int, seed: int, epoch: int
+) -> None:
+    def batches(rank: int) -> list[list[int]]:
+        sampler = LengthGroupedBatches(
+            num_samples, batch_size, lambda i: i % 7, seed=seed, rank=rank, num_ranks=num_ranks, group_batches=3
+        )
+        sampler.set_epoch(epoch)
+        found = list(sampler)
+        assert len(found) == len(sampler)
+        return found
+
+    ranks = [batches(rank) for rank in range(num_ranks)]
+    assert {len(found) for found in ranks} == {num_samples // (batch_size * num_ranks)}
+    seen = Counter(i for found in ranks for batch in found for i in batch)
+    assert max(seen.values()) == 1
+    assert num_samples - len(seen) < batch_size * num_ranks
+    assert ranks == [batches(rank) for rank in range(num_ranks)]
+
+
+def test_epochs_and_seeds_differ_and_lengths_are_grouped() -> None:
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        sampler = LengthGroupedBatches(400, 10, lambda i: i // 10, seed=seed, group_batches=40)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert len({str(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    spreads = [max(i // 10 for i in batch) - min(i // 10 for i in batch) for batch in order(0, 0)]
+    assert max(spreads) == 0  # forty batches of ten equal lengths, all sorted together
+
+
+def test_more_ranks_than_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size: expected at most"):
+        LengthGroupedBatches(3, 2, None, seed=0, num_ranks=2)
+
+
+def test_collation_pads_on_the_right() -> None:
+    samples = [EncodedExample("a", [5, 6], [7, 1]), EncodedExample("b", [5], [8, 8, 8, 1])]
+    batch = collate_responses(samples, pad_token_id=0)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 1, 0], [5, 8, 8, 8, 1]]
+    assert batch.prompt_lengths.tolist() == [2, 1]
+    assert batch.response_lengths.tolist() == [2, 4]
+    assert batch.sample_keys.tolist() == [stable_key("a"), stable_key("b")]
+    assert batch.num_tokens == 9
+
+
+@pytest.mark.parametrize("num_train", [40, 30_000])  # kept, and encoded as drawn
+def test_a_generated_task_from_text_to_batches(num_train: int) -> None:
+    task = Additions(num_train=num_train, num_validation=6, num_test=5)
+    data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4, eval_batch_size=3)
+    batch = next(iter(data.train_dataloader()))
+    texts = {e.id: e for e in (task.examples("train")[i] for i in range(num_train))} if num_train < 100 else {}
+    for row, length, response_length, identity in zip(
+        batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.ids, strict=True
+    ):
+        prompt = data.built_tokenizer.decode(row[:length])
+        response = data.built_tokenizer.decode(row[length : length + response_length], skip_special_tokens=True)
+        assert eval(response.split("=")[0]) == int(response.split("=")[1].split(";")[0])
+        if texts:
+            assert (prompt, response) == (texts[identity].query, texts[identity].response)
+    assert [len(b.ids) for b in data.val_dataloader()] == [3, 3]
+    prompts = [p for b in data.test_dataloader() for p in b.prompts]
+    assert [p.id for p in prompts] == [e.id for e in task.examples("test")]
+
+
+def test_workers_change_no_batch() -> None:
+    task = Additions(num_train=32, num_validation=4, num_test=4)
+    batches = []
+    for workers in (0, 1):
+        data = InstructionDataModule(task, CharacterTokenizer(), batch_size=8, num_workers=workers)
+        batches.append([b.input_ids for b in data.train_dataloader()])
+    for one, other in zip(*batches, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_files_with_too_long_and_malformed_samples(tmp_path: Path) -> None:
+    rows = [{"query": "a b", "response": "c" * 10}, {"query": "x", "response": "y" * 500}, {"query": "q", "response": "r"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = InstructionFiles(train=str(path), validation=str(path))
+    data = InstructionDataModule(task, TrainedBPE(vocab_size=260), batch_size=1, max_length=40)
+    assert len(data.train_dataloader()) == 2
+    assert data.num_too_long == 1
+    with pytest.raises(ValueError, match="max_length: expected at least one train sample"):
+        InstructionDataModule(task, TrainedBPE(vocab_size=260), max_length=1).train_dataloader()
+    unknown = InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1, malformed="skip")
+    assert len(unknown.train_dataloader()) == 2
+    assert unknown.num_malformed == 1
+    with pytest.raises(ValueError, match="no token for 'x'"):
+        InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1).train_dataloader()
+
+
+def test_impossible_options_are_refused() -> None:
+    task = Additions(num_train=4, num_validation=2, num_test=2)
+    with pytest.raises(ValueError, match=r"data\.batch_size"):
+        InstructionDataModule(task, CharacterTokenizer(), batch_size=0)
+    with pytest.raises(ValueError, match="prompt_template"):
+        InstructionDataModule(task, CharacterTokenizer(), prompt_template="none")

@@ -1,0 +1,133 @@
+"""Tokenizers round-trip, know their special tokens, and never take them from a user's text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refusion_lit.data.encoding import encode_example, encode_prompt, encode_text
+from refusion_lit.data.tokenizers import (
+    CharacterTokenizer,
+    PretrainedTokenizer,
+    StoredTokenizer,
+    TrainedBPE,
+    tokenizer_files,
+)
+from refusion_lit.modeling.loading import special_tokens_of
+from refusion_lit.tasks import Additions
+from refusion_lit.tasks.base import Task
+from refusion_lit.types import Example
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+class Words(Task):
+    """A little text to learn merges from."""
+
+    def examples(self, split: str) -> list[Example]:
+        return [Example(id=f"{split}{i}", query="the cat sat on the mat", response="naïve café") for i in range(20)]
+
+    def score(self, example: Example, response: str) -> float:
+        return float(example.response == response)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return TrainedBPE(vocab_size=300, chat_template=TEMPLATE).build(Words())
+
+
+@pytest.fixture(scope="module")
+def characters():
+    return CharacterTokenizer(characters="abc \n<|mask>").build(None)
+
+
+@given(st.text())
+def test_bpe_round_trips_any_text(bpe, text: str) -> None:
+    ids = encode_text(bpe, text)
+    assert bpe.decode(ids) == text
+    special = special_tokens_of(bpe)
+    assert not {special.mask_token_id, special.pad_token_id, *special.eos_token_ids} & set(ids)
+
+
+@given(st.text(alphabet="abc \n"))
+def test_characters_round_trip(characters, text: str) -> None:
+    ids = encode_text(characters, text)
+    assert len(ids) == len(text)
+    assert characters.decode(ids) == text
+
+
+def test_special_ids_come_first() -> None:
+    tokenizer = CharacterTokenizer().build(Additions(num_train=10, num_validation=2, num_test=2))
+    special = special_tokens_of(tokenizer)
+    assert (special.pad_token_id, special.eos_token_ids, special.mask_token_id) == (0, (1,), 2)
+    assert special.vocab_size == len(tokenizer)
+    assert min(encode_text(tokenizer, "0123456789+=;,>")) == 3
+
+
+def test_names_of_special_tokens_in_text_stay_text(bpe, characters) -> None:
+    for tokenizer in (bpe, characters):
+        ids = encode_text(tokenizer, "a<|mask|>a")
+        assert tokenizer.mask_token_id not in ids
+        assert tokenizer.decode(ids) == "a<|mask|>a"
+
+
+def test_an_unknown_character_is_named(characters) -> None:
+    with pytest.raises(ValueError, match="no token for 'z'"):
+        encode_text(characters, "abz")
+
+
+def test_a_chat_template_goes_around_the_text(bpe) -> None:
+    ids = encode_prompt(bpe, "hi <|eos|> there")
+    assert bpe.decode(ids) == "<|turn|>user\nhi <|eos|> there<|eos|><|turn|>assistant\n"
+    assert ids.count(bpe.eos_token_id) == 1
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1"}]
+    text = bpe.decode(encode_prompt(bpe, "", messages=messages))
+    assert text == "<|turn|>system\nbe brief<|eos|><|turn|>user\n1<|eos|><|turn|>assistant\n"
+
+
+def test_a_prompt_template_goes_around_the_query(characters) -> None:
+    assert characters.decode(encode_prompt(characters, "b", "a{query}c")) == "abc"
+
+
+def test_an_example_ends_with_its_end_of_sequence(characters) -> None:
+    prompt, response = encode_example(characters, Example(id="1", query="ab", response="c"))
+    assert characters.decode(prompt) == "ab"
+    assert response == [*encode_text(characters, "c"), characters.eos_token_id]
+    with pytest.raises(ValueError, match="example 1: expected a response"):
+        encode_example(characters, Example(id="1", query="ab", response=""))
+    with pytest.raises(ValueError, match="empty prompt"):
+        encode_prompt(characters, "")
+
+
+@pytest.mark.parametrize("name", ["bpe", "characters"])
+def test_stored_files_rebuild_the_tokenizer(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    rebuilt = StoredTokenizer(files=tokenizer_files(tokenizer)).build(None)
+    assert special_tokens_of(rebuilt) == special_tokens_of(tokenizer)
+    assert rebuilt.get_vocab() == tokenizer.get_vocab()
+    assert rebuilt.chat_template == tokenizer.chat_template
+    assert encode_text(rebuilt, "abc a<|mask|>") == encode_text(tokenizer, "abc a<|mask|>")
+
+
+def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:
+    bpe_without = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
+    bpe_without.mask_token = None
+    bpe_without.save_pretrained(tmp_path)
+    loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
+    assert loaded.mask_token_id is not None
+    assert loaded.mask_token_id not in (loaded.eos_token_id, loaded.pad_token_id)
+
+
+def test_errors_name_the_option(tmp_path) -> None:
+    with pytest.raises(ValueError, match="tokenizer.characters: expected an alphabet"):
+        CharacterTokenizer().build(Words())
+    with pytest.raises(ValueError, match="vocab_size: expected at least 260"):
+        TrainedBPE(vocab_size=100)
+    with pytest.raises(ValueError, match="tokenizer.source"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+    with pytest.raises(ValueError, match="needs a task"):
+        TrainedBPE().build(None)

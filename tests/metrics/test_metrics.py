@@ -1,0 +1,118 @@
+"""The metrics contract: ratios of totals, counted by hand here."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from refusion_lit.decoding import DecodingOutput, RowOutput
+from refusion_lit.metrics import DecodingMetrics, TermMeans
+from refusion_lit.reports.tables import decoder_table
+from refusion_lit.types import LossOutput
+
+
+def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str = "eos") -> RowOutput:
+    return RowOutput(
+        id="x",
+        token_ids=[3] * num_tokens,
+        finish_reason=reason,
+        num_forwards=num_forwards,
+        num_positions=10 * num_forwards,
+        seconds=seconds,
+        round_ratios=[4.0, 1.0],
+    )
+
+
+def _output(rows: list[RowOutput], seconds: float, num_calls: int = 5) -> DecodingOutput:
+    return DecodingOutput(rows=rows, num_calls=num_calls, num_positions=99, seconds=seconds)
+
+
+def test_figures_are_ratios_of_totals() -> None:
+    metrics = DecodingMetrics(warm_up=1)
+    metrics.update(_output([_row(10, 2), _row(1, 9, reason="unfinished")], seconds=100.0), [1.0, 0.0])
+    metrics.update(_output([_row(30, 3)], seconds=2.0), [0.5])
+    figures = metrics.compute()
+    assert figures["score"] == pytest.approx(1.5 / 3)
+    assert figures["tokens_per_forward"] == pytest.approx(41 / 14)
+    assert figures["tokens_per_second"] == pytest.approx(30 / 2)  # the first batch warms up
+    assert figures["tokens_per_call"] == pytest.approx(41 / 10)
+    assert figures["positions_per_token"] == pytest.approx(140 / 41)
+    assert figures["paper_tokens_per_forward"] == pytest.approx(2.5)
+    assert (figures["num_prompts"], figures["num_unfinished"], figures["num_calls"]) == (3, 1, 10)
+
+
+def test_a_single_batch_is_timed() -> None:
+    metrics = DecodingMetrics()
+    metrics.update(_output([_row(10, 2)], seconds=4.0), [1.0])
+    assert metrics.compute()["tokens_per_second"] == pytest.approx(2.5)
+
+
+def test_batching_changes_nothing_that_is_counted_by_prompt() -> None:
+    rows = [_row(n, f) for n, f in ((5, 1), (7, 2), (9, 4))]
+    together, alone = DecodingMetrics(), DecodingMetrics()
+    together.update(_output(rows, seconds=1.0), [1.0, 0.0, 1.0])
+    for row, score in zip(rows, (1.0, 0.0, 1.0), strict=True):
+        alone.update(_output([row], seconds=1.0), [score])
+    one, other = together.compute(), alone.compute()
+    for key in ("score", "tokens_per_forward", "positions_per_token", "num_forwards", "paper_tokens_per_forward"):
+        assert one[key] == pytest.approx(other[key])
+
+
+def test_latency_quantiles_are_within_a_bin() -> None:
+    metrics = DecodingMetrics()
+    seconds = [0.01 * i for i in range(1, 101)]
+    metrics.update(_output([_row(1, 1, s) for s in seconds], seconds=1.0), [1.0] * 100)
+    figures = metrics.compute()
+    assert figures["latency_median"] == pytest.approx(0.50, rel=0.05)
+    assert figures["latency_p95"] == pytest.approx(0.95, rel=0.05)
+
+
+def test_states_add_up_over_processes() -> None:
+    first, second, both = DecodingMetrics(warm_up=0), DecodingMetrics(warm_up=0), DecodingMetrics(warm_up=0)
+    one, other = _output([_row(4, 2)], seconds=1.0), _output([_row(6, 1), _row(2, 2)], seconds=3.0)
+    first.update(one, [1.0])
+    second.update(other, [0.0, 1.0])
+    both.update(one, [1.0])
+    both.update(other, [0.0, 1.0])
+    merged = DecodingMetrics(warm_up=0)
+    merged.update(one, [1.0])
+    merged.reset()
+    for name in ("totals", "timed", "num_batches", "latencies"):
+        assert merged._reductions[name] is torch.sum or merged._reductions[name].__name__ == "dim_zero_sum"
+        setattr(merged, name, getattr(first, name) + getattr(second, name))
+    merged._update_count = 2
+    assert merged.compute() == both.compute()
+
+
+def test_nothing_counted_gives_zeros() -> None:
+    metrics = DecodingMetrics()
+    metrics.update(_output([], seconds=0.0, num_calls=0), [])
+    assert set(metrics.compute().values()) == {0, 0.0}
+
+
+def test_term_means_are_totals_over_totals() -> None:
+    means = TermMeans(("ar", "mdm"), (1.0, 0.5))
+    for sums, counts in (((2.0, 1.0), (4.0, 2.0)), ((10.0, 3.0), (1.0, 2.0))):
+        loss = LossOutput(
+            sums=torch.tensor(sums), counts=torch.tensor(counts), coefficients=(1.0, 0.5), names=("ar", "mdm")
+        )
+        means.update(loss)
+    values = {name: float(value) for name, value in means.compute().items()}
+    assert values == pytest.approx({"ar": 12 / 5, "mdm": 1.0, "total": 12 / 5 + 0.5})
+
+
+def test_the_table_marks_decoders_that_do_not_fit() -> None:
+    metrics = DecodingMetrics()
+    metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
+    stream = io.StringIO()
+    results = {"good": metrics.compute(), "odd": metrics.compute()}
+    decoder_table(results, 7, marked={"odd"}, console=Console(file=stream, width=160))
+    text = stream.getvalue()
+    assert "1 prompts, batch size 7" in text
+    assert "odd *" in text
+    assert "good *" not in text
+    assert "2.50" in text
+    assert "the model was not trained for this decoder" in text

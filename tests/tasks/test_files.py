@@ -1,0 +1,144 @@
+"""Instruction data from files: presets, splits, and what happens to bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from refusion_lit.tasks import InstructionFiles
+from refusion_lit.tasks.readers import read_rows
+
+
+def _write(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+ROWS = [{"query": f"q{i}", "response": f"r{i}"} for i in range(6)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "json.gz", "parquet"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    text = json.dumps(ROWS) if kind.startswith("json.") or kind == "json" else "\n".join(map(json.dumps, ROWS))
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    rows = list(read_rows(str(path)))
+    assert [dict(row.values or {}) for row in rows] == ROWS
+    assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("preset", "row", "query", "response"),
+    [
+        ("query_response", {"query": "a", "response": "b"}, "a", "b"),
+        ("question_answer", {"question": "a", "answer": "b"}, "a", "b"),
+        ("instruction", {"instruction": "a", "input": "c", "output": "b"}, "a\n\nc", "b"),
+        ("instruction", {"instruction": "a", "input": "", "output": "b"}, "a", "b"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "a",
+            "b",
+        ),
+    ],
+)
+def test_presets(tmp_path: Path, preset: str, row: object, query: str, response: str) -> None:
+    path = _write(tmp_path / "x.jsonl", [row])
+    (example,) = InstructionFiles(train=path, test=path, preset=preset, validation_fraction=0).examples("test")
+    assert (example.query, example.response) == (query, response)
+    assert len(example.messages) == (1 if preset == "messages" else 0)
+
+
+def test_fields_can_be_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.jsonl", [{"in": "a", "out": "b"}])
+    task = InstructionFiles(train=path, test=path, query_field="in", response_field="out")
+    assert task.examples("test")[0].response == "b"
+
+
+def test_a_fraction_is_set_aside_by_content(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "response": "r"} for i in range(400)]
+    task = InstructionFiles(train=_write(tmp_path / "a.jsonl", rows), validation_fraction=0.25)
+    train, validation = ({e.query for e in task.examples(s)} for s in ("train", "validation"))
+    assert not train & validation
+    assert len(train | validation) == 400
+    assert 60 < len(validation) < 140
+    reversed_task = InstructionFiles(train=_write(tmp_path / "b.jsonl", rows[::-1]), validation_fraction=0.25)
+    assert {e.query for e in reversed_task.examples("validation")} == validation
+    assert len({e.id for s in ("train", "validation") for e in task.examples(s)}) == 400
+
+
+def test_several_files_have_distinct_ids(tmp_path: Path) -> None:
+    paths = [_write(tmp_path / name, ROWS) for name in ("a.jsonl", "b.jsonl")]
+    task = InstructionFiles(train=paths, validation_fraction=0)
+    assert len({e.id for e in task.examples("train")}) == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty file"),
+        (b'{"query": "a", "response": "b"}\n{"query": \n', r"x\.jsonl:2: broken JSON"),
+        (b'{"query": "a", "respons": "b"}\n', r"x\.jsonl:1: expected a field 'response'; did you mean 'respons'"),
+        (b'{"foo": "a"}\n', r"x\.jsonl:1: expected a field 'query'; it has 'foo'"),
+        (b'{"query": 3, "response": "b"}\n', r"x\.jsonl:1: expected text in field 'query', got int"),
+        (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: expected a response, got an empty one"),
+        (b"[1]\n", r"x\.jsonl:1: expected a JSON object, got list"),
+        (b'{"query": "\xff", "response": "b"}\n', r"x\.jsonl:1: expected UTF-8 text"),
+    ],
+)
+def test_bad_files_are_named_with_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        InstructionFiles(train=str(path)).examples("train")
+
+
+def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"query": "a", "response": "b"}\n{broken\n{"query": "c"}\n')
+    task = InstructionFiles(train=str(path), validation_fraction=0, malformed="skip")
+    assert len(task.examples("train")) == 1
+    assert task.num_malformed["train"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b"{}", "expected a list of objects, got dict"),
+        ("x.json", b'{"a": 1}\n{"a": 2}', "rename it to .jsonl"),
+        ("x.txt", b"a", "expected a name ending in"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read"),
+    ],
+)
+def test_wrong_kinds_of_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(str(path)))
+
+
+def test_impossible_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        InstructionFiles(train=str(tmp_path / "no.jsonl")).examples("train")
+    with pytest.raises(ValueError, match=r"task\.train"):
+        InstructionFiles()
+    with pytest.raises(ValueError, match="validation_fraction"):
+        InstructionFiles(train="x.jsonl", validation_fraction=1.0)
+
+
+def test_score_ignores_outer_white_space(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.jsonl", [{"query": "a", "response": "b c"}])
+    task = InstructionFiles(train=path, test=path)
+    example = task.examples("test")[0]
+    assert (task.score(example, " b c\n"), task.score(example, "b  c")) == (1.0, 0.0)
