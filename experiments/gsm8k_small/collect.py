@@ -12,18 +12,20 @@ from pathlib import Path
 def validation_losses(run: Path) -> list[dict[str, float]]:
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
-    return [{"step": int(row["step"]) + 1, **{k: float(row[k]) for k in ("val/loss", "val/ar", "val/mdm")}} for row in rows]
+    names = ("val/loss", "val/ar", "val/mdm")
+    return [{"step": int(row["step"]) + 1, **{name: float(row[name]) for name in names}} for row in rows]
 
 
 def main(untrained: Path, fit: Path, predict: Path) -> None:
     lines = [json.loads(line) for line in (predict / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
     start = validation_losses(untrained)[0] | {"step": 0}
+    shown = ("id", "prompt", "response", "reference", "num_forwards")
     result = {
         "validation": [start, *validation_losses(fit)],
         "num_predictions": len(lines),
         "exact_match": sum(line["score"] for line in lines) / len(lines),
         "tokens_per_forward": sum(line["num_tokens"] for line in lines) / sum(line["num_forwards"] for line in lines),
-        "samples": [{k: line[k] for k in ("id", "prompt", "response", "reference", "num_forwards")} for line in lines[:10]],
+        "samples": [{name: line[name] for name in shown} for line in lines[:10]],
         "environment": json.loads((fit / "environment.json").read_text()),
     }
     target = Path(__file__).parent / "results.json"

@@ -204,7 +204,7 @@ class SlotDiffusionModule(L.LightningModule):
         if self.validation_means is None:
             return
         means = self.validation_means.compute()
-        self.validation_means.reset()
+        self.validation_means = None  # made anew each time: tensors of inference mode cannot be updated outside it
         self.log("val/loss", means.pop("total").float(), prog_bar=True)
         self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
         if not self.trainer.sanity_checking and self.trainer.is_global_zero:
@@ -212,7 +212,8 @@ class SlotDiffusionModule(L.LightningModule):
 
     def _log_samples(self) -> None:
         module = getattr(self.trainer, "datamodule", None)
-        writers = [logger.experiment for logger in self.loggers if hasattr(logger.experiment, "add_text")]
+        experiments = [getattr(logger, "experiment", None) for logger in self.loggers]
+        writers: list[Any] = [experiment for experiment in experiments if hasattr(experiment, "add_text")]
         decoder = next(iter(self.decoders.values()))
         fits = not decoder.requirements().mismatches(self.model.traits)
         if module is None or not writers or not self.num_logged_samples or not fits:

@@ -260,7 +260,9 @@ class SamplingParams:
 
 def _require(holds: bool, option: str, expected: str, got: object) -> None:
     if not holds:
-        raise ValueError(f"{option}: expected {expected}, got {got!r}. Change {option} in the config or on the command line.")
+        raise ValueError(
+            f"{option}: expected {expected}, got {got!r}. Change {option} in the config or on the command line."
+        )
 
 
 def _moved(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:  # noqa: ANN401 - any of our batches

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.conftest import QUICKSTART, TINY
 
 import refusion_lit
+from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
 from refusion_lit.predictions import KEYS
@@ -26,7 +26,9 @@ def test_fit_leaves_config_environment_metrics_and_checkpoint(trained: Path, che
     assert {"git", "hardware", "command"} <= environment.keys()
     metrics = (trained / "metrics.csv").read_text()
     header = metrics.splitlines()[0].split(",")
-    assert {"train/loss", "train/ar", "train/mdm", "val/loss", "val/ar", "val/mdm", "train/gradient_norm"} <= set(header)
+    assert {"train/loss", "train/ar", "train/mdm", "val/loss", "val/ar", "val/mdm", "train/gradient_norm"} <= set(
+        header
+    )
     assert any(name.startswith("lr-") for name in header)
     stored = torch.load(checkpoint, weights_only=True)
     assert "hyper_parameters" not in stored
@@ -76,7 +78,11 @@ def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: P
 
 def test_what_a_checkpoint_stores_never_overrides_options(checkpoint: str, tmp_path: Path) -> None:
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-    args += ["--model.sampling.max_new_tokens=7", "--model.decoders.refusion.slot_size=7", "--trainer.enable_progress_bar=false"]
+    args += [
+        "--model.sampling.max_new_tokens=7",
+        "--model.decoders.refusion.slot_size=7",
+        "--trainer.enable_progress_bar=false",
+    ]
     assert main([*args, "--model.decoders.refusion.num_serial_blocks=1", "--model.seed=3"]) == 0
     run = tmp_path / "quickstart" / "version_0"
     results = json.loads((run / "results.json").read_text())
@@ -103,7 +109,10 @@ def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Pat
         hidden = ours.backbone.hidden_states(ids, torch.arange(4)[None], None)
         torch.testing.assert_close(ours.backbone.logits(hidden), expected)
     options = {"decoder": ReFusion(slot_size=4), "max_new_tokens": 12}
-    assert ours.generate(["12+34>"], **options)[0].token_ids == from_checkpoint.generate(["12+34>"], **options)[0].token_ids
+    assert (
+        ours.generate(["12+34>"], **options)[0].token_ids
+        == from_checkpoint.generate(["12+34>"], **options)[0].token_ids
+    )
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
 
 
@@ -118,9 +127,7 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("source", ["lines", "jsonl", "stdin"])
-def test_generate_reads_files(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
+def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     prompts = ["12+34>", "11+11,22+22>"]
     plain = "\n".join(prompts) + "\n"
     objects = "".join(json.dumps({"id": f"p{i}", "prompt": p, "reference": "?"}) + "\n" for i, p in enumerate(prompts))
@@ -155,7 +162,10 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
         (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "did you mean 'slot_size'"),
         (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=0"], "slot_size: expected"),
         (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_threshold=1.5"], "slot_threshold: expected"),
-        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.num_serial_blocks=9"], "num_serial_blocks: expected at most 8"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.num_serial_blocks=9"],
+            "num_serial_blocks: expected at most 8",
+        ),
         (["fit", "--config", QUICKSTART, "--model.sampling.max_new_tokens=-1"], "max_new_tokens: expected"),
         (["fit", "--config", QUICKSTART, "--model.objective=Hybird"], "did you mean 'Hybrid'"),
         (["fit", "--config", QUICKSTART, "--trainer.max_stepz=3"], "max_steps"),

@@ -50,9 +50,7 @@ def _overrides(name: str, data_file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_run_configs_instantiate(
-    path: Path, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from refusion_lit.cli.lightning import RefusionCLI
 
     monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
@@ -83,7 +81,7 @@ def test_part_configs_instantiate(folder: str) -> None:
     assert paths
     for path in paths:
         parser = OneLineParser()
-        parser.add_argument("--part", type=base)
+        parser.add_argument("--part", type=base, sub_configs=True)
         part = parser.instantiate_classes(parser.parse_args([f"--part={path}"])).part
         written = yaml.safe_load(path.read_text())
         assert type(part).__name__ == written["class_path"].rsplit(".", 1)[-1]

@@ -102,7 +102,11 @@ def test_workers_change_no_batch() -> None:
 
 
 def test_files_with_too_long_and_malformed_samples(tmp_path: Path) -> None:
-    rows = [{"query": "a b", "response": "c" * 10}, {"query": "x", "response": "y" * 500}, {"query": "q", "response": "r"}]
+    rows = [
+        {"query": "a b", "response": "c" * 10},
+        {"query": "x", "response": "y" * 500},
+        {"query": "q", "response": "r"},
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = InstructionFiles(train=str(path), validation=str(path))

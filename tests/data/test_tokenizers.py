@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,11 +125,82 @@ def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:
 
 
 def test_errors_name_the_option(tmp_path) -> None:
-    with pytest.raises(ValueError, match="tokenizer.characters: expected an alphabet"):
+    with pytest.raises(ValueError, match=r"tokenizer\.characters: expected an alphabet"):
         CharacterTokenizer().build(Words())
     with pytest.raises(ValueError, match="vocab_size: expected at least 260"):
         TrainedBPE(vocab_size=100)
-    with pytest.raises(ValueError, match="tokenizer.source"):
+    with pytest.raises(ValueError, match=r"tokenizer\.source"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
     with pytest.raises(ValueError, match="needs a task"):
         TrainedBPE().build(None)
+
+
+@pytest.mark.parametrize("mask_name", ["<|mask|>", None])  # the tokenizer names it, or the config alone
+def test_the_mask_id_of_a_directory_is_respected(tmp_path, bpe, mask_name: str | None) -> None:
+    tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
+    mask_id = tokenizer.mask_token_id
+    tokenizer.mask_token = mask_name
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "mask_token_id": mask_id}))
+    loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
+    assert loaded.mask_token_id == mask_id
+    assert len(loaded) == len(bpe)
+
+
+@pytest.mark.parametrize("mask_id", [5, 100_000])  # another token's, or no token's
+def test_a_mask_id_that_the_tokenizer_contradicts_is_refused(tmp_path, bpe, mask_id: int) -> None:
+    bpe.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "mask_token_id": mask_id}))
+    with pytest.raises(ValueError, match=f"which is {mask_id}, got {bpe.mask_token_id}"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+
+
+def test_a_directory_without_padding_pads_with_its_end(tmp_path, bpe) -> None:
+    tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
+    assert loaded.pad_token_id == loaded.eos_token_id == bpe.eos_token_id
+    rebuilt = StoredTokenizer(files=tokenizer_files(loaded)).build(None)
+    assert special_tokens_of(rebuilt) == special_tokens_of(loaded)
+
+
+def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
+    tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected an end-of-sequence token"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+
+
+def test_stored_truncation_and_padding_are_undone(tmp_path, bpe) -> None:
+    tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name, text in tokenizer_files(bpe).items():
+        if name != "tokenizer.json":
+            (tmp_path / name).write_text(text)
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    for loaded in (PretrainedTokenizer(source=str(tmp_path)).build(None), StoredTokenizer(files=files).build(None)):
+        for text in ("a", "the cat sat on the mat"):
+            assert encode_text(loaded, text) == encode_text(bpe, text)
+
+
+def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
+    class Chats(Words):
+        def examples(self, split: str) -> list[Example]:
+            turns = ({"role": "system", "content": "xyzzyx"}, {"role": "user", "content": "plughp"})
+            return [Example(id=f"{split}{i}", query="plughp", response="foobaf", messages=turns) for i in range(3)]
+
+    one, other = (TrainedBPE(vocab_size=300).build(Chats()) for _ in range(2))
+    assert one.get_vocab() == other.get_vocab()
+    assert {"xyzzyx", "plughp", "foobaf"} <= one.get_vocab().keys()
+    assert len(TrainedBPE(vocab_size=300, min_frequency=4).build(Chats())) == 259
+
+
+def test_damaged_files_of_a_checkpoint_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer files cannot be read"):
+        StoredTokenizer(files={"tokenizer.json": "{"}).build(None)
+    with pytest.raises(ValueError, match="tokenizer files cannot be read"):
+        StoredTokenizer(files={}).build(None)

@@ -101,7 +101,9 @@ class TokenTable(LanguageModel):
     def device(self) -> torch.device:
         return self.table.device
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache=None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache=None
+    ) -> Tensor:
         return input_ids[..., None].double()
 
     def logits(self, hidden: Tensor) -> Tensor:

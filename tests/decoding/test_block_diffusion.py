@@ -15,10 +15,13 @@ from transformers import AutoTokenizer
 
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, ModelMismatchError, RowOutput, decode
+from refusion_lit.decoding.block_diffusion import BlockState
 from refusion_lit.decoding.requests import Forward, Reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import BlockMasked
+from refusion_lit.types import IGNORE_INDEX, ModelTraits, Prompt, ResponseBatch, SamplingParams, SpecialTokens
 
 ROOT = Path(__file__).parents[2]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
@@ -60,6 +63,7 @@ class Reference:
         self.num_known, self.max_new_tokens = len(prompt.token_ids), max_new_tokens
         self.num_rounds = 0
         self.num_stored = 0
+        self.masked: list[list[int]] = []
         self.probabilities: list[list[float]] = []
         self.accepted: list[list[int]] = []
         self.run()
@@ -123,6 +127,7 @@ class Reference:
                 self.text[position] = read[position][0]
             step += 1
             self.num_rounds += 1
+            self.masked.append(masked)
             self.probabilities.append([read[p][1] for p in masked])
             self.accepted.append(sorted(chosen))
 
@@ -172,6 +177,7 @@ def test_greedy_decoding_is_the_slow_reference(
     assert row.token_ids == reference.response
     assert row.num_forwards == reference.num_forwards
     rounds = [entry for entry in row.trace if entry.phase == "denoise"]
+    assert [entry.positions for entry in rounds] == reference.masked
     assert [entry.accepted for entry in rounds] == reference.accepted
     for entry, probabilities in zip(rounds, reference.probabilities, strict=True):
         assert entry.probabilities == pytest.approx(probabilities, abs=1e-10)  # cached logits are uncached logits
@@ -198,6 +204,36 @@ def test_each_prompt_gets_what_it_gets_alone(
         assert row.finish_reason == ("eos" if row.token_ids[-1] in (EOS, 13) else "length")
         assert len(row.token_ids) <= 11
         assert not {PAD, MASK} & set(row.token_ids)
+
+
+# Shifted, a whole block's first token comes from the clean block here and from the noisy one in training.
+@pytest.mark.parametrize(
+    ("num_known", "shifted"), [(3, False), (9, False), (16, False), (3, True), (9, True), (14, True)]
+)
+def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> None:
+    """The doubled sequence of training, all of the last block masked, gives the probabilities of the first round."""
+    num_new = 8 - num_known % 8
+    decoder, [prompt] = BlockDiffusion(shifted=shifted), prompts_of([num_known])
+    model = model_for(decoder, (NEVER_DRAWN,))
+    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=num_new), trace=True).rows
+    first = row.trace[0]
+
+    clean = ResponseBatch(
+        input_ids=torch.tensor([[*prompt.token_ids, *row.token_ids]]),
+        prompt_lengths=torch.tensor([num_known]),
+        response_lengths=torch.tensor([num_new]),
+        sample_keys=torch.tensor([1]),
+    )
+    noise = KeyedNoise.for_samples(clean.sample_keys, seed=0, epoch=0)
+    objective = BlockMasked(block_size=8, shifted=shifted)
+    corrupted = objective.corrupt(clean, noise, model.special_tokens, mask_ratio=torch.ones(1))
+    assert corrupted.is_masked is not None
+    assert corrupted.is_masked.sum() == num_new
+    with torch.no_grad():
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        probabilities = model.logits(hidden[0, corrupted.labels[0] != IGNORE_INDEX]).softmax(-1)
+    drafts = torch.tensor(first.tokens)
+    assert first.probabilities == pytest.approx(probabilities.gather(-1, drafts[:, None])[:, 0].tolist(), abs=1e-10)
 
 
 def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **sampling: float) -> RowOutput:
@@ -273,23 +309,53 @@ def test_first_hitting_at_temperature_zero_takes_the_most_certain_place() -> Non
     assert row.trace == full(BlockDiffusion(threshold=1.0), 5, 19).trace
 
 
-def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
-    """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
+def sampled_state(decoder: BlockDiffusion, prompt_id: str) -> BlockState:
+    """Begin a sampled response of one block."""
     special = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=9)
     prompt = Prompt(token_ids=(3,) * decoder.block_size, id=prompt_id)
-    state = decoder.begin(prompt, SamplingParams(max_new_tokens=decoder.block_size, temperature=1.0), special)
+    return decoder.begin(prompt, SamplingParams(max_new_tokens=decoder.block_size, temperature=1.0), special)
+
+
+def one_round(decoder: BlockDiffusion, state: BlockState, probabilities: list[float]) -> Forward:
+    """Answer a step's one forward; return it."""
+    steps = decoder.step(state)
+    request = next(steps)
+    assert isinstance(request, Forward)
+    assert len(request.branches[0].draft_at) == len(probabilities)
+    state.num_forwards += 1
+    with pytest.raises(StopIteration):
+        steps.send([Reading(tokens=[4] * len(probabilities), probabilities=probabilities)])
+    return request
+
+
+def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -> None:
+    decoder = BlockDiffusion(block_size=4, threshold=0.5)
+    state = sampled_state(decoder, "0")
+    first = one_round(decoder, state, [0.25, 0.5, 0.5, 0.125])
+    assert state.is_masked == [True, False, True, True]
+    second = one_round(decoder, state, [0.75, 0.5, 0.625])
+    assert state.is_masked == [False, False, True, False]
+    assert state.commit_rounds == [2, 1, 0, 2]
+    assert first.draw.round != second.draw.round
+    assert first.branches[0].tokens == [3, 3, 3, 3, MASK, MASK, MASK, MASK]
+    assert second.branches[0].tokens == [MASK, 4, MASK, MASK]
+
+
+def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
+    """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
+    state = sampled_state(decoder, prompt_id)
     found = []
     while not state.finished:
         before, steps = list(state.is_masked), decoder.step(state)
-        for request in steps:
+        request = next(steps, None)  # a step that chooses no place needs no forward
+        if request is not None:
             assert isinstance(request, Forward)
             num_drafts = len(request.branches[0].draft_at)
-            assert num_drafts > 0
             state.num_forwards += 1
             with pytest.raises(StopIteration):
                 steps.send([Reading(tokens=[4] * num_drafts, probabilities=[0.5] * num_drafts)])
-            break
         found.append([i for i, was in enumerate(before) if was and not state.is_masked[i]])
+        assert bool(found[-1]) == (request is not None)
     assert state.schedule_step <= state.schedule_length or decoder.sampling_rule != "ancestral"
     return found
 
@@ -350,7 +416,10 @@ def test_impossible_options_are_refused(options: dict, message: str) -> None:
     [
         (ModelTraits(), "block_causally, the model was trained causal"),
         (ModelTraits(attention="block_causal", block_size=4), "blocks have 8 tokens, the model was trained with 4"),
-        (ModelTraits(attention="block_causal", block_size=8, predictions=("mask_shifted",)), "needs the predictions mask,"),
+        (
+            ModelTraits(attention="block_causal", block_size=8, predictions=("mask_shifted",)),
+            "needs the predictions mask,",
+        ),
     ],
 )
 def test_models_trained_otherwise_are_refused(traits: ModelTraits, reason: str) -> None:

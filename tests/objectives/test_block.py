@@ -239,11 +239,16 @@ def test_complementary_views_are_disjoint_and_cover_the_response(
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 0}, {"t_min": 0.0}, {"t_max": 1.2}, {"t_max": 0.2, "t_min": 0.3}, {"fill_blocks_with": "pad"}],
+    [{"block_size": 0}, {"t_min": 0.0}, {"t_max": 1.2}, {"t_max": 0.2, "t_min": 0.3}],
 )
 def test_impossible_options_are_refused_by_name(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         BlockMasked(**options)
+
+
+def test_unknown_filling_is_refused() -> None:
+    with pytest.raises((ValueError, TypeError), match="fill_blocks_with"):  # TypeError under a runtime type checker
+        BlockMasked(fill_blocks_with="pad")  # type: ignore[arg-type]
 
 
 def test_traits() -> None:

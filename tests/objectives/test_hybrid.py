@@ -230,6 +230,35 @@ def test_released_programs_losses(chunk_size: int | None) -> None:
         assert loss.total.item() == pytest.approx(values["loss"], abs=1e-5)
 
 
+def test_model_trained_elsewhere_has_a_low_loss_under_our_corruption(
+    make_noise: Noise, special_tokens: SpecialTokens
+) -> None:
+    """Weights that the released program trained know what our layouts ask of them."""
+    transformers = pytest.importorskip("transformers")
+    directory = GOLDENS / "models" / "additions-clean"
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    objective = Hybrid()
+    losses = []
+    for number, values in enumerate(json.loads((GOLDENS / "refusion_loss_mid.json").read_text())["batches"]):
+        batch = ResponseBatch(
+            input_ids=torch.tensor(values["clean_input_ids"]),
+            prompt_lengths=torch.tensor(values["prompt_lengths"]),
+            response_lengths=torch.tensor(values["response_lengths"]),
+            sample_keys=torch.arange(len(values["labels"])) + 10 * number,
+        )
+        corrupted = objective.corrupt(batch, make_noise(batch), special_tokens)
+        length = batch.input_ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        with torch.no_grad():
+            hidden = model.model(
+                corrupted.input_ids, position_ids=corrupted.position_ids, attention_mask=causal, use_cache=False
+            ).last_hidden_state
+            losses.append(objective.loss(hidden, model.lm_head, corrupted))
+    ar, mdm = (sum(loss.sums for loss in losses) / sum(loss.counts for loss in losses)).tolist()
+    assert ar < 0.1, "guessing among the 18 tokens gives 2.9"
+    assert mdm < 1.0
+
+
 def test_released_programs_labels_follow_our_rules() -> None:
     """Rebuild each golden layout from its clean batch, its masks and its order of slots."""
     golden = json.loads((GOLDENS / "refusion_loss_mid.json").read_text())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -142,3 +145,101 @@ def test_score_ignores_outer_white_space(tmp_path: Path) -> None:
     task = InstructionFiles(train=path, test=path)
     example = task.examples("test")[0]
     assert (task.score(example, " b c\n"), task.score(example, "b  c")) == (1.0, 0.0)
+
+
+def test_files_of_one_name_in_two_folders_have_distinct_ids(tmp_path: Path) -> None:
+    paths = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        paths.append(_write(tmp_path / folder / "rows.jsonl", ROWS))
+    task = InstructionFiles(train=paths, validation_fraction=0)
+    assert len({e.id for e in task.examples("train")}) == 12
+    with pytest.raises(ValueError, match=r"task\.train: expected each file once"):
+        InstructionFiles(train=[paths[0], paths[0]]).examples("train")
+
+
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+]
+
+
+def test_the_last_answer_of_a_chat_is_the_response(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.jsonl", [{"chat": CHAT}])
+    (example,) = InstructionFiles(train=path, preset="messages", query_field="chat", validation_fraction=0).examples(
+        "train"
+    )
+    assert (list(example.messages), example.query, example.response) == (CHAT[:4], "c", "d")
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        None,
+        "hi",
+        [],
+        ["hi"],
+        [{"role": "user"}],
+        [{"role": "user", "content": ["hi"]}],
+        [{"role": "assistant", "content": "a"}],
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}],
+        [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b"}],
+    ],
+)
+def test_chats_that_cannot_be_used(tmp_path: Path, turns: object) -> None:
+    path = _write(tmp_path / "x.jsonl", [{"messages": turns}])
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: expected "):
+        InstructionFiles(train=path, preset="messages").examples("train")
+
+
+def test_an_instruction_with_a_strange_input_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.jsonl", [{"instruction": "a", "input": ["b"], "output": "c"}])
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: expected text in field 'input', got list"):
+        InstructionFiles(train=path, preset="instruction").examples("train")
+
+
+def test_an_option_without_effect_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"task\.response_field: expected none with preset 'messages'"):
+        InstructionFiles(train="x.jsonl", preset="messages", response_field="answer")
+
+
+class Hub(ModuleType):
+    """Stands in for the package ``datasets``: one data set, whatever network there is."""
+
+    splits: ClassVar = {"train_sft": ROWS, "test": ROWS[:2]}
+
+    def get_dataset_split_names(self, path: str, name: str | None, revision: str | None) -> list[str]:
+        if (path, name, revision) != ("some/rows", "main", "abc"):
+            raise FileNotFoundError(f"Dataset {path!r} does not exist.\nMore of it.")
+        return list(self.splits)
+
+    def load_dataset(self, path: str, name: str | None, split: str, revision: str | None) -> list[dict[str, str]]:
+        assert split in self.get_dataset_split_names(path, name, revision)
+        return self.splits[split]
+
+
+def test_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", Hub("datasets"))
+    source = {"dataset": "some/rows", "dataset_name": "main", "dataset_revision": "abc"}
+    task = InstructionFiles(**source, train="train_sft", validation_fraction=0.5)
+    train, validation, test = (task.examples(split) for split in ("train", "validation", "test"))
+    assert sorted(e.query for e in [*train, *validation]) == [row["query"] for row in ROWS]
+    assert [e.query for e in test] == ["q0", "q1"]
+    assert len({e.id for e in [*train, *validation, *test]}) == 8
+    with pytest.raises(ValueError, match=r"expected a split of some/rows, got 'dev'; it has train_sft, test"):
+        InstructionFiles(**source, train="train_sft", validation="dev").examples("validation")
+    with pytest.raises(ValueError, match=r"^task\.dataset: .*'none/such' cannot be loaded \(Dataset [^\n]*exist\.\)"):
+        InstructionFiles(dataset="none/such", train="train").examples("train")
+    with pytest.raises(ValueError, match=r"some/rows/test:1: expected a field 'question'; "):
+        InstructionFiles(**source, preset="question_answer").examples("test")
+
+
+def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; install refusion-lit\[data\]"):
+        InstructionFiles(dataset="some/rows").examples("train")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jsonargparse import Namespace
 
@@ -27,9 +27,12 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit generate", description="Answer prompts.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--prompt", type=str, default=None, help="one prompt; its answer is printed as it grows")
-    parser.add_argument("--prompts", type=str, default=None, help="file with a prompt a line, or JSONL; - for standard input")
-    parser.add_argument("--output", type=str, default=None, help="where to write JSON lines; standard output by default")
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), help="class of the decoder")
+    prompts = "file with a prompt a line, or JSONL; - for standard input"
+    parser.add_argument("--prompts", type=str, default=None, help=prompts)
+    output = "where to write JSON lines; standard output by default"
+    parser.add_argument("--output", type=str, default=None, help=output)
+    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True,
+                        help="class of the decoder, or a YAML file like those in configs/decoder")  # fmt: skip
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens a response at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--top_p", type=float, default=1.0, help="nucleus, with a temperature above 0")
@@ -57,7 +60,7 @@ def run(args: list[str]) -> int:
     """
     parser = build_parser()
     parsed = parser.parse_args(args)
-    options = parser.instantiate_classes(parsed)
+    options = cast("Namespace", parser.instantiate_classes(parsed))
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("prompt: expected exactly one of --prompt and --prompts; give one of them.")
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(_read(options.prompts))
@@ -143,7 +146,8 @@ class _Stream(GenerationCallback):
         self._show(self._detokenize(output.token_ids))
         sys.stdout.write("\n")
         sys.stderr.write(
-            f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s, {output.finish_reason}\n"
+            f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s, "
+            f"{output.finish_reason}\n"
         )
 
     def _show(self, text: str) -> None:
@@ -181,4 +185,5 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise ValueError(f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}.")
     reference = values.get("reference")
-    return _Request(str(values.get("id", default_id)), values["prompt"], reference if reference is None else str(reference))
+    reference = None if reference is None else str(reference)
+    return _Request(str(values.get("id", default_id)), values["prompt"], reference)

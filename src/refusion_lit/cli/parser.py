@@ -18,7 +18,13 @@ _UNKNOWN = (
     re.compile(r"does not accept (?:nested )?key '(?P<name>[^']+)'"),
     re.compile(r"Option '(?P<name>[^']+)' is not accepted"),
 )
-_CLASS = re.compile(r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: |Given value \"?'?)(?P<name>[\w.]+)")
+_CLASS = re.compile(
+    r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: |Given value \"?'?)"
+    r"(?P<name>[\w.]+)"
+)
+_UNION = re.compile(
+    r"(?P<key>[\w.]+): Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
+)
 
 
 class UsageError(ValueError):
@@ -88,7 +94,7 @@ def _class_names() -> list[str]:
 def _shorten(text: str) -> str:
     """Drop the parser's own prologue and what follows the essential sentence."""
     text = re.sub(r"^Parser key \"([^\"]+)\": ", r"\1: ", text)
-    union = re.match(r"(?P<key>[\w.]+): Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp", text)
+    union = _UNION.match(text)
     if union:
         text = f"{union['key']}: {union['first']}"
     return text if len(text) <= 700 else f"{text[:700]} ..."

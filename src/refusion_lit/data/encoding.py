@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.modeling.loading import special_tokens_of
 from refusion_lit.types import Example
-
-_SENTINEL = "\N{PRIVATE USE ONE}CONTENT {}\N{PRIVATE USE ONE}"
-_SPLIT = re.compile("\N{PRIVATE USE ONE}CONTENT (\\d+)\N{PRIVATE USE ONE}")
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -19,21 +19,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     Raises:
         ValueError: If the tokenizer's alphabet lacks one of the characters.
     """
-    backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-    finally:
-        backend.encode_special_tokens = before
-    unknown = tokenizer.pad_token_id
-    if unknown in ids and type(backend.model).__name__ == "WordLevel":
-        missing = sorted(set(text) - set(backend.get_vocab()))
-        raise ValueError(
-            f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
-            "Add it to tokenizer.characters, or use TrainedBPE."
-        )
-    return ids
+    return _encode(tokenizer, text, special=False)
 
 
 def encode_prompt(
@@ -45,18 +31,20 @@ def encode_prompt(
     """Encode a query as the prompt of a response.
 
     With a chat template in the tokenizer, the query is one user turn (or ``messages`` are the turns) and the
-    assistant's turn is opened. Otherwise ``prompt_template`` is filled in.
+    assistant's turn is opened. Otherwise ``prompt_template`` is filled in. Special tokens named in a template are
+    meant, those named in the text are not; text without such names gives what the tokenizer gives for template
+    and text as a whole.
 
     Raises:
-        ValueError: If nothing is left to encode.
+        ValueError: If a character is unknown, the chat template refuses the turns, or nothing is left to encode.
     """
+    turns = list(messages) or [{"role": "user", "content": query}]
+    guard = _Guard(tokenizer, (text for turn in turns for text in (query, *turn.values())))
     if tokenizer.chat_template:
-        turns = list(messages) or [{"role": "user", "content": query}]
-        ids = _encode_chat(tokenizer, turns)
+        rendered = _render(tokenizer, [{name: guard.guarded(text) for name, text in turn.items()} for turn in turns])
     else:
-        before, _, after = prompt_template.partition("{query}")
-        parts = (_encode_template(tokenizer, before), encode_text(tokenizer, query), _encode_template(tokenizer, after))
-        ids = [token for part in parts for token in part]
+        rendered = prompt_template.replace("{query}", guard.guarded(query))
+    ids = [token for text, special in guard.parts(rendered) for token in _encode(tokenizer, text, special=special)]
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     return ids
@@ -68,24 +56,92 @@ def encode_example(
     """Encode an example as prompt and response, the response with its end of sequence.
 
     Raises:
-        ValueError: If the response is empty or a character is unknown.
+        ValueError: If the response is empty or the example cannot be encoded; names the example.
     """
     if not example.response:
-        raise ValueError(f"example {example.id}: expected a response, got an empty one; remove it or skip malformed ones.")
-    prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-    return prompt, [*encode_text(tokenizer, example.response), int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+        raise ValueError(
+            f"example {example.id}: expected a response, got an empty one; remove it or skip malformed ones."
+        )
+    try:
+        prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
+        response = encode_text(tokenizer, example.response)
+    except ValueError as error:
+        raise ValueError(f"example {example.id}: {error}") from error
+    return prompt, [*response, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
 
 
-def _encode_template(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode the template's own text, in which special tokens are meant."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids if text else []  # type: ignore[attr-defined]
+class _Guard:
+    """Marks the names of special tokens in text, so that they are told apart from a template's after rendering.
+
+    Marking nothing else lets a template trim and examine the text as if it were bare.
+
+    Args:
+        tokenizer: Names its special tokens.
+        texts: All that will be guarded; the marks are characters in none of them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        used = set().union(*texts)
+        # From U+FDD0 on lie code points that Unicode keeps out of texts for uses like this one.
+        free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
+        self._open, self._close = next(free), next(free)
+
+    def guarded(self, text: str) -> str:
+        """Return a text with its names of special tokens marked."""
+        return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
+
+    def parts(self, rendered: str) -> list[tuple[str, bool]]:
+        """Cut at the marks: texts, and whether special tokens are meant in them."""
+        parts = re.split(f"{self._open}([^{self._open}{self._close}]*){self._close}", rendered)
+        # A template that cuts a name in two leaves half a pair.
+        left = str.maketrans("", "", self._open + self._close)
+        return [(part.translate(left), i % 2 == 0) for i, part in enumerate(parts) if part]
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    """Render the chat template around placeholders, so that contents can be encoded as plain text."""
-    marked = [{**turn, "content": _SENTINEL.format(i)} for i, turn in enumerate(turns)]
-    rendered = str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
-    ids: list[int] = []
-    for i, part in enumerate(_SPLIT.split(rendered)):
-        ids += encode_text(tokenizer, turns[int(part)]["content"]) if i % 2 else _encode_template(tokenizer, part)
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template([*map(dict, turns)], tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); change them.") from error
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    """Encode a text in which special tokens are meant, or one in which they are not."""
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = not special
+    try:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    except TypeError as error:
+        message = f"text: expected Unicode, got half a surrogate pair (in {text[:60]!r}); mend the text."
+        raise ValueError(message) from error
+    finally:
+        backend.encode_special_tokens = before
+    known = special_tokens_of(tokenizer)
+    if not special:
+        found = {known.mask_token_id, known.pad_token_id, *known.eos_token_ids}.intersection(ids)
+    else:  # unknown characters become padding in some tokenizers; a template may well end a turn, or name padding
+        found = {known.pad_token_id} if ids.count(known.pad_token_id) > text.count(str(tokenizer.pad_token)) else set()
+    if found:
+        raise _unknown(backend, text, found.pop())
     return ids
+
+
+def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
+    """Tell what the tokenizer cannot express, having given a special token for it."""
+    missing = sorted(set(text) - set(backend.get_vocab())) if type(backend.model).__name__ == "WordLevel" else []
+    if missing:
+        return ValueError(
+            f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
+            "Add it to tokenizer.characters, or use TrainedBPE."
+        )
+    return ValueError(
+        f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
+        f"{backend.id_to_token(token)!r} in it. Change the text, or take another tokenizer."
+    )

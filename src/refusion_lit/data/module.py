@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
 from typing import Literal
 
 import lightning as L
+import tokenizers
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
@@ -18,50 +22,51 @@ from refusion_lit.data.collate import (
     collate_responses,
 )
 from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.sampler import LengthGroupedBatches
-from refusion_lit.data.tokenizers import TokenizerSource
+from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader
+from refusion_lit.data.store import EncodedStore, encode_all, store_key
+from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.types import Example, PromptBatch, ResponseBatch
 
-_EAGER_LIMIT = 20_000
-"""Splits up to this size are encoded once and kept; larger ones are encoded as they are drawn."""
+_Encode = Callable[[Example], tuple[list[int], list[int]]]
+_LAZY_ABOVE = 20_000
+"""Generated splits of more examples than this are encoded as they are drawn; everything else beforehand, once."""
 
 
-class _Examples(Dataset[EncodedExample]):
-    """Encoded examples, made when they are asked for."""
+class _Lazy(Dataset[EncodedExample]):
+    """The examples of a generated task, made and encoded when they are asked for."""
 
-    def __init__(self, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-        self.examples, self._tokenizer, self._template = examples, tokenizer, template
+    def __init__(self, examples: Sequence[Example], encode: _Encode, max_length: int) -> None:
+        self._examples, self._encode, self._max_length = examples, encode, max_length
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self._examples)
 
     def __getitem__(self, index: int) -> EncodedExample:
-        example = self.examples[index]
-        prompt, response = encode_example(self._tokenizer, example, self._template)
-        return EncodedExample(example.id, prompt, response)
+        example = self._examples[index]
+        prompt, response = self._encode(example)
+        sample = EncodedExample(example.id, prompt, response)
+        if len(sample) > self._max_length:
+            raise ValueError(
+                f"data.max_length: expected samples of at most {self._max_length} tokens, got {len(sample)} in "
+                f"{example.id}; raise it, or make the task's examples shorter."
+            )
+        return sample
 
     def length(self, index: int) -> int:
         """Return a length that grows with the number of tokens, without encoding."""
-        example = self.examples[index]
+        example = self._examples[index]
         return len(example.query) + len(example.response)
 
 
-class _Kept(Dataset[EncodedExample]):
-    """Encoded examples that were kept."""
+class _Batches(Dataset[ResponseBatch]):
+    """Batches by the indices of their samples."""
 
-    def __init__(self, samples: list[EncodedExample]) -> None:
-        self._samples = samples
+    def __init__(self, samples: _Lazy | EncodedStore, collate: Callable[[list[EncodedExample]], ResponseBatch]) -> None:
+        self._samples, self._collate = samples, collate
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> EncodedExample:
-        return self._samples[index]
-
-    def length(self, index: int) -> int:
-        """Return the number of tokens."""
-        return len(self._samples[index])
+    def __getitem__(self, index: list[int]) -> ResponseBatch:
+        return self._collate([self._samples[i] for i in index])
 
 
 class _Prompts(Dataset[EncodedPrompt]):
@@ -91,6 +96,12 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: Processes that encode batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first so many prompts in test and prediction; ``None`` for all.
+        cache_dir: Directory that keeps encoded files from run to run, under a hash of their content, the tokenizer and
+            the options; nothing tidies it up. ``None`` encodes once a run.
+
+    Attributes:
+        num_too_long: Samples that were dropped as too long, over the splits in use.
+        num_malformed: Samples that were skipped, when they were read or encoded, over the splits in use.
     """
 
     def __init__(
@@ -106,9 +117,11 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        for option, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
+        for option, value in sizes.items():
             if value < 1:
                 raise ValueError(f"data.{option}: expected an integer of at least 1, got {value}; set it to 1 or more.")
         if "{query}" not in prompt_template:
@@ -119,7 +132,8 @@ class InstructionDataModule(L.LightningDataModule):
         self.prompt_template, self.length_grouped, self.malformed = prompt_template, length_grouped, malformed
         self.num_workers, self.seed, self.max_eval_prompts = num_workers, seed, max_eval_prompts
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._splits: dict[Split, _Examples | _Kept] = {}
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._splits: dict[Split, _Lazy | EncodedStore] = {}
         self.num_too_long = 0
         self.num_malformed = 0
 
@@ -130,23 +144,30 @@ class InstructionDataModule(L.LightningDataModule):
             self._tokenizer = self.tokenizer_source.build(self.task)
         return self._tokenizer
 
-    def train_dataloader(self) -> DataLoader[EncodedExample]:
+    def prepare_data(self) -> None:
+        """Fill the cache in one process of each machine, before the others look for it."""
+        if self.cache_dir is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._encoded("train")
+            self._encoded("validation")
+
+    def train_dataloader(self) -> DataLoader[ResponseBatch] | DataLoader[EncodedExample]:
         """Return shuffled training batches; the same for any number of workers."""
         data = self._encoded("train")
-        ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
+            return DataLoader(data, batch_size=self.batch_size, collate_fn=self._collate)
         batches = LengthGroupedBatches(
             len(data),
             self.batch_size,
             data.length if self.length_grouped else None,
             seed=self.seed,
-            rank=rank,
-            num_ranks=ranks,
+            rank=self.trainer.global_rank if self.trainer is not None else 0,
+            num_ranks=self.trainer.world_size if self.trainer is not None else 1,
         )
-        return DataLoader(
-            data,
-            batch_sampler=batches,
+        return ResumableLoader(
+            _Batches(data, self._collate),
+            sampler=batches,
+            batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=self._collate,
             persistent_workers=self.num_workers > 0,
         )
 
@@ -183,41 +204,54 @@ class InstructionDataModule(L.LightningDataModule):
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
-    def _encoded(self, split: Split) -> _Examples | _Kept:
+    @property
+    def _encode(self) -> _Encode:
+        return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
+
+    def _encoded(self, split: Split) -> _Lazy | EncodedStore:
         if split not in self._splits:
             examples = self.task.examples(split)
             if len(examples) == 0:
                 raise ValueError(f"data.task: expected examples in the {split} split, got none; give it some.")
-            lazy = _Examples(examples, self.built_tokenizer, self.prompt_template)
-            # Generated tasks are too large to encode beforehand, and their lengths are bounded by their options.
-            self._splits[split] = lazy if len(lazy) > _EAGER_LIMIT else self._keep(lazy, split)
+            is_generated = not isinstance(examples, list)
+            # Generated splits can be too large to encode beforehand, and their lengths are bounded by their options.
+            if is_generated and len(examples) > _LAZY_ABOVE:
+                self._splits[split] = _Lazy(examples, self._encode, self.max_length)
+            else:
+                cache_dir = None if is_generated else self.cache_dir
+                self._splits[split] = self._stored(split, examples, cache_dir)
         return self._splits[split]
 
-    def _keep(self, lazy: _Examples, split: Split) -> _Kept:
-        kept: list[EncodedExample] = []
-        too_long = malformed = 0
-        for index in range(len(lazy)):
-            try:
-                sample = lazy[index]
-            except ValueError:
-                if self.malformed == "error":
-                    raise
-                malformed += 1
-                continue
-            if len(sample) > self.max_length:
-                too_long += 1
-                continue
-            kept.append(sample)
-        self.num_too_long += too_long
-        self.num_malformed += malformed
-        if too_long or malformed:
+    def _stored(self, split: Split, examples: Sequence[Example], cache_dir: Path | None) -> EncodedStore:
+        store = self._cached(examples, cache_dir) if cache_dir is not None else self._encode_all(examples)
+        num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
+        num_malformed = store.num_malformed + num_unread
+        self.num_too_long += store.num_too_long
+        self.num_malformed += num_malformed
+        if store.num_too_long or num_malformed:
             rank_zero_info(
-                f"{split}: {too_long} of {len(lazy)} samples dropped as longer than {self.max_length} tokens, "
-                f"{malformed} skipped as malformed"
+                f"{split}: {store.num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
+                f"{self.max_length} tokens, {num_malformed} skipped as malformed"
             )
-        if not kept:
+        if len(store) == 0:
             raise ValueError(
                 f"data.max_length: expected at least one {split} sample of at most {self.max_length} tokens, "
                 f"got none; raise it."
             )
-        return _Kept(kept)
+        return store
+
+    def _encode_all(self, examples: Sequence[Example]) -> EncodedStore:
+        skip_malformed = self.malformed == "skip"
+        return encode_all(examples, self._encode, max_length=self.max_length, skip_malformed=skip_malformed)
+
+    def _cached(self, examples: Sequence[Example], cache_dir: Path) -> EncodedStore:
+        files = tokenizer_files(self.built_tokenizer)
+        settings = (tokenizers.__version__, files, self.prompt_template, self.max_length, self.malformed)
+        directory = cache_dir / store_key(examples, settings)
+        try:
+            return EncodedStore.load(directory)
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+            rmtree(directory, ignore_errors=True)
+            store = self._encode_all(examples)
+            store.save(directory)
+            return store

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from refusion_lit.modeling.loading import ensure_mask_token
 from refusion_lit.tasks.base import Task
+from refusion_lit.types import Example
 
 _PAD, _EOS, _MASK = "<|pad|>", "<|eos|>", "<|mask|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -98,8 +99,7 @@ class TrainedBPE(TokenizerSource):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        texts = (text for i in range(count) for text in (examples[i].query, examples[i].response))
-        tokenizer.train_from_iterator(texts, trainer, length=2 * count)
+        tokenizer.train_from_iterator(_texts(examples[i] for i in range(count)), trainer)
         wrapped = _wrap(tokenizer)
         if self.chat_template is not None:
             wrapped.chat_template = self.chat_template
@@ -121,7 +121,12 @@ class PretrainedTokenizer(TokenizerSource):
     trust_remote_code: bool = False
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
-        """Load it; the mask id that the directory's config names is respected."""
+        """Load it.
+
+        Raises:
+            ValueError: If it cannot be loaded, has no end-of-sequence token, comes without a ``tokenizer.json``, or
+                names another mask token than the ``mask_token_id`` of the config beside it.
+        """
         options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.source, **options)
@@ -131,10 +136,26 @@ class PretrainedTokenizer(TokenizerSource):
                 f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason}). "
                 "Check the path, or the id and the network; a model directory needs tokenizer.json."
             ) from error
-        ensure_mask_token(tokenizer, _configured_mask_id(self.source, options))
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(
+                f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
+                f"{self.source!r}. Convert it to a tokenizer.json, or take another one."
+            )
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"tokenizer.source: expected an end-of-sequence token, got none in {self.source!r}. "
+                "Set eos_token in its tokenizer_config.json."
+            )
+        mask_token_id = _configured_mask_id(self.source, options)
+        ensure_mask_token(tokenizer, mask_token_id)
+        if mask_token_id not in (None, tokenizer.mask_token_id):
+            raise ValueError(
+                f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
+                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Mend the one or the other."
+            )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
+        return _whole(tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +192,17 @@ def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
             if name in files:
                 (Path(folder) / name).write_text(files[name], encoding="utf-8")
         try:
-            return AutoTokenizer.from_pretrained(folder)
+            return _whole(AutoTokenizer.from_pretrained(folder))
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError("tokenizer: the checkpoint's tokenizer files cannot be read; it may be damaged.") from error
+            raise ValueError(
+                "tokenizer: the checkpoint's tokenizer files cannot be read; it may be damaged."
+            ) from error
+
+
+def _texts(examples: Iterable[Example]) -> Iterator[str]:
+    for example in examples:
+        yield from [turn["content"] for turn in example.messages] or [example.query]
+        yield example.response
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -186,12 +215,17 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _configured_mask_id(source: str, options: dict[str, Any]) -> int | None:
-    path = Path(source) / "config.json"
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8")).get("mask_token_id")
-    if Path(source).exists():
-        return None
-    from transformers import AutoConfig
+def _whole(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Make it leave texts at their length: a ``tokenizer.json`` may store that they are cut or padded."""
+    tokenizer.backend_tokenizer.no_truncation()  # type: ignore[attr-defined]
+    tokenizer.backend_tokenizer.no_padding()  # type: ignore[attr-defined]
+    return tokenizer
 
-    return getattr(AutoConfig.from_pretrained(source, **options), "mask_token_id", None)
+
+def _configured_mask_id(source: str, options: dict[str, Any]) -> int | None:
+    """Return the mask id in the config beside a tokenizer; ``None`` where config or id are missing."""
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source, revision=options["revision"])
+    except (OSError, ValueError):
+        return None
+    return values.get("mask_token_id")

@@ -142,7 +142,9 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     name = type(decoder).__name__
     needs = decoder.requirements()
     if needs.mask_token and model.special_tokens.mask_token_id is None:
-        raise ModelMismatchError(f"{name} needs a mask token, and the model's tokenizer has none; add one and train it.")
+        raise ModelMismatchError(
+            f"{name} needs a mask token, and the model's tokenizer has none; add one and train it."
+        )
     reasons = needs.mismatches(model.traits)
     if not reasons:
         return []
@@ -184,7 +186,9 @@ def decode(
         ValueError: If an option is impossible.
     """
     if max_batch_size < 1:
-        raise ValueError(f"max_batch_size: expected an integer of at least 1, got {max_batch_size}; set it to 1 or more.")
+        raise ValueError(
+            f"max_batch_size: expected an integer of at least 1, got {max_batch_size}; set it to 1 or more."
+        )
     if sampling.stop and detokenize is None:
         raise ValueError("stop: stop strings need a tokenizer, got none; pass detokenize.")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)

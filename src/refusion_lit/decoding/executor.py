@@ -82,9 +82,7 @@ class Executor:
         for row, prompt_id, request in requests:
             held = self._held[row]
             length = held.hidden.shape[1]
-            branches = [
-                _with_drafts(branch, at) for branch, at in zip(held.branches, request.draft_at, strict=True)
-            ]
+            branches = [_with_drafts(branch, at) for branch, at in zip(held.branches, request.draft_at, strict=True)]
             results.append(_places(branches, request.draw, prompt_id, base, length, places))
             hidden.append(held.hidden.flatten(0, 1))
             base += held.hidden.shape[0] * length
@@ -108,9 +106,7 @@ class Executor:
         device = self._model.device
         if cache is not None:
             source, row_index, cache_index = _write_indices(branches, rows, length)
-            cache.prepare(
-                rows, mask.shape[2], source.to(device), row_index.to(device), cache_index.to(device)
-            )
+            cache.prepare(rows, mask.shape[2], source.to(device), row_index.to(device), cache_index.to(device))
         hidden = self._model.hidden_states(ids.to(device), positions.to(device), mask.to(device), cache)
         self.num_calls += 1
         self.num_positions += ids.numel()
@@ -150,8 +146,7 @@ class Executor:
         logits = self._logits(hidden, [place.hidden_index for place in places])
         if how.guidance is not None:
             unconditional = self._logits(hidden, [place.guided_by or 0 for place in places])
-            logits = unconditional + (how.guidance + 1.0) * (logits - unconditional)
-        log_total = logits.logsumexp(-1)
+            logits = _finite(unconditional + (how.guidance + 1.0) * (logits - unconditional))
         allowed = self._without(logits, how.forbidden)
         keys = None
         if how.sampling.temperature > 0:
@@ -160,11 +155,9 @@ class Executor:
         targets = torch.tensor([-1 if place.target is None else place.target for place in places], device=device)
         tokens = torch.where(targets < 0, drawn.tokens, targets)
         if how.confidence_forbidden:
-            weighed = logits.clone()
-            weighed[:, list(how.confidence_forbidden)] = -math.inf
-            log_total = weighed.logsumexp(-1)
-            logits = weighed
-        probability = (logits.gather(-1, tokens[:, None])[:, 0] - log_total).exp()
+            logits = logits.clone()
+            logits[:, list(how.confidence_forbidden)] = -math.inf
+        probability = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
         columns = [tokens.double(), probability.double(), *_statistics(how.statistics, drawn.filtered, tokens)]
         for place, values in zip(places, torch.stack(columns, -1).tolist(), strict=True):
             if place.target is not None:
@@ -176,11 +169,11 @@ class Executor:
                 place.reading.statistics.setdefault(name, []).append(value)
 
     def _logits(self, hidden: Tensor, index: list[int]) -> Tensor:
-        """Logits in float32 or better, not-a-number counting as impossible."""
+        """Logits in float32 or better."""
         logits = self._model.logits(hidden[torch.tensor(index, device=hidden.device)])
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+        return _finite(logits)
 
     def _without(self, logits: Tensor, forbidden: tuple[int, ...]) -> Tensor:
         if self._banned.numel() < logits.shape[-1]:
@@ -192,6 +185,12 @@ class Executor:
         if forbidden:
             allowed[:, list(forbidden)] = -math.inf
         return allowed
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Make logits finite, not-a-number counting as impossible: -inf is kept for ids that are left out of a choice."""
+    lowest, highest = torch.finfo(logits.dtype).min, torch.finfo(logits.dtype).max
+    return logits.nan_to_num(nan=lowest, posinf=highest, neginf=lowest)
 
 
 def _banned_ids(model: LanguageModel) -> Tensor:
@@ -229,9 +228,7 @@ def _assemble(branches: Sequence[Branch], length: int, *, cached: bool) -> tuple
     """Pad branches to one batch and build its mask [sequence, token, key] over cache entries or tokens."""
     num_keys = length
     if cached:
-        num_keys = max(
-            max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches
-        )
+        num_keys = max(max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches)
     ids = np.zeros((len(branches), length), dtype=np.int64)
     positions = np.zeros((len(branches), length), dtype=np.int64)
     mask = np.zeros((len(branches), length, num_keys), dtype=bool)

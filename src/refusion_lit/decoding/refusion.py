@@ -17,6 +17,7 @@ from refusion_lit.decoding.base import (
     RowState,
     Steps,
     require,
+    require_choice,
     require_positive,
     require_probability,
 )
@@ -90,6 +91,9 @@ class ReFusion(Decoder):
         require_positive("num_serial_blocks", self.num_serial_blocks)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
+        require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
+        require_choice("selection", self.selection, ("threshold", "top_k", "capped"))
+        require_choice("infill", self.infill, ("mask", "autoregressive"))
         needs_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
         holds = self.k is not None and self.k >= 1 if needs_k else self.k is None

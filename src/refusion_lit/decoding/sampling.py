@@ -29,16 +29,17 @@ class Drawn:
 def filter_logits(logits: Float[Tensor, "place vocab"], sampling: SamplingParams) -> Float[Tensor, "place vocab"]:
     """Apply temperature, then top-k, then top-p.
 
-    Top-p keeps the most probable tokens up to and including the one that crosses ``top_p``; at least one
-    token is kept.
+    Top-k keeps all tokens that tie with its last one. Top-p keeps the most probable tokens up to and including
+    the one that crosses ``top_p``; at least one token is kept.
 
     Args:
-        logits: Finite, or -inf for ids that are left out.
+        logits: Finite, or -inf for ids that are left out; at least one is finite.
         sampling: Temperature above 0, or 0, which filters nothing.
     """
     if sampling.temperature == 0:
         return logits
-    logits = logits / sampling.temperature
+    # Relative to the highest, which then stays finite at any temperature.
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)

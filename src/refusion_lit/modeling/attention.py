@@ -41,6 +41,6 @@ def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"])
     return torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
 
 
-def additive(mask: Bool[Tensor, "..."], dtype: torch.dtype) -> Tensor:
+def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask into what is added to attention scores (eager attention adds booleans as 0 and 1)."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

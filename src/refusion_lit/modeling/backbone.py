@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
 from refusion_lit.types import ModelTraits, SpecialTokens
 
-_HEAD_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
+_HEAD_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
 
 
 class Backbone(nn.Module, LanguageModel):
@@ -45,22 +52,23 @@ class Backbone(nn.Module, LanguageModel):
     @property
     def body(self) -> nn.Module:
         """The transformer without its head."""
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        return model.get_submodule(model.base_model_prefix)
+        return _body(self.model)
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Linear:
         """The linear head."""
-        return self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
 
     @property
     def device(self) -> torch.device:  # noqa: D102
-        return self.head.weight.device  # type: ignore[return-value]
+        return self.head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the weights."""
-        return self.head.weight.dtype  # type: ignore[return-value]
+        return self.head.weight.dtype
 
     def hidden_states(  # noqa: D102
         self,
@@ -72,7 +80,7 @@ class Backbone(nn.Module, LanguageModel):
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=self._library_mask(attention_mask, input_ids),
+            attention_mask=self._library_mask(attention_mask, position_ids),
             past_key_values=None if cache is None else cache.past_key_values,
             use_cache=cache is not None,
         )
@@ -93,16 +101,21 @@ class Backbone(nn.Module, LanguageModel):
         """Return hidden states; the entry point for wrappers that only intercept ``forward`` (DDP, FSDP)."""
         return self.hidden_states(input_ids, position_ids, attention_mask)
 
-    def _library_mask(self, mask: Bool[Tensor, "batch token key"] | None, input_ids: Tensor) -> Tensor | Any:  # noqa: ANN401
+    def _library_mask(
+        self, mask: Bool[Tensor, "batch token key"] | None, position_ids: Int[Tensor, "batch token"]
+    ) -> Tensor | Any:  # noqa: ANN401
         """Give transformers a mask in every case.
 
         Without mask and cache it takes position ids that do not rise by one for packed sequences and silently
-        changes the attention. All ones in two dimensions keep its fast causal path.
+        changes the attention. All ones in two dimensions keep its fast causal path. With flash attention it
+        looks at a single row's position ids whatever the mask.
         """
-        if mask is None:
-            return torch.ones_like(input_ids)
-        four_d = rearrange(mask, "batch token key -> batch 1 token key")
         implementation = self.config._attn_implementation
+        if mask is None:
+            if implementation == "flash_attention_2" and len(position_ids) == 1:
+                _refuse_packed(position_ids)
+            return torch.ones_like(position_ids)
+        four_d = rearrange(mask, "batch token key -> batch 1 token key")
         if implementation == "sdpa":
             return four_d
         if implementation == "eager":
@@ -119,6 +132,20 @@ class Backbone(nn.Module, LanguageModel):
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."
+        )
+
+
+def _body(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_submodule(model.base_model_prefix)
+
+
+def _refuse_packed(position_ids: Int[Tensor, "1 token"]) -> None:
+    if not bool((position_ids.diff() == 1).all()):
+        raise ValueError(
+            "attn_implementation: 'flash_attention_2' takes a single row whose position ids do not rise by one for "
+            "packed sequences and changes its attention; use a batch size of at least 2, or 'sdpa', 'eager' or "
+            "'flex_attention'."
         )
 
 
@@ -139,10 +166,15 @@ def check_supported(model: PreTrainedModel) -> None:
                 f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
                 "but logits are computed from the head alone here; use a model with a plain head."
             )
+    if "position_ids" not in inspect.signature(_body(model).forward).parameters:
+        raise ValueError(f"backbone: {name} takes no position ids, but tokens are moved here; use another model.")
     layer_types = getattr(config, "layer_types", None) or []
+    if not layer_types and getattr(config, "sliding_window", None) is not None:
+        layer_types = ["sliding_attention"]
     other = sorted({kind for kind in layer_types if kind != "full_attention"})
     if other:
         raise ValueError(
             f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
-            "attention; use a model with full attention in every layer."
+            "attention; use a model with full attention in every layer, or override it with full attention "
+            "(for example config: {sliding_window: null})."
         )

@@ -98,7 +98,7 @@ class SlotCache:
         self.capacity = capacity
         self.plan: _WritePlan | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
-        self.past_key_values = Cache(layers=self._layers)
+        self.past_key_values = Cache(layers=list(self._layers))
 
     def prepare(
         self,

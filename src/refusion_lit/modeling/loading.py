@@ -75,6 +75,9 @@ class BackboneConfig:
                 "backbone: expected a source (directory or hub id) or a config with model_type (for example "
                 f"'qwen3'), got source=None and config={self.config!r}. Set one of them."
             )
+        if self.attention is not None or self.block_size is not None:
+            # Refuses one without the other.
+            ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
         """Make the backbone for a tokenizer.
@@ -95,7 +98,7 @@ class BackboneConfig:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         random_weights = self.source is None or self.random_init
         model = self._random(config, seed) if random_weights else self._pretrained(config)
-        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        if len(tokenizer) > _embedding_weights(model)[0].shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             _mean_initialise(model, config.vocab_size, len(tokenizer))
         special = special_tokens_of(tokenizer)
@@ -111,7 +114,8 @@ class BackboneConfig:
 
     def _architecture(self, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
         if self.source is None:
-            values: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **self.config}
+            values: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+            values |= self.config
             values.setdefault("eos_token_id", tokenizer.eos_token_id)
             values.setdefault("bos_token_id", None)
             return AutoConfig.for_model(**values)
@@ -134,6 +138,7 @@ class BackboneConfig:
             )
 
     def _pretrained(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
+        assert self.source is not None
         try:
             return AutoModelForCausalLM.from_pretrained(
                 self.source,
@@ -155,14 +160,15 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
     Raises:
         ValueError: If it has neither a padding nor an end-of-sequence token.
     """
-    eos = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    eos: Any = tokenizer.eos_token_id
+    mask: Any = tokenizer.mask_token_id
+    pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
     if pad is None or eos is None:
         raise ValueError(
             "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
         )
     return SpecialTokens(
-        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(int(eos),), pad_token_id=int(pad), vocab_size=len(tokenizer)
+        mask_token_id=mask, eos_token_ids=(int(eos),), pad_token_id=int(pad), vocab_size=len(tokenizer)
     )
 
 
@@ -191,8 +197,10 @@ def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direc
     """
     path = Path(directory)
     if path.exists() and any(path.iterdir()):
-        raise ValueError(f"output: expected a new or empty directory, got {path}, which holds files. Choose another one.")
-    model = backbone.model
+        raise ValueError(
+            f"output: expected a new or empty directory, got {path}, which holds files. Choose another one."
+        )
+    model: Any = backbone.model
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
@@ -204,8 +212,14 @@ def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direc
 def _mean_initialise(model: PreTrainedModel, start: int, stop: int) -> None:
     """Set embedding and head rows from ``start`` to ``stop`` to the mean of the rows before them."""
     with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            layer.weight[start:stop] = layer.weight[:start].mean(0, keepdim=True)
+        for weight in _embedding_weights(model):
+            weight[start:stop] = weight[:start].mean(0, keepdim=True)
+
+
+def _embedding_weights(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return the rows of embedding and head; one and the same tensor where they are tied."""
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [layer.weight for layer in layers]
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
@@ -222,7 +236,10 @@ def _with_lora(model: PreTrainedModel, options: LoraOptions) -> Any:  # noqa: AN
     except ImportError as error:
         raise ValueError("backbone.lora: needs the peft package; install refusion-lit[peft].") from error
     config = LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=options.target_modules
+        r=options.rank,
+        lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType] - it takes any number
+        lora_dropout=options.dropout,
+        target_modules=options.target_modules,
     )
     return get_peft_model(model, config)
 

@@ -154,6 +154,6 @@ def extend_responses(
     return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
 
 
-def shift_left(values: Tensor, fill: float) -> Tensor:
+def shift_left(values: Tensor, fill: int | float) -> Tensor:
     """Move what stands at place i + 1 to place i, so that a token is predicted by the one before it."""
     return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)

@@ -6,8 +6,8 @@ Importing this package imports every task class, so that configs can name them b
 from __future__ import annotations
 
 from refusion_lit.tasks.additions import Additions
-from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.base import SPLITS, Split, Task
+from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.tasks.latin import Latin
 from refusion_lit.tasks.records import Records

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.readers import Row, read_rows, text_field
+from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text
 from refusion_lit.types import Example
 
 _PRESETS: Mapping[str, tuple[str, str]] = {
@@ -25,18 +27,21 @@ class InstructionFiles(Task):
     """Queries with responses, read from JSON, JSONL (also ``.gz``) or Parquet files, or from a hub data set.
 
     Attributes:
-        train: File or files to learn from.
-        validation: Files to validate on; ``None`` takes ``validation_fraction`` of the training samples.
-        test: Files to test and predict on; ``None`` takes the validation samples.
+        train: File or files to learn from; with ``dataset``, the name of its split (``train`` by default).
+        validation: Files or split to validate on; ``None`` takes the data set's, if it has one, else
+            ``validation_fraction`` of the training samples.
+        test: Files or split to test and predict on; ``None`` takes the data set's, if it has one, else the
+            validation samples.
         validation_fraction: Part of the training samples set aside, in [0, 1); which ones depends on their text alone.
         preset: Names of the fields: ``query``/``response``, ``question``/``answer``,
             ``instruction``/``input``/``output``, or chat ``messages``, whose last assistant turn is the response.
         query_field: Another name of the query's field.
         response_field: Another name of the response's field.
-        dataset: Id of a hub data set, instead of files (``pip install refusion-lit[data]``).
+        dataset: Id of a hub data set, whose splits take the place of files (``pip install refusion-lit[data]``).
         dataset_name: Its configuration.
         dataset_revision: Its pinned revision.
         malformed: Stop with an ``error`` at a sample that cannot be used, or ``skip`` and count it.
+        num_malformed: Samples skipped, by what was read: train, validation, test.
     """
 
     train: list[str] | str | None = None
@@ -54,9 +59,14 @@ class InstructionFiles(Task):
     _read: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse a source that says nothing or too much."""
-        if (self.train is None and self.test is None) == (self.dataset is None):
-            raise ValueError("task.train: expected files or a hub dataset, got neither or both; give one of them.")
+        """Refuse options that say nothing or contradict each other."""
+        if self.train is None and self.test is None and self.dataset is None:
+            raise ValueError("task.train: expected files, or a hub data set in task.dataset, got neither; give one.")
+        if self.preset == "messages" and self.response_field is not None:
+            raise ValueError(
+                "task.response_field: expected none with preset 'messages', whose last assistant turn is the response, "
+                f"got {self.response_field!r}; remove it (query_field names the field of the turns)."
+            )
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
                 f"task.validation_fraction: expected a number in [0, 1), got {self.validation_fraction}; change it."
@@ -78,9 +88,9 @@ class InstructionFiles(Task):
         return float(response.strip() == example.response.strip())
 
     def _source(self, split: Split) -> list[str] | None:
-        if self.dataset is not None:
-            return [split] if split in self._dataset_splits() else None
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
+        if files is None and self.dataset is not None:
+            return [split] if split in self._dataset_splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_set_aside(self, example: Example) -> bool:
@@ -91,12 +101,13 @@ class InstructionFiles(Task):
             sources = self._source(split)
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; name them.")
-            rows = (row for source in sources for row in self._rows(source))
+            labels = _labels(sources, f"task.{split}")
+            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
             examples: list[Example] = []
             skipped = 0
-            for row in rows:
+            for row, label in rows:
                 try:
-                    examples.append(self._example(row, split))
+                    examples.append(self._example(row, f"{split}:{label}:{row.line}"))
                 except ValueError:
                     if self.malformed == "error":
                         raise
@@ -108,25 +119,31 @@ class InstructionFiles(Task):
     def _rows(self, source: str) -> Iterator[Row]:
         if self.dataset is None:
             return read_rows(source)
-        loaded = _hub().load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
+        if source not in self._dataset_splits:
+            raise ValueError(
+                f"task.dataset: expected a split of {self.dataset}, got {source!r}; it has "
+                f"{', '.join(self._dataset_splits)}. Name them as task.train, task.validation and task.test."
+            )
+        with _named_errors(self.dataset):
+            loaded = _hub().load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
         name = f"{self.dataset}/{source}"
         return (Row(name, number, dict(values)) for number, values in enumerate(loaded, start=1))
 
+    @cached_property
     def _dataset_splits(self) -> list[str]:
-        return _hub().get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
+        with _named_errors(self.dataset):
+            return _hub().get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
 
-    def _example(self, row: Row, split: Split) -> Example:
+    def _example(self, row: Row, identity: str) -> Example:
         if row.values is None:
             raise ValueError(f"{row.where}: {row.error}; mend the line, or set malformed: skip.")
-        identity = f"{split}:{Path(row.file).name}:{row.line}"
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _PRESETS[self.preset]
         query = text_field(row, self.query_field or query_field)
         response = text_field(row, self.response_field or response_field)
-        extra = row.values.get("input") if self.preset == "instruction" else None
-        if extra:
-            query = f"{query}\n\n{extra}"
+        if self.preset == "instruction" and row.values.get("input"):
+            query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
             raise ValueError(f"{row.where}: expected a response, got an empty one; remove it, or set malformed: skip.")
         return Example(id=identity, query=query, response=response)
@@ -144,8 +161,33 @@ def _from_messages(row: Row, identity: str, name: str) -> Example:
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
     if last == 0 or not turns[last]["content"].strip():
         raise ValueError(f"{row.where}: expected an assistant's turn with text behind another turn.")
+    for turn in turns[: last + 1]:
+        unicode_text(row, name, turn["role"] + turn["content"])
     before = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns[:last])
     return Example(id=identity, query=before[-1]["content"], response=turns[last]["content"], messages=before)
+
+
+def _labels(sources: list[str], option: str) -> list[str]:
+    """Return short names that tell sources apart, for ids: file names or, where those repeat, paths."""
+    if len(set(sources)) < len(sources):
+        raise ValueError(f"{option}: expected each file once, got {sources}; remove what repeats.")
+    names = [Path(source).name for source in sources]
+    return names if len(set(names)) == len(names) else sources
+
+
+@contextmanager
+def _named_errors(dataset: str | None) -> Iterator[None]:
+    """Say in one line what the hub has against a data set."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        if str(error).startswith("task."):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"task.dataset: the hub data set {dataset!r} cannot be loaded ({reason}). "
+            "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
+        ) from error
 
 
 def _hub() -> Any:  # noqa: ANN401 - a module

@@ -1,0 +1,111 @@
+"""Prompts: what a chat template gives as a whole, with special tokens from the template alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import example as also
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.encoding import encode_example, encode_prompt, encode_text
+from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
+from refusion_lit.tasks.base import Task
+from refusion_lit.types import Example
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|eos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+NAMES = ["<|turn|>", "<|turn|>x", "<|eos|>", "<|mask|>", "<|pad|>"]
+# Pieces that make up names of special tokens, so that texts are full of them, whole, nested and half.
+TEXTS = st.lists(
+    st.sampled_from([*NAMES, "<|", "|>", "<", "mask", "eos", "a", " ", "\n", "é", "\ufdd0", "\ufdd1"])
+).map("".join)
+ROLES = st.sampled_from(["user", "system", "assistant"])
+TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXTS}), min_size=1, max_size=3)
+
+
+class Words(Task):
+    """A little text to learn merges from, across turns and their contents."""
+
+    def examples(self, split: str) -> list[Example]:
+        turns = ({"role": "user", "content": "user\n\nthe cat\n"},)
+        return [Example(id=f"{split}{i}", query="", response="\n\nassistant\n", messages=turns) for i in range(20)]
+
+    def score(self, example: Example, response: str) -> float:
+        return float(example.response == response)
+
+
+@pytest.fixture(scope="module")
+def chat() -> PreTrainedTokenizerBase:
+    tokenizer = TrainedBPE(vocab_size=320, chat_template=TEMPLATE).build(Words())
+    tokenizer.add_tokens(NAMES[:2], special_tokens=True)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedTokenizerBase:
+    tokenizer = TrainedBPE(vocab_size=320).build(Words())
+    tokenizer.add_tokens(NAMES[:2], special_tokens=True)
+    return tokenizer
+
+
+@given(turns=st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text()}), min_size=1, max_size=3))
+@also(turns=[{"role": "user", "content": "\n\nthe cat\n"}])
+def test_text_without_names_gives_the_tokens_of_the_whole(
+    chat: PreTrainedTokenizerBase, turns: list[dict[str, str]]
+) -> None:
+    whole = chat.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    assert encode_prompt(chat, "", messages=turns) == whole
+
+
+@given(turns=TURNS)
+def test_special_ids_come_from_the_template_alone(chat: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> None:
+    ids = encode_prompt(chat, "", messages=turns)
+    assert chat.decode(ids) == chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    turn, eos = chat.convert_tokens_to_ids("<|turn|>"), chat.eos_token_id
+    special = [token for token in ids if token in chat.all_special_ids or token >= turn]
+    assert special == [turn, eos] * len(turns) + [turn]
+
+
+@given(text=TEXTS, template=st.sampled_from(["{query}", "<|turn|>{query}<|eos|>{query}", "the {query}"]))
+def test_prompt_templates_likewise(plain: PreTrainedTokenizerBase, text: str, template: str) -> None:
+    assume(text or template != "{query}")
+    ids = encode_prompt(plain, text, template)
+    assert plain.decode(ids) == template.replace("{query}", text)
+    named = [token for token in ids if token in plain.added_tokens_decoder]
+    assert named == ([plain.convert_tokens_to_ids("<|turn|>"), plain.eos_token_id] if "<|" in template else [])
+    if not any(name in text for name in NAMES):
+        assert ids == plain.encode(template.replace("{query}", text), add_special_tokens=False)
+
+
+def test_a_query_is_one_user_turn(chat: PreTrainedTokenizerBase) -> None:
+    assert encode_prompt(chat, "hi") == encode_prompt(chat, "", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_refuses_the_turns_is_named(chat: PreTrainedTokenizerBase) -> None:
+    strict = TrainedBPE(vocab_size=260, chat_template="{{ raise_exception('no system turn') }}").build(Words())
+    turns = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    with pytest.raises(ValueError, match=r"example 7: messages: .* turns of system, user \(no system turn\)"):
+        encode_example(strict, Example(id="7", query="", response="c", messages=turns))
+
+
+@pytest.mark.parametrize("query", ["abz", "a<|mask|>", "a\ud800"])
+def test_what_cannot_be_encoded_names_the_example(query: str) -> None:
+    tokenizer = CharacterTokenizer(characters="abc").build(None)
+    with pytest.raises(ValueError, match="example 7: text: "):
+        encode_example(tokenizer, Example(id="7", query=query, response="a"))
+    with pytest.raises(ValueError, match="example 7: text: "):
+        encode_example(tokenizer, Example(id="7", query="a", response=query))
+
+
+def test_half_a_surrogate_pair_is_refused(chat: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        encode_text(chat, "a\ud800")
+
+
+def test_unknown_characters_of_a_template_are_named() -> None:
+    tokenizer = CharacterTokenizer(characters="abc").build(None)
+    with pytest.raises(ValueError, match="no token for ':', 'Q'"):
+        encode_prompt(tokenizer, "a", "Q:{query}")

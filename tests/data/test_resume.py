@@ -1,0 +1,135 @@
+"""A run that is broken off and resumed sees the very batches of one that is not, in every epoch and on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.tasks import Additions
+from refusion_lit.types import ResponseBatch
+
+NUM_BATCHES = 6  # an epoch
+NUM_STEPS = 2 * NUM_BATCHES + 2
+
+
+class Recorder(L.LightningModule):
+    """Trains one number and notes which samples it saw in which epoch."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[tuple[int, list[str]]] = []
+
+    def training_step(self, batch: ResponseBatch, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch.ids))
+        return self.weight.sum()
+
+    def on_train_end(self) -> None:
+        if self.folder is not None:  # other processes share no memory
+            (self.folder / f"rank{self.global_rank}.json").write_text(json.dumps(self.seen))
+
+    def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:
+        """Needed for Lightning not to wonder about the validation data."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data_module(num_workers: int = 0) -> InstructionDataModule:
+    task = Additions(num_train=4 * NUM_BATCHES + 1, num_validation=2, num_test=2)
+    return InstructionDataModule(task, CharacterTokenizer(), batch_size=4, num_workers=num_workers)
+
+
+def fit(
+    folder: Path, checkpoint: Path | None = None, data: InstructionDataModule | None = None, **options: object
+) -> list[tuple[int, list[str]]]:
+    model = Recorder()
+    callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=NUM_STEPS,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, data or data_module(), ckpt_path=checkpoint)
+    return model.seen
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, list[str]]]]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return folder, fit(folder)
+
+
+def test_every_epoch_sees_other_batches_of_the_same_samples(unbroken: tuple[Path, list[tuple[int, list[str]]]]) -> None:
+    _, seen = unbroken
+    assert [epoch for epoch, _ in seen] == [0] * NUM_BATCHES + [1] * NUM_BATCHES + [2, 2]
+    epochs = [[ids for e, ids in seen if e == epoch] for epoch in (0, 1)]
+    assert epochs[0] != epochs[1]
+    for batches in epochs:
+        assert len({name for ids in batches for name in ids}) == 4 * NUM_BATCHES
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS))
+def test_resuming_after_any_step_changes_nothing(
+    unbroken: tuple[Path, list[tuple[int, list[str]]]], tmp_path: Path, step: int
+) -> None:
+    folder, seen = unbroken
+    assert fit(tmp_path, folder / f"step={step}.ckpt") == seen[step:]
+
+
+def test_workers_change_neither_batches_nor_resuming(
+    unbroken: tuple[Path, list[tuple[int, list[str]]]], tmp_path: Path
+) -> None:
+    folder, seen = unbroken
+    step = NUM_BATCHES + 2
+    assert fit(tmp_path, folder / f"step={step}.ckpt", data_module(num_workers=1)) == seen[step:]
+
+
+def test_an_epoch_cut_short_is_resumed_in_the_next_one(tmp_path: Path) -> None:
+    seen = fit(tmp_path / "a", limit_train_batches=4)
+    for step in (3, 4, 5):
+        checkpoint = tmp_path / "a" / f"step={step}.ckpt"
+        assert fit(tmp_path / str(step), checkpoint, limit_train_batches=4) == seen[step:]
+
+
+def test_overfitting_repeats_the_first_batches(tmp_path: Path) -> None:
+    seen = fit(tmp_path, overfit_batches=2)
+    assert {str(ids) for _, ids in seen} == {
+        str([f"train-{i}" for i in range(4)]),
+        str([f"train-{i}" for i in range(4, 8)]),
+    }
+
+
+def test_two_processes_share_each_epoch(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy="ddp_fork",
+        devices=2,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Recorder(tmp_path), data_module())
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [len(seen) for seen in ranks] == [NUM_BATCHES] * 2  # half of an epoch's batches each, for two epochs
+    for epoch in range(2):
+        names = [name for seen in ranks for e, ids in seen if e == epoch for name in ids]
+        assert len(names) == len(set(names)) == 4 * NUM_BATCHES
+    assert ranks[0][:3] != ranks[0][3:]

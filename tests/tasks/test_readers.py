@@ -1,0 +1,139 @@
+"""Rows come out of every format as they went in, and what is wrong with a file is said with file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refusion_lit.tasks.readers import read_rows, text_field
+
+VALUES = st.one_of(st.text(), st.integers(), st.none(), st.lists(st.text(), max_size=2))
+OBJECTS = st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), min_size=1, max_size=5)
+
+
+@given(rows=OBJECTS, ending=st.sampled_from(["", "\n", "\r\n", "\n\n"]), zipped=st.booleans(), mark=st.booleans())
+def test_json_lines_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], ending: str, zipped: bool, mark: bool
+) -> None:
+    text = "\ufeff" * mark + (ending or "\n").join(json.dumps(row, ensure_ascii=False) for row in rows) + ending
+    path = tmp_path_factory.mktemp("rows") / ("rows.jsonl.gz" if zipped else "rows.jsonl")
+    path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+    found = list(read_rows(str(path)))
+    assert [row.values for row in found] == rows
+    step = 2 if ending == "\n\n" else 1  # empty lines count, as in an editor
+    assert [row.line for row in found] == list(range(1, step * len(rows) + 1, step))
+
+
+@given(rows=OBJECTS, indent=st.sampled_from([None, 0, 2]), before=st.sampled_from(["", "\n\n ", "\r\n"]))
+def test_json_lists_round_trip_and_know_their_lines(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], indent: int | None, before: str
+) -> None:
+    text = before + json.dumps(rows, indent=indent)
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_bytes(text.encode())
+    found = list(read_rows(str(path)))
+    assert [row.values for row in found] == rows
+    assert [row.line for row in found] == [*range(1, len(rows) + 1)]
+    # What stands before an object is what the list without it and its followers would be written as.
+    starts = [before + json.dumps([*rows[:i], 7], indent=indent) for i in range(len(rows))]
+    assert [row.starts_on for row in found] == [start[: start.rindex("7")].count("\n") + 1 for start in starts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", r"a\.jsonl: expected at least one sample, got an empty file"),
+        ("a.jsonl", b" \n\n", r"a\.jsonl: expected at least one sample, got an empty file"),
+        ("a.json", b"", r"a\.json: expected at least one sample, got an empty file"),
+        ("a.json", b"[]", r"a\.json: expected at least one sample, got an empty file"),
+        ("a.json", b'{"a": 1}', r"a\.json: expected a list of objects, got dict"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', r"a\.json:2: broken JSON"),
+        ("a.json", b'[{"a": 1},\n{"a": 2}\n', r"a\.json:3: broken JSON"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', r"a\.json:2: broken JSON .* rename it to \.jsonl"),
+        ("a.json", b"[" * 100_000, r"a\.json:1: broken JSON"),
+        ("a.json", b'[\n{"a": "\xff"}]', r"a\.json:2: expected UTF-8 text"),
+        ("a.jsonl", '{"a": "é"}\n'.encode("utf-16"), r"a\.jsonl:1: expected UTF-8 text"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1}\n{"a": "caf\xe9"}', r"a\.jsonl:3: expected UTF-8 text"),
+        ("a.jsonl.gz", b'{"a": 1}', r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n')[:-9], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"a\.jsonl\.gz: cannot be read"),
+        ("a.json.gz", gzip.compress(b"[{}"), r"a\.json\.gz:1: broken JSON"),
+        ("a.parquet", b"PAR1", r"a\.parquet: expected a Parquet file"),
+        ("a.csv", b"a,b", r"a\.csv: expected a name ending in"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(str(path)))
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="expected a data file, but it does not exist"):
+            list(read_rows(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "error"),
+    [
+        ("a.jsonl", '{"a": "b"}\n\n{"a": \n', "a.jsonl:3", "broken JSON"),
+        ("a.jsonl", '{"a": "b"}\n{"a": ' + "1" * 5000 + "}\n", "a.jsonl:2", "broken JSON"),
+        ("a.jsonl", '{"a": "b"}\n"text"\n', "a.jsonl:2", "expected a JSON object, got str"),
+        ("a.jsonl", '{"a": "b"}\n' + "[" * 100_000, "a.jsonl:2", "broken JSON"),
+        ("a.json", '[{"a": "b"},\n\n null]', "a.json:3 (object 2)", "expected a JSON object, got NoneType"),
+    ],
+)
+def test_rows_that_cannot_be_read_leave_the_others_alone(
+    tmp_path: Path, name: str, content: str, where: str, error: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    good, bad = read_rows(str(path))
+    assert good.values == {"a": "b"}
+    assert bad.values is None
+    assert bad.where == str(tmp_path / where)
+    assert bad.error.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"responce": "b"}', r"a\.jsonl:1: expected a field 'response'; did you mean 'responce'\?"),
+        ('{"x": "b", "y": "c"}', r"a\.jsonl:1: expected a field 'response'; it has 'x', 'y'"),
+        ("{}", r"a\.jsonl:1: expected a field 'response'; it has none"),
+        ('{"response": null}', r"a\.jsonl:1: expected text in field 'response', got NoneType"),
+        ('{"response": ["b"]}', r"a\.jsonl:1: expected text in field 'response', got list"),
+        (r'{"response": "b\ud83d"}', r"a\.jsonl:1: expected Unicode in field 'response', got half a surrogate"),
+    ],
+)
+def test_fields_that_cannot_be_used(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(row)
+    (found,) = read_rows(str(path))
+    with pytest.raises(ValueError, match=message):
+        text_field(found, "response")
+
+
+def test_escaped_surrogate_pairs_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"response": "\ud83d\ude00"}')
+    (found,) = read_rows(str(path))
+    assert text_field(found, "response") == "\N{GRINNING FACE}"
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"install refusion-lit\[data\]"):
+        list(read_rows(str(path)))
