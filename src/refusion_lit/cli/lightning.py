@@ -70,6 +70,8 @@ class RefusionCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose the run's directory, and take architecture and tokenizer from a given checkpoint."""
         config = self.config[self.subcommand] if self.subcommand else self.config
+        if self.subcommand == "test":
+            config.verbose = False  # our table says it, and more
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if config.trainer.logger in (None, True):

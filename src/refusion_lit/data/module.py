@@ -89,7 +89,8 @@ class InstructionDataModule(L.LightningDataModule):
         tokenizer: Where the tokenizer comes from.
         batch_size: Training samples a batch, on each process.
         eval_batch_size: Samples a batch in validation, and prompts a batch in test and prediction.
-        max_length: Samples of more tokens (prompt and response) are dropped and counted.
+        max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
+            encoded as it is drawn, one is an error.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
         length_grouped: Batch samples of similar lengths, which saves padding.
         malformed: What to do with a sample that cannot be encoded: stop with an ``error``, or ``skip`` and count it.

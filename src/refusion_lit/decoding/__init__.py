@@ -4,6 +4,8 @@ from refusion_lit.decoding.autoregressive import Autoregressive
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
 from refusion_lit.decoding.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.engine import DecodingOutput, GenerationCallback, ModelMismatchError, RowOutput, decode
+from refusion_lit.decoding.fast_dllm import FastDLLM
+from refusion_lit.decoding.llada import LLaDA
 from refusion_lit.decoding.refusion import RecomputeKV, ReFusion
 
 __all__ = [
@@ -11,7 +13,9 @@ __all__ = [
     "BlockDiffusion",
     "Decoder",
     "DecodingOutput",
+    "FastDLLM",
     "GenerationCallback",
+    "LLaDA",
     "ModelMismatchError",
     "ModelRequirements",
     "ReFusion",

@@ -1,0 +1,211 @@
+"""LLaDA and Dream: a fixed canvas of masks, uncovered step by step with full attention.
+
+Sources: LLaDA, arXiv 2502.09992 and its released sampler; Dream, arXiv 2508.15487 and its sampler. Deliberate
+differences: what is masked is known from the canvas, never from token ids; mask and padding are never drawn; ties go
+to the lower position; counts are taken for each row, never pooled over a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from refusion_lit.decoding.base import (
+    Decoder,
+    ModelRequirements,
+    RowState,
+    Steps,
+    require,
+    require_positive,
+)
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading
+from refusion_lit.noise import uniform_scalar
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+
+_STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
+_DREAM = ("origin", *_STATISTIC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA(Decoder):
+    """Uncovers a fixed number of the most certain masks in each of a fixed number of steps.
+
+    All steps run, as in the released sampler, also those that find nothing left to do.
+
+    Attributes:
+        steps: Forwards over the whole response; ``None``: one a token.
+        block_length: The canvas is uncovered in blocks of so many tokens from left to right; ``None``: one block.
+        order: Which masks go first. LLaDA: ``low_confidence`` (the most probable draft first; "low-confidence
+            remasking" in the paper) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
+            (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's
+            schedule, whose early steps may uncover nothing and whose last uncovers all that is left.
+        order_temperature: With Dream's last three, draw the places instead of taking the best; 0 takes the best.
+        eps: End of Dream's schedule, in (0, 1).
+        guidance_scale: Weight w of classifier-free guidance, l_u + (w + 1)(l_c - l_u), where the unconditional
+            branch sees the prompt masked; 0 for none. A call then holds both branches.
+        forbid_eos: Never draw an end of sequence.
+        eos_confidence_zero: An end of sequence may be drawn, but its confidence is 0, and the others' are
+            renormalised without it (what the released option does at temperature 0).
+        stop_at_eos: Stop as soon as everything up to an end of sequence is final, instead of running all steps.
+        shifted: The model predicts a mask at the position before it (Dream).
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+
+    steps: int | None = None
+    block_length: int | None = None
+    order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
+    order_temperature: float = 0.0
+    eps: float = 1e-3
+    guidance_scale: float = 0.0
+    forbid_eos: bool = False
+    eos_confidence_zero: bool = False
+    stop_at_eos: bool = False
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        if self.steps is not None:
+            require_positive("steps", self.steps)
+        if self.block_length is not None:
+            require_positive("block_length", self.block_length)
+            require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
+                    self.block_length, "leave it out, or choose another order")  # fmt: skip
+        require(self.order_temperature >= 0, "order_temperature", "a number of at least 0", self.order_temperature,
+                "set it to 0 or more")  # fmt: skip
+        require(self.order_temperature == 0 or self.order in _STATISTIC, "order_temperature",
+                f"0 with order {self.order!r}", self.order_temperature, "set it to 0")  # fmt: skip
+        require(0 < self.eps < 1, "eps", "a number in (0, 1)", self.eps, "use the default 0.001")
+        require(self.guidance_scale >= 0, "guidance_scale", "a number of at least 0", self.guidance_scale,
+                "set it to 0 for none")  # fmt: skip
+
+    def requirements(self) -> ModelRequirements:
+        """Return what it needs: shifted predictions if asked for."""
+        if self.shifted:
+            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
+        return self.requires
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse blocks and steps that do not divide."""
+        length = sampling.max_new_tokens
+        block = self.block_length or length
+        require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
+                "change one of them")  # fmt: skip
+        num_blocks = length // block
+        steps = self.steps or length
+        require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "change steps")
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Make a canvas of ``max_new_tokens`` masks."""
+        state = masked_canvas(prompt, sampling, special_tokens)
+        state.schedule_length = self.steps or sampling.max_new_tokens
+        return state
+
+    def step(self, state: RowState) -> Steps:
+        """One forward over the whole canvas, after which the step's quota of masks is uncovered."""
+        places = self._open_places(state)
+        readings = yield Forward(
+            phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
+        )
+        chosen = self._choose(state, places, readings[0])
+        state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
+        state.schedule_step += 1
+        state.finished = state.schedule_step == state.schedule_length or (self.stop_at_eos and state.prefix_ends)
+
+    def _open_places(self, state: RowState) -> list[int]:
+        """Return the masked places of the current block."""
+        length = len(state.tokens)
+        block = self.block_length or length
+        start = state.schedule_step // (state.schedule_length // (length // block)) * block
+        return [place for place in range(start, start + block) if state.is_masked[place]]
+
+    def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
+        mask = state.special_tokens.mask_token_id
+        assert mask is not None
+        start = state.prompt_length
+        branch = canvas_branch(state, [start + place - self.shifted for place in places])
+        if self.guidance_scale == 0:
+            return (branch,)
+        unconditional = [mask] * start + list(branch.tokens[start:])
+        return branch, Branch(tokens=unconditional, positions=branch.positions, order=branch.order)
+
+    def _draw(self, state: RowState) -> Draw:
+        eos = state.special_tokens.eos_token_ids
+        statistic = _STATISTIC.get(self.order)
+        return Draw(
+            sampling=state.sampling,
+            round=state.schedule_step,
+            shift=int(self.shifted),
+            forbidden=eos if self.forbid_eos else (),
+            guidance=self.guidance_scale or None,
+            confidence_forbidden=eos if self.eos_confidence_zero else (),
+            statistics=() if statistic is None else (statistic,),
+        )
+
+    def _choose(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
+        """Return the indices into ``places`` that are uncovered in this step."""
+        if self.order in _DREAM:
+            return self._choose_by_time(state, places, reading)
+        block = self.block_length or len(state.tokens)
+        num_steps = state.schedule_length // (len(state.tokens) // block)
+        quota = step_quota(block, num_steps, state.schedule_step % num_steps)
+        confidences = reading.probabilities
+        if self.order == "random":
+            confidences = [self._chance(state, place) for place in places]
+        return most_certain(confidences, quota)
+
+    def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
+        """Dream: uncover what the time schedule says of the masks that are left; all of them at the last step."""
+        step, steps = state.schedule_step, state.schedule_length
+        time = 1 - step / steps * (1 - self.eps)
+        after = 1 - (step + 1) / steps * (1 - self.eps)
+        share = 1.0 if step == steps - 1 else 1 - after / time
+        if self.order == "origin":
+            return [i for i, place in enumerate(places) if self._chance(state, place) < share]
+        confidences = reading.statistics.get(_STATISTIC[self.order], [])
+        if self.order_temperature > 0:  # a draw without replacement is the best of noisy scores
+            noisy = [-math.log(-math.log(max(self._chance(state, place), 1e-300))) for place in places]
+            confidences = [c / self.order_temperature + n for c, n in zip(confidences, noisy, strict=True)]
+        return most_certain(confidences, int(len(places) * share))
+
+    def _chance(self, state: RowState, place: int) -> float:
+        return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
+
+
+def masked_canvas(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+    """Return the state of a response of which nothing is known."""
+    length = sampling.max_new_tokens
+    assert special_tokens.mask_token_id is not None
+    return RowState(
+        prompt=prompt,
+        sampling=sampling,
+        special_tokens=special_tokens,
+        tokens=[special_tokens.mask_token_id] * length,
+        is_masked=[True] * length,
+    )
+
+
+def canvas_branch(state: RowState, draft_at: Sequence[int]) -> Branch:
+    """Return the branch that feeds prompt and canvas with full attention.
+
+    Args:
+        state: Its masked places are fed as mask tokens.
+        draft_at: Positions whose logits are read.
+    """
+    mask = state.special_tokens.mask_token_id
+    assert mask is not None
+    canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
+    tokens = [*state.prompt.token_ids, *canvas]
+    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at)
+
+
+def step_quota(num_masks: int, num_steps: int, step: int) -> int:
+    """Return how many of a block's masks step ``step`` uncovers: as equal as possible, the larger shares first."""
+    return num_masks // num_steps + (step < num_masks % num_steps)
+
+
+def most_certain(confidences: Sequence[float], count: int) -> list[int]:
+    """Return the indices of the ``count`` highest confidences, ties to the lower index."""
+    return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]

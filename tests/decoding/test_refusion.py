@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from fakes import EOS, MASK, SPECIAL, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_refusion import SlowReFusion
+
+from refusion_lit.decoding import RecomputeKV, ReFusion, decode
+from refusion_lit.decoding.refusion import ReFusionState
+from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.types import Prompt, SamplingParams
+
+THRESHOLDS = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])
+
+
+def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
+    return Prompt(token_ids=tuple(token_ids), id=name)
+
+
+@st.composite
+def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
+    size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped"]))
+    return draw(st.sampled_from([ReFusion, RecomputeKV]))(
+        slot_size=size,
+        num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
+        slot_threshold=draw(THRESHOLDS),
+        token_threshold=draw(THRESHOLDS),
+        certainty=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
+        selection=selection,
+        k=None if selection == "threshold" else draw(st.integers(1, 4)),
+        infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30))
+def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, num_new_tokens: int) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8))
+    model = HashModel(
+        seed,
+        flavour=data.draw(st.sampled_from(["plain", "plain", "ties"])),
+        ends=data.draw(st.frozensets(st.integers(len(prompt), len(prompt) + num_new_tokens), max_size=2)),
+        end_bias=data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0])),
+    )
+    reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
+    [row] = decode(model, decoder, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
+    assert row.token_ids == reference.response
+    assert row.forward_shapes == reference.shapes
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), num_new_tokens=st.integers(1, 20))
+def test_a_transformers_cache_gives_what_the_slow_reference_computes_anew(
+    data: st.DataObject, num_new_tokens: int
+) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+    model = tiny_backbone()
+    with torch.no_grad():
+        reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
+    [row] = decode(model, decoder, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
+    assert row.token_ids == reference.response
+    assert row.forward_shapes == reference.shapes
+
+
+def test_the_fakes_lead_to_all_paths() -> None:
+    num_open, differing = 0, 0
+    for seed in range(120):
+        model = HashModel(seed, ends=frozenset({9 + seed % 12}), end_bias=-4.0)
+        options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3, "token_threshold": 0.6}
+        texts = []
+        for decoder in (ReFusion(**options), RecomputeKV(**options)):
+            reference = SlowReFusion(model, decoder, (3, 4, 5), 24).run()
+            num_open += reference.num_completions_with_open_slots_before_their_end
+            texts.append(reference.response)
+        differing += texts[0] != texts[1]
+    assert num_open > 10
+    assert differing > 10
+
+
+def test_an_end_in_a_completion_costs_no_text_before_it() -> None:
+    # Slots 1 and 3 are certain, but no draft passes; slot 1 holds the end, slots 0 and 2 are still open.
+    sure = {3 + 4, 3 + 12}
+    model = OracleModel(
+        oracle_text(3 + 6), certainty=lambda place: 0.97 if place in sure else 0.5, agreement=lambda _: 0.5
+    )
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1)
+    [row] = decode(model, decoder, [prompt_of([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
+    assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
+    together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
+    alone = [(1, 4), (1, 4), (1, 4), (1, 4), (1, 3), (1, 3), (1, 2), (1, 2)]
+    assert row.forward_shapes == together + alone
+    assert row.trace[5].accepted == [7, 8, 9]
+    assert row.trace[-1].accepted == [3, 4, 5, 6]
+    assert row.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_nothing_behind_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
+    model = OracleModel(oracle_text(2 + 5))
+    decoder = ReFusion(slot_size=4, num_serial_blocks=num_blocks)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24)).rows
+    assert row.token_ids == [oracle_text(7)(place) for place in range(2, 8)]
+    length = 24 // num_blocks
+    if length == 4:
+        assert row.forward_shapes == [(1, 6), (1, 4), (1, 4), (1, 4)]
+    else:
+        assert row.forward_shapes == [(1, 2 + length), (1, length)]
+
+
+def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
+    # 9 tokens fill one of 2 slots in the second block of 3: the third is not needed, nor one slot of the second.
+    model = OracleModel(oracle_text(None))
+    decoder = ReFusion(slot_size=4, num_serial_blocks=3)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=9)).rows
+    assert row.num_tokens == 9
+    assert row.forward_shapes == [(1, 5), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)]
+    decoder = ReFusion(slot_size=4, num_serial_blocks=2)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=11)).rows
+    assert row.num_tokens == 11
+    assert row.forward_shapes == [(1, 9), (1, 8), (1, 8), (1, 8)]
+
+
+@pytest.mark.parametrize("certainty", ["first", "mean", "min", "product"])
+def test_the_head_is_computed_where_it_is_read(certainty: Any) -> None:
+    sure = {4 * slot for slot in (1, 2, 4)}
+    model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 if place - 2 in sure else 0.5)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, certainty=certainty)
+    decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True)
+    rounds = {"first": [(6, 3), (3, 1), (2, 1), (1, 1)]}.get(certainty)
+    if certainty == "mean":  # (0.97 + 3 * 0.5) / 4 is just above 0.6: the same choice, all places read
+        rounds = [(6, 3), (3, 1), (2, 1), (1, 1)]
+    if rounds is None:  # none is certain: one slot a round, the whole slot's certainty counts
+        rounds = [(left, 1) for left in range(6, 0, -1)]
+    reads = 0
+    for num_slots, num_chosen in rounds:
+        reads += num_slots + num_chosen * 3 if certainty == "first" else num_slots * 4
+        reads += num_chosen * 3
+    assert model.num_logit_rows == reads
+    assert len(model.calls) == 2 * len(rounds)
+
+
+class Driven:
+    """Answers a decoder's requests by hand."""
+
+    def __init__(self, decoder: ReFusion, max_new_tokens: int, sampling: SamplingParams | None = None) -> None:
+        params = sampling or SamplingParams(max_new_tokens=max_new_tokens)
+        self.decoder = decoder
+        self.state: ReFusionState = decoder.begin(prompt_of([7, 8]), params, SPECIAL)
+        self.requests: list[Request] = []
+        self.start()
+
+    def start(self) -> None:
+        self.steps = self.decoder.step(self.state)
+        self.take(next(self.steps))
+
+    def take(self, request: Request) -> None:
+        self.requests.append(request)
+        self.state.num_forwards += isinstance(request, Forward)
+
+    @property
+    def forward(self) -> Forward:
+        request = self.requests[-1]
+        assert isinstance(request, Forward)
+        return request
+
+    def send(self, *readings: Reading) -> None:
+        try:
+            self.take(self.steps.send(list(readings)))
+        except StopIteration:
+            if not self.state.finished:
+                self.start()
+
+    def plan(self, probabilities: list[float], token: int = 5) -> list[int]:
+        """Answer a plan and the further drafts; return the verified slots."""
+        assert self.forward.phase == "plan"
+        self.send(Reading(tokens=[token] * len(probabilities), probabilities=probabilities))
+        if isinstance(self.requests[-1], MoreDrafts):
+            [at] = self.requests[-1].draft_at
+            self.send(Reading(tokens=[token] * len(at), probabilities=[0.0] * len(at)))
+        assert self.forward.phase == "verify"
+        size = self.decoder.slot_size
+        positions = list(self.forward.branches[0].positions)
+        assert all(position % size == 2 % size for position in positions[::size])
+        return [(position - 2) // size for position in positions[::size]]
+
+    def verify(self, scores: list[float]) -> None:
+        assert self.forward.phase == "verify"
+        assert len(self.forward.branches[0].score_at) == len(scores)
+        self.send(Reading(scores=scores))
+
+
+@pytest.mark.parametrize(
+    ("options", "probabilities", "chosen"),
+    [
+        ({"slot_threshold": 0.5}, [0.5, 0.75, 0.25, 0.625], [1, 3]),  # strictly above
+        ({"slot_threshold": 0.5}, [0.25, 0.5, 0.5, 0.125], [1]),  # none: the best, the earlier of two
+        ({"slot_threshold": 0.0}, [0.25, 0.5, 0.5, 0.125], [0, 1, 2, 3]),
+        ({"slot_threshold": 1.0}, [1.0, 1.0, 1.0, 1.0], [0]),
+        ({"selection": "top_k", "k": 2}, [0.25, 0.5, 0.5, 0.125], [1, 2]),
+        ({"selection": "top_k", "k": 2}, [0.5, 0.25, 0.75, 0.5], [0, 2]),
+        ({"selection": "top_k", "k": 9}, [0.5, 0.25, 0.75, 0.5], [0, 1, 2, 3]),
+        ({"selection": "capped", "k": 2, "slot_threshold": 0.25}, [0.5, 0.25, 0.75, 0.625], [2, 3]),
+        ({"selection": "capped", "k": 2, "slot_threshold": 0.7}, [0.5, 0.25, 0.75, 0.625], [2]),
+        ({"selection": "capped", "k": 2, "slot_threshold": 0.8}, [0.5, 0.25, 0.75, 0.625], [2]),
+    ],
+)
+def test_slots_are_chosen(options: dict[str, Any], probabilities: list[float], chosen: list[int]) -> None:
+    decoder = ReFusion(slot_size=2, num_serial_blocks=1, **options)
+    driven = Driven(decoder, 8)
+    assert driven.plan(probabilities) == chosen
+
+
+@pytest.mark.parametrize(
+    ("certainty", "values", "chosen"),
+    [
+        ("mean", [0.75, 0.25, 0.5, 0.5, 0.75, 0.5], [2]),
+        ("min", [0.875, 0.25, 0.5, 0.5, 0.75, 0.375], [1]),
+        ("product", [0.875, 0.25, 0.5, 0.5, 0.75, 0.5], [2]),
+        ("product", [0.5, 0.5, 1.0, 0.25, 0.25, 1.0], [0]),
+    ],
+)
+def test_a_slots_certainty_may_come_from_all_its_tokens(certainty: Any, values: list[float], chosen: list[int]) -> None:
+    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=1.0, certainty=certainty), 6)
+    assert driven.plan(values) == chosen
+    assert [type(request) for request in driven.requests] == [Forward, Forward]
+
+
+@pytest.mark.parametrize(
+    ("scores", "open_slots"),
+    [
+        ([0.75, 0.75, 0.75], []),
+        ([0.75, 0.75, 0.5], [2]),  # strictly above
+        ([0.75, 0.5, 0.75], [1, 2]),
+    ],
+)
+def test_whole_slots_of_the_common_prefix_are_accepted(scores: list[float], open_slots: list[int]) -> None:
+    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=0.0, token_threshold=0.5), 6)
+    assert driven.plan([0.5, 0.5, 0.5]) == [0, 1, 2]
+    driven.verify(scores)
+    masked = driven.state.is_masked
+    assert masked == [slot in open_slots for slot in range(3) for _ in range(2)]
+    assert driven.state.finished == (not open_slots)
+    if open_slots:  # planned again, behind the prompt and what was accepted
+        assert driven.forward.phase == "plan"
+        assert list(driven.forward.branches[0].tokens) == [MASK] * (2 * len(open_slots))
+        assert driven.forward.branches[0].visible == ((0, 2 + 6 - 2 * len(open_slots)),)
+
+
+def test_slots_that_fail_at_once_are_completed_beside_each_other() -> None:
+    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=0.0, token_threshold=0.5), 4)
+    driven.plan([0.5, 0.5])
+    driven.verify([0.5, 0.75])
+    assert driven.forward.phase == "complete_propose"
+    assert [list(branch.tokens) for branch in driven.forward.branches] == [[5, MASK], [5, 5]]
+    assert [branch.visible for branch in driven.forward.branches] == [((0, 2), (2, 2)), ((0, 2), (4, 4))]
+
+
+def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
+    sampling = SamplingParams(max_new_tokens=4, temperature=1.5, top_p=0.9, seed=3)
+    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, token_threshold=0.9), 4, sampling)
+    for _ in range(2):
+        driven.plan([0.25] * (len(driven.forward.branches[0].draft_at)))
+        driven.verify([0.5])
+        while driven.state.finished is False and driven.forward.phase.startswith("complete"):
+            branch = driven.forward.branches[0]
+            driven.send(Reading(tokens=[6] * len(branch.draft_at), scores=[0.5] * len(branch.score_at)))
+    draws = [(request.phase if isinstance(request, Forward) else "more", request.draw) for request in driven.requests]
+    assert {draw.sampling.temperature for phase, draw in draws if phase.startswith("complete")} == {0.0}
+    planned = [draw for phase, draw in draws if phase == "plan"]
+    assert [draw.sampling for draw in planned] == [sampling, sampling]
+    assert len({draw.round for draw in planned}) == 2
+    assert [draw for phase, draw in draws if phase == "more"] == planned  # same forward, same noise
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slot_size": 0}, "^slot_size: expected an integer of at least 1, got 0"),
+        ({"num_serial_blocks": 0}, "^num_serial_blocks: expected an integer of at least 1, got 0"),
+        ({"slot_threshold": 1.5}, r"^slot_threshold: expected a probability in \[0, 1\], got 1.5"),
+        ({"token_threshold": -0.1}, r"^token_threshold: expected a probability in \[0, 1\], got -0.1"),
+        ({"token_threshold": float("nan")}, "^token_threshold: expected a probability"),
+        ({"certainty": "median"}, "^certainty: expected one of first, mean, min, product, got 'median'"),
+        ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, got 'best'"),
+        ({"infill": "none"}, "^infill: expected one of mask, autoregressive, got 'none'"),
+        ({"selection": "top_k"}, "^k: expected an integer of at least 1 .*, got None"),
+        ({"selection": "capped", "k": 0}, "^k: expected an integer of at least 1 .*, got 0"),
+        ({"k": 3}, "^k: expected null, got 3"),
+    ],
+)
+@pytest.mark.parametrize("decoder", [ReFusion, RecomputeKV])
+def test_impossible_options_are_refused(decoder: type[ReFusion], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder(**options)
+
+
+def test_more_serial_blocks_than_slots_are_refused() -> None:
+    sampling = SamplingParams(max_new_tokens=9)
+    ReFusion(slot_size=4, num_serial_blocks=3).check(sampling)
+    with pytest.raises(ValueError, match=r"^num_serial_blocks: expected at most 3 \(9 new tokens in slots of 4\), got 4"):
+        decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [prompt_of([5])], sampling)

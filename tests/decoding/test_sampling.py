@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit.decoding.sampling import draw, filter_logits
+from refusion_lit.noise import stable_key
+from refusion_lit.types import SamplingParams
+
+LOGITS = st.lists(
+    st.one_of(st.floats(-30, 30), st.sampled_from([0.0, 1.0, -math.inf, -1e308, 1e308])), min_size=2, max_size=9
+).filter(lambda values: max(values) > -math.inf)
+
+
+def keys_of(number: int) -> Tensor:
+    return torch.tensor([stable_key("place", i) for i in range(number)])
+
+
+def kept_slowly(logits: list[float], sampling: SamplingParams) -> set[int]:
+    """Return the tokens that temperature, then top-k, then top-p leave."""
+    highest = max(logits)
+    scaled = [(value - highest) / sampling.temperature for value in logits]
+    kept = [i for i, value in enumerate(scaled) if value > -math.inf]
+    if sampling.top_k is not None:
+        last = sorted((scaled[i] for i in kept), reverse=True)[: sampling.top_k][-1]
+        kept = [i for i in kept if scaled[i] >= last]
+    weights = {i: math.exp(scaled[i]) for i in kept}
+    nucleus, mass = set(), 0.0
+    for i in sorted(kept, key=lambda i: (-weights[i], i)):
+        if sampling.top_p < 1 and mass / sum(weights.values()) >= sampling.top_p:
+            break
+        nucleus.add(i)
+        mass += weights[i]
+    return nucleus
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=LOGITS,
+    temperature=st.sampled_from([1e-3, 0.3, 1.0, 7.0]),
+    top_k=st.sampled_from([None, 1, 2, 5, 100]),
+    top_p=st.sampled_from([1e-9, 0.301, 0.7003, 0.95001, 1.0]),
+)
+def test_filters_keep_what_a_slow_one_keeps(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    filtered = filter_logits(torch.tensor([logits], dtype=torch.float64), sampling)[0]
+    kept = {i for i, value in enumerate(filtered.tolist()) if value > -math.inf}
+    assert kept == kept_slowly(logits, sampling)
+    probabilities = filtered.softmax(-1)
+    expected = [math.exp((logits[i] - max(logits)) / temperature) if i in kept else 0.0 for i in range(len(logits))]
+    assert probabilities.tolist() == pytest.approx([value / sum(expected) for value in expected], abs=1e-12)
+    drawn = draw(torch.tensor([logits], dtype=torch.float64), sampling, keys_of(1))
+    assert int(drawn.tokens) in kept
+
+
+def test_temperature_zero_takes_the_most_probable_and_the_lower_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-math.inf, -1e38, -1e38]])
+    drawn = draw(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), None)
+    assert drawn.tokens.tolist() == [1, 0, 1]
+    assert torch.equal(drawn.filtered, logits), "nothing is filtered"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.5, None, 1.0), (2.0, 3, 1.0), (1.0, None, 0.6)]
+)
+def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: float) -> None:
+    logits = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.25], dtype=torch.float32)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    number = 20000
+    drawn = draw(logits.expand(number, -1), sampling, keys_of(number))
+    counts = drawn.tokens.bincount(minlength=5).double()
+    expected = filter_logits(logits[None].double(), sampling)[0].softmax(-1) * number
+    assert (counts[expected == 0] == 0).all()
+    chi_square = ((counts - expected) ** 2 / expected)[expected > 0].sum()
+    assert chi_square < 23.5  # at most 4 degrees of freedom: 1 in 10,000
+
+
+def test_a_draw_depends_on_its_own_key_alone() -> None:
+    logits = torch.randn(40, 11, generator=torch.Generator().manual_seed(0))
+    sampling = SamplingParams(temperature=1.0)
+    together = draw(logits, sampling, keys_of(40)).tokens
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(draw(logits[order], sampling, keys_of(40)[order]).tokens, together[order])
+    assert not torch.equal(draw(logits, sampling, keys_of(40) + 1).tokens, together)
+
+
+def test_logits_of_any_size_can_be_drawn_from() -> None:
+    highest = torch.finfo(torch.float32).max
+    logits = torch.tensor([[-highest, highest, highest, -math.inf], [-highest, -highest, -math.inf, -math.inf]])
+    for temperature in (1e-30, 1e-3, 1.0, 1e30):
+        for top_p in (0.5, 1.0):
+            sampling = SamplingParams(temperature=temperature, top_p=top_p)
+            tokens = draw(logits.repeat(50, 1), sampling, keys_of(100)).tokens
+            assert set(tokens[::2].tolist()) <= ({1, 2} if temperature < 1e30 else {0, 1, 2})
+            assert set(tokens[1::2].tolist()) <= {0, 1}

@@ -1,0 +1,299 @@
+"""Language models to test decoders with.
+
+``OracleModel`` knows the text, so that text and forwards follow from arithmetic. ``HashModel`` answers with a hash
+of everything that a query sees, so that any mistake in tokens, positions, masks or cache changes the text.
+``tiny_backbone`` is a real transformer with random weights in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import ModelTraits, SpecialTokens
+
+PAD, EOS, MASK = 0, 1, 2
+VOCAB = 14
+NUM_EXTRA_ROWS = 3
+"""Rows of the head beyond the tokenizer."""
+SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB)
+HYBRID = ModelTraits(predictions=("mask", "next_token_in_slot"))
+NUM_LEVELS = 2
+
+
+@dataclass
+class Call:
+    """One call of a fake: what it was fed."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    mask: Tensor
+    is_real: Tensor
+    """Tokens that were stored or, without a cache, all."""
+
+    @property
+    def fed(self) -> set[tuple[int, int]]:
+        """Pairs of position and token, padding left out."""
+        return set(zip(self.position_ids[self.is_real].tolist(), self.input_ids[self.is_real].tolist(), strict=True))
+
+
+class FakeModel(LanguageModel):
+    """Records its calls.
+
+    Attributes:
+        calls: What was fed, call by call.
+        num_logit_rows: Places whose logits were computed.
+    """
+
+    def __init__(self, traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL) -> None:
+        self.traits, self.special_tokens = traits, special
+        self.calls: list[Call] = []
+        self.num_logit_rows = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def num_head_rows(self) -> int:
+        return self.special_tokens.vocab_size + NUM_EXTRA_ROWS
+
+    def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the position that each token's logits are about."""
+        shifted = "mask_shifted" in (self.traits.predictions or ())
+        own_place = torch.zeros_like(input_ids) if shifted else (input_ids == self.special_tokens.mask_token_id).long()
+        return position_ids + 1 - own_place
+
+    def record(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, is_real: Tensor) -> None:
+        assert input_ids.shape == position_ids.shape == mask.shape[:2] == is_real.shape
+        assert ((input_ids >= 0) & (input_ids < self.num_head_rows)).all()
+        assert (position_ids >= 0).all()
+        assert mask.dtype == torch.bool
+        assert mask.any(-1).all(), "a query that sees nothing gives NaN"
+        self.calls.append(Call(input_ids.clone(), position_ids.clone(), mask.clone(), is_real))
+
+
+class OracleModel(FakeModel):
+    """Knows the token of each position, whatever it is fed.
+
+    Args:
+        text: The token of each position.
+        certainty: Probability of that token where a mask predicts it; above chance.
+        agreement: Probability of that token where a clean token predicts it; above chance.
+    """
+
+    def __init__(
+        self,
+        text: Callable[[int], int],
+        *,
+        certainty: Callable[[int], float] = lambda _: 0.97,
+        agreement: Callable[[int], float] = lambda _: 0.97,
+        traits: ModelTraits = HYBRID,
+        special: SpecialTokens = SPECIAL,
+    ) -> None:
+        super().__init__(traits, special)
+        self.text, self.certainty, self.agreement = text, certainty, agreement
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache=None) -> Tensor:
+        self.record(input_ids, position_ids, attention_mask, torch.ones_like(input_ids, dtype=torch.bool))
+        is_mask = (input_ids == self.special_tokens.mask_token_id).long()
+        return torch.stack([self.predicted(input_ids, position_ids), is_mask], -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.num_logit_rows += len(hidden)
+        rows = []
+        for place, is_mask in hidden.tolist():
+            probability = (self.certainty if is_mask else self.agreement)(place)
+            row = torch.full((self.num_head_rows,), (1 - probability) / (self.num_head_rows - 1), dtype=torch.float64)
+            row[self.text(place)] = probability
+            rows.append(row.log())
+        return torch.stack(rows)
+
+    def make_cache(self, num_rows: int) -> None:
+        return None
+
+
+def oracle_text(end: int | None, special: SpecialTokens = SPECIAL) -> Callable[[int], int]:
+    """Return a text without structure that ends at a position, if any; behind its end it goes on."""
+    never = {special.mask_token_id, special.pad_token_id, *special.eos_token_ids}
+    ordinary = [token for token in range(special.vocab_size) if token not in never]
+    return lambda place: special.eos_token_ids[0] if place == end else ordinary[place * place % 7 % len(ordinary)]
+
+
+def scramble(values: Tensor) -> Tensor:
+    """Hash int64 numbers; written for the tests, not the package's generator."""
+    for multiplier in (-0x4B47D0C50AE85A3D, 0x2127599BF4325C37):
+        values = (values ^ ((values >> 29) & 0x7FFFFFFFF)) * multiplier
+    return values ^ ((values >> 32) & 0xFFFFFFFF)
+
+
+def hashed_uniform(keys: Tensor, size: int) -> Tensor:
+    """Return float64 numbers in [0, 1) behind a last dimension of ``size``."""
+    numbers = scramble(scramble(keys)[..., None] + torch.arange(1, size + 1) * 0x9E3779B97F4A7C1)
+    return (numbers & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+class HashCache:
+    """Stores hashes where told to, as ``SlotCache`` stores keys and values, and refuses what is never right."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.positions = torch.zeros(num_rows, 0, dtype=torch.long)
+        self.is_written = torch.zeros(num_rows, 0, dtype=torch.bool)
+        self.values = torch.zeros(NUM_LEVELS, num_rows, 0, dtype=torch.long)
+
+    def prepare(
+        self, rows: list[int], num_keys: int, source_index: Tensor, row_index: Tensor, cache_index: Tensor
+    ) -> None:
+        missing = max(num_keys - self.positions.shape[1], 0)
+        self.positions, self.is_written, self.values = (
+            torch.nn.functional.pad(stored, (0, missing)) for stored in (self.positions, self.is_written, self.values)
+        )
+        assert all(0 <= row < self.num_rows for row in rows)
+        assert ((cache_index >= 0) & (cache_index < num_keys)).all()
+        targets = list(zip(row_index.tolist(), cache_index.tolist(), strict=True))
+        assert len(set(targets)) == len(targets), "two tokens are stored at one place"
+        self.rows, self.num_keys = rows, num_keys
+        self.source_index, self.target = source_index, (row_index, cache_index)
+
+    def store_positions(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Write positions; return those that the sequences may see, and which of them are written."""
+        self.positions[self.target] = position_ids.flatten()[self.source_index]
+        self.is_written[self.target] = True
+        return self.positions[self.rows, : self.num_keys], self.is_written[self.rows, : self.num_keys]
+
+    def exchange(self, level: int, states: Tensor) -> Tensor:
+        """Write states; return what the sequences may see."""
+        self.values[level][self.target] = states.flatten()[self.source_index]
+        return self.values[level][self.rows, : self.num_keys]
+
+    def keep(self, row: int, indices: list[int]) -> None:
+        assert len(set(indices)) == len(indices)
+        assert self.is_written[row, indices].all(), "an entry is kept that does not exist"
+        for stored in (self.positions, *self.values):
+            stored[row, : len(indices)] = stored[row, indices]
+        self.is_written[row] = torch.arange(self.is_written.shape[1]) < len(indices)
+
+
+class HashModel(FakeModel):
+    """Its logits are a hash of the tokens and positions that a query sees, and of what those saw themselves.
+
+    Two levels make entries of the cache depend on what was visible when they were computed, as in a transformer.
+    Sums of integers have no rounding: whatever is equal is exactly equal. Each position has a favourite token, for
+    which masks and clean tokens often, but not always, vote, with any degree of certainty.
+
+    Args:
+        seed: Another seed gives another model.
+        flavour: ``plain``; ``ties`` (few distinct logits); ``extreme`` (infinities and not-a-numbers, sometimes
+            everywhere); ``banned`` (ids that must never be drawn are the most probable ones).
+        ends: Positions whose favourite token is an end of sequence.
+        end_bias: Added to the logits of ends of sequence elsewhere.
+        traits: What it claims to be trained for.
+        special: Its special ids.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        flavour: str = "plain",
+        ends: frozenset[int] = frozenset(),
+        end_bias: float = 0.0,
+        traits: ModelTraits = HYBRID,
+        special: SpecialTokens = SPECIAL,
+    ) -> None:
+        super().__init__(traits, special)
+        self.seed, self.flavour, self.ends, self.end_bias = seed, flavour, ends, end_bias
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache: HashCache | None = None
+    ) -> Tensor:
+        if cache is None:
+            is_real = torch.ones_like(input_ids, dtype=torch.bool)
+            key_positions, is_written = position_ids, is_real
+        else:
+            is_real = torch.zeros(input_ids.numel(), dtype=torch.bool)
+            is_real[cache.source_index] = True
+            is_real = is_real.view_as(input_ids)
+            key_positions, is_written = cache.store_positions(position_ids)
+        self.record(input_ids, position_ids, attention_mask, is_real)
+        self.check_visible(attention_mask, key_positions, is_written)
+        states = scramble(scramble(input_ids + (self.seed << 20)) + position_ids)
+        for level in range(NUM_LEVELS):
+            seen = states if cache is None else cache.exchange(level, states)
+            summed = (attention_mask * scramble(seen + level)[:, None, :]).sum(-1)
+            states = scramble(states + scramble(summed + 7919 * level))
+        return torch.stack([states, self.predicted(input_ids, position_ids)], -1)
+
+    def check_visible(self, mask: Tensor, key_positions: Tensor, is_written: Tensor) -> None:
+        assert not (mask & ~is_written[:, None, :]).any(), "a query sees an entry that was never written"
+        places = torch.nn.functional.one_hot(key_positions, int(key_positions.max()) + 1)
+        assert (mask.double() @ places.double()).max() <= 1, "a query sees two entries of one position"
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.num_logit_rows += len(hidden)
+        keys, predicted = hidden.unbind(-1)
+        size, ends = self.num_head_rows, list(self.special_tokens.eos_token_ids)
+        chance = hashed_uniform(keys, size)
+        vote = hashed_uniform(keys + 1, 2)
+        sharpness = torch.tensor([1.0, 4.0, 12.0, 30.0], dtype=torch.float64)[(vote[:, 0] * 4).long()]
+        bonus = torch.tensor([0.0, 4.0, 9.0, 25.0, 40.0], dtype=torch.float64)[(vote[:, 1] * 5).long()]
+        if self.flavour == "ties":
+            chance, sharpness, bonus = (chance * 3).floor(), torch.ones_like(sharpness), (bonus / 15).floor()
+        logits = sharpness[:, None] * chance
+        logits[:, ends] += self.end_bias
+        logits[torch.arange(len(logits)), self.favourite(predicted)] += bonus
+        if self.flavour == "extreme":
+            what = hashed_uniform(keys + 2, size + 1)
+            logits[what[:, :-1] < 0.4] = torch.nan
+            logits[what[:, :-1] < 0.2] = torch.inf
+            logits[what[:, :-1] < 0.1] = -torch.inf
+            logits[what[:, -1] < 0.2] = torch.nan
+            logits[what[:, -1] < 0.1] = -torch.inf
+        if self.flavour == "banned":
+            logits[:, list(self.special_tokens.banned_token_ids)] += 50
+            logits[:, self.special_tokens.vocab_size :] += 60
+        return logits
+
+    def favourite(self, positions: Tensor) -> Tensor:
+        """Return the token that each position is most likely to get."""
+        tokens = (scramble(positions + (self.seed << 24)) & 0xFFFF) % self.special_tokens.vocab_size
+        is_end = torch.isin(positions, torch.tensor(sorted(self.ends), dtype=torch.long))
+        return torch.where(is_end, self.special_tokens.eos_token_ids[-1], tokens)
+
+    def make_cache(self, num_rows: int) -> HashCache:  # type: ignore[override]
+        return HashCache(num_rows)
+
+
+@cache
+def tiny_qwen(num_rows: int = VOCAB + NUM_EXTRA_ROWS) -> torch.nn.Module:
+    """Return a random Qwen3 in float64 whose logits are far from uniform."""
+    config = Qwen3Config(
+        vocab_size=num_rows,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.6,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+
+def tiny_backbone(traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL) -> Backbone:
+    """Return a real backbone with random weights."""
+    return Backbone(tiny_qwen(), traits, special)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""ReFusion the slow, obvious way: no cache, the whole context computed anew in every forward, one prompt at a time.
+
+Written from the description of the algorithm, to compare the real decoder with. It returns the text and the shapes
+of the forwards that an implementation with a cache would make.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from refusion_lit.decoding import RecomputeKV, ReFusion
+from refusion_lit.modeling.interface import LanguageModel
+
+Token = tuple[int, int]
+"""A token and its position."""
+
+
+@dataclass
+class Row:
+    """A slot that is completed beside others."""
+
+    slot: int
+    tokens: list[int]
+    num_accepted: int
+    ends: bool = False
+
+
+@dataclass
+class SlowReFusion:
+    """One greedy decoding; see :meth:`run`."""
+
+    model: LanguageModel
+    options: ReFusion
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    text: dict[int, int] = field(default_factory=dict)
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+    num_completions: int = 0
+    num_completions_with_open_slots_before_their_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.special = self.model.special_tokens
+        self.context: list[Token] = []
+        self.sees: list[set[int]] = []
+        self.extend([(token, position) for position, token in enumerate(self.prompt)])
+        self.ended = False
+
+    # What the model says.
+
+    def forward(self, row: list[Token]) -> list[list[float]]:
+        """Return logits at the tokens of a row behind the context."""
+        tokens = [*self.context, *row]
+        mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        for query, seen in enumerate(self.sees):
+            mask[query, sorted(seen)] = True
+        for query in range(len(self.context), len(tokens)):
+            mask[query, : query + 1] = True
+        ids, positions = torch.tensor(tokens).T
+        hidden = self.model.hidden_states(ids[None], positions[None], mask[None], None)
+        return self.model.logits(hidden[0, len(self.context) :]).tolist()
+
+    def best(self, logits: list[float]) -> int:
+        banned = {self.special.mask_token_id, self.special.pad_token_id} - set(self.special.eos_token_ids)
+        allowed = [token for token in range(self.special.vocab_size) if token not in banned]
+        return max(allowed, key=lambda token: (logits[token], -token))
+
+    @staticmethod
+    def probability(logits: list[float], token: int) -> float:
+        return float(torch.tensor(logits, dtype=torch.float64).softmax(-1)[token])
+
+    # What is kept.
+
+    def extend(self, row: list[Token]) -> None:
+        """Put tokens behind the context; each sees all before it."""
+        for token in row:
+            self.context.append(token)
+            self.sees.append(set(range(len(self.context))))
+
+    def write(self, row: list[Token]) -> None:
+        for token, position in row:
+            place = position - len(self.prompt)
+            assert place not in self.text
+            self.text[place] = token
+
+    def placed(self, slot: int, tokens: list[int]) -> list[Token]:
+        first = len(self.prompt) + slot * self.options.slot_size
+        return [(token, first + i) for i, token in enumerate(tokens)]
+
+    @property
+    def response(self) -> list[int]:
+        """The text up to its end; a place that is missing before is an error."""
+        found = []
+        for place in range(self.max_new_tokens):
+            found.append(self.text[place])
+            if found[-1] in self.special.eos_token_ids:
+                break
+        return found
+
+    # The algorithm.
+
+    def run(self) -> SlowReFusion:
+        size, num_blocks = self.options.slot_size, self.options.num_serial_blocks
+        num_slots = math.ceil(self.max_new_tokens / (size * num_blocks)) * num_blocks
+        for block in range(num_blocks):
+            slots = [slot for slot in range(num_slots) if slot // (num_slots // num_blocks) == block]
+            self.remaining = slots
+            while self.remaining:
+                self.round()
+            if self.ended or (slots[-1] + 1) * size >= self.max_new_tokens:
+                break
+        return self
+
+    def round(self) -> None:
+        size = self.options.slot_size
+        chosen, drafts = self.plan()
+        row = [token for slot in chosen for token in self.placed(slot, drafts[slot])]
+        logits = self.forward(row)
+        self.shapes.append((1, len(row)))
+        passes = [
+            i % size == 0 or self.probability(logits[i - 1], row[i][0]) > self.options.token_threshold
+            for i in range(len(row))
+        ]
+        length = next((i for i, passed in enumerate(passes) if not passed), len(row))
+        end = next((i for i in range(length) if row[i][0] in self.special.eos_token_ids), None)
+        if end is not None:
+            self.accept(row[: end + 1])
+            last = chosen[end // size]
+            self.remaining = [s for s in self.remaining if s < last and s not in chosen[: end // size + 1]]
+            self.ended = True
+        elif length >= size:
+            self.accept(row[: length // size * size])
+            self.remaining = [s for s in self.remaining if s not in chosen[: length // size]]
+        else:
+            prefixes = [passes[i * size : (i + 1) * size] + [False] for i in range(len(chosen))]
+            self.complete([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
+
+    def accept(self, row: list[Token]) -> None:
+        self.extend(row)
+        self.write(row)
+
+    def plan(self) -> tuple[list[int], dict[int, list[int]]]:
+        mask = self.special.mask_token_id
+        assert mask is not None
+        size, options = self.options.slot_size, self.options
+        row = [token for slot in self.remaining for token in self.placed(slot, [mask] * size)]
+        logits = self.forward(row)
+        self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
+        drafts, certainties = {}, {}
+        for i, slot in enumerate(self.remaining):
+            own = logits[i * size : (i + 1) * size]
+            drafts[slot] = [self.best(values) for values in own]
+            each = [self.probability(values, token) for values, token in zip(own, drafts[slot], strict=True)]
+            certainties[slot] = {
+                "first": each[0], "mean": sum(each) / size, "min": min(each), "product": math.prod(each)
+            }[options.certainty]  # fmt: skip
+        ranking = sorted(self.remaining, key=lambda slot: (-certainties[slot], slot))
+        certain = [slot for slot in ranking if certainties[slot] > options.slot_threshold]
+        chosen = {
+            "threshold": certain,
+            "top_k": ranking[: options.k],
+            "capped": certain[: options.k],
+        }[options.selection]
+        return sorted(chosen or ranking[:1]), drafts
+
+    def complete(self, rows: list[Row]) -> None:
+        size, num_cached, is_first = self.options.slot_size, 0, True
+        self.num_completions += 1
+        while not all(row.ends or row.num_accepted == size for row in rows):
+            forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
+            self.shapes += [(len(rows), size - num_cached)] * forwards
+            is_first = False
+            for i, row in enumerate(rows):
+                places = range(num_cached, row.num_accepted)
+                end = next((j for j in places if row.tokens[j] in self.special.eos_token_ids), None)
+                if end is not None:
+                    row.num_accepted, row.ends = end + 1, True
+                    rows = rows[: i + 1]
+                    break
+            done = all(row.ends or row.num_accepted == size for row in rows)
+            fewest = min(size if row.ends else row.num_accepted for row in rows) - num_cached
+            num_cached += fewest if done else fewest - 1
+        self.finish_completion(rows)
+
+    def mask_round(self, rows: list[Row]) -> int:
+        mask = self.special.mask_token_id
+        assert mask is not None
+        size = self.options.slot_size
+        for row in rows:
+            if row.ends or row.num_accepted == size:
+                continue
+            n = row.num_accepted
+            logits = self.forward(self.placed(row.slot, row.tokens[:n] + [mask] * (size - n)))
+            row.tokens = row.tokens[:n] + [self.best(values) for values in logits[n:]]
+            logits = self.forward(self.placed(row.slot, row.tokens))
+            row.num_accepted += 1
+            self.lengthen(row, logits)
+        return 2
+
+    def ar_round(self, rows: list[Row], is_first: bool) -> int:
+        for row in rows:
+            if row.ends or row.num_accepted == self.options.slot_size:
+                continue
+            logits = self.forward(self.placed(row.slot, row.tokens))
+            if not is_first:
+                row.num_accepted += 1
+            self.lengthen(row, logits)
+            guesses = [self.best(values) for values in logits[row.num_accepted - 1 : -1]]
+            row.tokens = row.tokens[: row.num_accepted] + guesses
+        return 1
+
+    def lengthen(self, row: Row, logits: list[list[float]]) -> None:
+        while row.num_accepted < self.options.slot_size:
+            token, before = row.tokens[row.num_accepted], logits[row.num_accepted - 1]
+            if not self.probability(before, token) > self.options.token_threshold:
+                return
+            row.num_accepted += 1
+
+    def finish_completion(self, rows: list[Row]) -> None:
+        shared = set(range(len(self.context)))
+        added = [self.placed(row.slot, row.tokens[: row.num_accepted]) for row in rows]
+        if isinstance(self.options, RecomputeKV):
+            self.shapes.append((1, sum(map(len, added))))
+            for tokens in added:
+                self.extend(tokens)
+        else:
+            for tokens in added:
+                first = len(self.context)
+                for i, token in enumerate(tokens):
+                    self.context.append(token)
+                    self.sees.append(shared | set(range(first, first + i + 1)))
+        for tokens in added:
+            self.write(tokens)
+        self.remaining = [slot for slot in self.remaining if slot not in [row.slot for row in rows]]
+        if rows[-1].ends:
+            self.ended = True
+            self.remaining = [slot for slot in self.remaining if slot < rows[-1].slot]
+            self.num_completions_with_open_slots_before_their_end += bool(self.remaining)
