@@ -68,8 +68,11 @@ class FakeModel(LanguageModel):
     def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the position that each token's logits are about."""
         shifted = "mask_shifted" in (self.traits.predictions or ())
-        own_place = torch.zeros_like(input_ids) if shifted else (input_ids == self.special_tokens.mask_token_id).long()
-        return position_ids + 1 - own_place
+        return position_ids + 1 if shifted else position_ids + 1 - self.is_mask(input_ids)
+
+    def is_mask(self, input_ids: Tensor) -> Tensor:
+        mask = self.special_tokens.mask_token_id
+        return torch.zeros_like(input_ids) if mask is None else (input_ids == mask).long()
 
     def record(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, is_real: Tensor) -> None:
         assert input_ids.shape == position_ids.shape == mask.shape[:2] == is_real.shape
@@ -103,8 +106,7 @@ class OracleModel(FakeModel):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache=None) -> Tensor:
         self.record(input_ids, position_ids, attention_mask, torch.ones_like(input_ids, dtype=torch.bool))
-        is_mask = (input_ids == self.special_tokens.mask_token_id).long()
-        return torch.stack([self.predicted(input_ids, position_ids), is_mask], -1)
+        return torch.stack([self.predicted(input_ids, position_ids), self.is_mask(input_ids)], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.num_logit_rows += len(hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import lightning as L
@@ -62,7 +63,7 @@ def test_warm_up_then_cosine() -> None:
     assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates[14] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[24:] == pytest.approx([0.2, 0.2])
-    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[4:]))
 
 
 def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> None:

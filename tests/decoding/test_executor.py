@@ -136,12 +136,14 @@ class GivenLogits(HashModel):
         return torch.stack([input_ids, position_ids], -1)
 
 
-def read(table: Any, how: Draw, *tokens: list[int], score: int = 5) -> list[Reading]:
-    found = tuple(
-        Branch(tokens=ids, positions=range(len(ids)), draft_at=range(len(ids)), score_at=[(0, score)]) for ids in tokens
-    )
+def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
+    """Return what is read off the logits of tokens; with guidance those of others guide them."""
+    places = range(len(tokens))
+    found = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
+    if unconditional is not None:
+        found.append(Branch(tokens=unconditional, positions=places))
     executor = Executor(GivenLogits(table), 1)
-    return executor.forward([(0, "0", Forward(phase="", branches=found, draw=how, cached=False))])[0]
+    return executor.forward([(0, "0", Forward(phase="", branches=tuple(found), draw=how, cached=False))])[0][0]
 
 
 def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
@@ -152,7 +154,7 @@ def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
 def test_guidance_weighs_two_branches(weight: float) -> None:
     table = random_table()
     how = Draw(sampling=SamplingParams(), guidance=weight)
-    reading = read(table, how, [3, 4], [6, 7])[0]
+    reading = read(table, how, [3, 4], [6, 7])
     for offset in range(2):
         conditional, unconditional = table[3 + offset], table[6 + offset]
         logits = unconditional + (weight + 1) * (conditional - unconditional)
@@ -168,13 +170,13 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
     table = random_table()
     best = int(table[3].topk(VOCAB).indices[[int(i) not in (PAD, MASK) for i in table[3].topk(VOCAB).indices]][0])
-    plain = read(table, GREEDY, [3])[0]
+    plain = read(table, GREEDY, [3])
     assert plain.tokens == [best]
     assert plain.probabilities == pytest.approx([float(table[3].softmax(-1)[best])])
-    without = read(table, Draw(sampling=SamplingParams(), forbidden=(best,)), [3])[0]
+    without = read(table, Draw(sampling=SamplingParams(), forbidden=(best,)), [3])
     assert without.tokens != [best]
     assert without.probabilities == pytest.approx([float(table[3].softmax(-1)[without.tokens[0]])])
-    unsure = read(table, Draw(sampling=SamplingParams(), confidence_forbidden=(best,)), [3], score=without.tokens[0])[0]
+    unsure = read(table, Draw(sampling=SamplingParams(), confidence_forbidden=(best,)), [3], score=without.tokens[0])
     assert unsure.tokens == [best]
     assert unsure.probabilities == [0.0]
     rest = table[3].clone()
@@ -186,7 +188,7 @@ def test_statistics_are_those_of_the_filtered_distribution() -> None:
     table = random_table()
     names = ("margin", "negative_entropy", "filtered")
     how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), statistics=names)
-    reading = read(table, how, [3, 4, 5])[0]
+    reading = read(table, how, [3, 4, 5])
     for offset, token in enumerate(reading.tokens):
         logits = table[3 + offset].clone() / 0.7
         logits[[PAD, MASK]] = -math.inf
@@ -203,7 +205,7 @@ def test_statistics_are_those_of_the_filtered_distribution() -> None:
 def test_low_precision_logits_give_float32_probabilities() -> None:
     table = torch.zeros(VOCAB, VOCAB, dtype=torch.bfloat16)
     table[:, 5] = 2.0
-    [probability] = read(table, GREEDY, [3])[0].probabilities
+    [probability] = read(table, GREEDY, [3]).probabilities
     assert probability == pytest.approx(math.e**2 / (math.e**2 + VOCAB - 1), rel=1e-6)
 
 
@@ -223,8 +225,7 @@ def test_broken_logits_give_an_allowed_token_and_a_probability(
     table[8, 5:] = nan
     table[9, :9] = -inf
     how = Draw(sampling=SamplingParams(temperature=temperature, top_p=0.9), guidance=guidance)
-    rows = [[3, 4, 5, 6, 7, 8, 9]] if guidance is None else [[3, 4, 5, 6, 7, 8, 9], [9, 8, 3, 4, 5, 6, 7]]
-    reading = read(table, how, *rows)[0]
+    reading = read(table, how, [3, 4, 5, 6, 7, 8, 9], None if guidance is None else [9, 8, 3, 4, 5, 6, 7])
     assert not {PAD, MASK, VOCAB, VOCAB + 1} & set(reading.tokens)
     assert all(0 <= probability <= 1 for probability in [*reading.probabilities, *reading.scores])
     if guidance is None:
@@ -238,14 +239,14 @@ def test_broken_logits_give_an_allowed_token_and_a_probability(
 
 
 def test_rows_that_draw_differently_share_a_call() -> None:
-    model = HashModel(4)
-    executor = Executor(model, 3)
+    branch = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3], draft_at=range(4), score_at=[(1, 4)])
+    greedy = Executor(HashModel(4), 1).forward([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
     draws = [
         GREEDY,
-        Draw(sampling=SamplingParams(temperature=1.0, seed=1), round=3),
-        Draw(sampling=SamplingParams(), forbidden=(5, 6, 7)),
+        Draw(sampling=SamplingParams(temperature=9.0, seed=1), round=3),
+        Draw(sampling=SamplingParams(), forbidden=tuple(greedy.tokens[1:])),
     ]
-    branch = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3], draft_at=range(4), score_at=[(1, 4)])
+    executor = Executor(HashModel(4), 3)
     forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
     together = executor.forward(forwards)
     assert executor.num_calls == 1

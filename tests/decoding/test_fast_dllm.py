@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoding.test_llada import PROMPTS, cut, logits, model, plain_llada, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.test_llada import PROMPTS, cut, logits, model, plain_llada, run
 from refusion_lit.decoding import FastDLLM, LLaDA, decode
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -76,9 +76,7 @@ def test_what_a_cache_saves(cache: str, lengths: list[int]) -> None:
 @settings(max_examples=200)
 def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) -> None:
     decoder = FastDLLM(threshold=None, factor=factor, block_length=16)
-    state = decoder.begin(
-        Prompt(token_ids=(3,), id="0"), SamplingParams(max_new_tokens=16), model().special_tokens
-    )
+    state = decoder.begin(Prompt(token_ids=(3,), id="0"), SamplingParams(max_new_tokens=16), model().special_tokens)
     chosen = decoder._choose(state, confidences, 16)
     ranked = sorted(confidences, reverse=True)
     expected = 1

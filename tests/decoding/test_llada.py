@@ -30,7 +30,11 @@ def model(dtype: str = "float64") -> Backbone:
 
 
 def run(
-    decoder: LLaDA | FastDLLM, length: int, prompts: list[tuple[int, ...]] = PROMPTS, batch_size: int = 1, **sampling: Any
+    decoder: LLaDA | FastDLLM,
+    length: int,
+    prompts: list[tuple[int, ...]] = PROMPTS,
+    batch_size: int = 1,
+    **sampling: Any,
 ) -> list[RowOutput]:
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_new_tokens=length, **sampling)

@@ -19,7 +19,7 @@ _UNKNOWN = (
     re.compile(r"Option '(?P<name>[^']+)' is not accepted"),
 )
 _CLASS = re.compile(
-    r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: |Given value \"?'?)"
+    r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: )"
     r"(?P<name>[\w.]+)"
 )
 _UNION = re.compile(

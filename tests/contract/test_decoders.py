@@ -1,0 +1,459 @@
+"""What every decoder promises, checked for all concrete ones, also those added later.
+
+A decoder is found as a subclass, and its options are drawn from its dataclass fields: a new one is covered without
+a change here. ``NUM_FORWARDS`` may be told what arithmetic says about its forwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import FrozenInstanceError, replace
+from math import ceil
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import refusion_lit.decoding
+from refusion_lit.decoding import (
+    Autoregressive,
+    BlockDiffusion,
+    Decoder,
+    DecodingOutput,
+    GenerationCallback,
+    RecomputeKV,
+    ReFusion,
+    RowState,
+    decode,
+)
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+
+for module in pkgutil.iter_modules(refusion_lit.decoding.__path__):
+    importlib.import_module(f"refusion_lit.decoding.{module.name}")
+
+
+def concrete(cls: type) -> Iterator[type[Decoder]]:
+    """Walk a class's subclasses that the package brings."""
+    for child in cls.__subclasses__():
+        yield from concrete(child)
+        if not inspect.isabstract(child) and child.__module__.startswith("refusion_lit"):
+            yield child
+
+
+DECODERS = sorted(set(concrete(Decoder)), key=lambda cls: cls.__name__)
+each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+
+# Options.
+
+
+def values_of(hint: Any, default: Any) -> st.SearchStrategy[Any]:
+    """Return values for an option, by its type; numbers are kept small, so that much happens in a short text."""
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return st.one_of(*(values_of(kind, default) for kind in get_args(hint)))
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        return st.integers(1, 8)
+    if hint is float:
+        return st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0])
+    return st.none() if hint is NoneType else st.just(default)
+
+
+def accepted(make: Callable[..., Any], options: dict[str, Any]) -> bool:
+    try:
+        make(**options)
+    except ValueError:
+        return False
+    return True
+
+
+@st.composite
+def setups(draw: st.DrawFn, cls: type[Decoder], **fixed: Any) -> tuple[Decoder, SamplingParams]:
+    """Draw a decoder and how much it generates; options that refuse each other are left at their defaults."""
+    hints = get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init and field.name not in fixed]
+    names = draw(st.lists(st.sampled_from([field.name for field in fields]), unique=True)) if fields else []
+    defaults = {field.name: field.default for field in fields}
+    pending = {name: draw(values_of(hints[name], defaults[name])) for name in names}
+    options = dict(fixed)
+    # One by one, then by pairs: some options are only allowed together.
+    for group in [*((name,) for name in names), *((a, b) for a in names for b in names)]:
+        if all(name in pending for name in group):
+            trial = options | {name: pending[name] for name in group}
+            if accepted(cls, trial):
+                options = trial
+                pending = {name: value for name, value in pending.items() if name not in group}
+    decoder = cls(**options)
+    lengths = [draw(st.integers(1, 28)), 8, 16, 24, 32, 64, 96, 128]
+    length = next(n for n in lengths if accepted(lambda n: decoder.check(SamplingParams(max_new_tokens=n)), {"n": n}))
+    return decoder, SamplingParams(max_new_tokens=length)
+
+
+# Models and prompts.
+
+SPECIALS = [
+    SPECIAL,
+    SpecialTokens(mask_token_id=VOCAB - 1, eos_token_ids=(EOS, 5), pad_token_id=EOS, vocab_size=VOCAB),
+]
+
+
+def traits_for(decoder: Decoder) -> ModelTraits:
+    """Return the traits of a model that was trained for a decoder."""
+    needs = decoder.requirements()
+    return ModelTraits(attention=needs.attention, block_size=needs.block_size, predictions=needs.predictions)
+
+
+@st.composite
+def hash_models(
+    draw: st.DrawFn, flavours: Sequence[str] = ("plain", "plain", "ties", "extreme", "banned")
+) -> Callable[[Decoder], HashModel]:
+    options = {
+        "seed": draw(st.integers(0, 9999)),
+        "flavour": draw(st.sampled_from(flavours)),
+        "ends": draw(st.frozensets(st.integers(0, 40), max_size=3)),
+        "end_bias": draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0, 60.0])),
+        "special": draw(st.sampled_from(SPECIALS)),
+    }
+    return lambda decoder: HashModel(traits=traits_for(decoder), **options)
+
+
+@st.composite
+def prompts(draw: st.DrawFn, max_size: int = 5) -> list[Prompt]:
+    """Draw prompts of any ids: mask, padding and ends among them."""
+    tokens = st.lists(st.integers(0, VOCAB - 1) | st.just(MASK), min_size=1, max_size=11)
+    return [
+        Prompt(token_ids=tuple(ids), id=f"p{i}")
+        for i, ids in enumerate(draw(st.lists(tokens, min_size=1, max_size=max_size)))
+    ]
+
+
+def temperatures() -> st.SearchStrategy[float]:
+    return st.sampled_from([0.0, 0.0, 1.0])
+
+
+class LastState(GenerationCallback):
+    """Keeps each row's state."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, RowState] = {}
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        self.states[index] = state
+
+
+def check_output(
+    model: FakeModel, found: Sequence[Prompt], sampling: SamplingParams, output: DecodingOutput, watcher: LastState
+) -> None:
+    special = model.special_tokens
+    never = {special.mask_token_id, special.pad_token_id} - set(special.eos_token_ids)
+    for index, (prompt, row) in enumerate(zip(found, output.rows, strict=True)):
+        assert row.id == prompt.id
+        assert 1 <= row.num_tokens <= sampling.max_new_tokens
+        assert not never & set(row.token_ids)
+        assert all(0 <= token < special.vocab_size for token in row.token_ids)
+        assert not set(special.eos_token_ids) & set(row.token_ids[:-1]), "nothing stands behind an end"
+        ends = row.token_ids[-1] in special.eos_token_ids
+        assert row.finish_reason == ("eos" if ends else "length")
+        assert ends or row.num_tokens == sampling.max_new_tokens
+        state = watcher.states[index]
+        assert state.prompt == prompt
+        assert not any(state.is_masked[: row.num_tokens])
+        assert state.tokens[: row.num_tokens] == row.token_ids
+        assert all(1 <= count <= row.num_forwards for count in state.commit_rounds[: row.num_tokens])
+        assert len(row.forward_shapes) == row.num_forwards >= 1
+        assert row.num_positions <= sum(rows * length for rows, length in row.forward_shapes)
+    assert output.num_calls == len(model.calls)
+    assert output.num_positions == sum(call.input_ids.numel() for call in model.calls)
+
+
+@each_decoder
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
+def test_output_is_text_within_the_budget(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    found: list[Prompt],
+    temperature: float,
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = replace(sampling, temperature=temperature, top_p=0.9)
+    model, watcher = make(decoder), LastState()
+    size = data.draw(st.integers(1, 4))
+    output = decode(model, decoder, found, sampling, max_batch_size=size, callbacks=[watcher])
+    check_output(model, found, sampling, output, watcher)
+    forwards = [row.num_forwards for row in output.rows]
+    assert max(forwards) <= output.num_calls <= sum(forwards)
+    if size == 1:
+        assert output.num_calls == sum(forwards)
+        shapes = [shape for row in output.rows for shape in row.forward_shapes]
+        assert shapes == [tuple(call.input_ids.shape) for call in model.calls]
+
+
+@each_decoder
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), make=hash_models(["plain"]), found=prompts(max_size=1))
+def test_the_prompt_is_fed_as_it_is(
+    cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], found: list[Prompt]
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    model, [prompt] = make(decoder), found
+    decode(model, decoder, found, sampling)
+    places = list(enumerate(prompt.token_ids))
+    fed: set[tuple[int, int]] = set()
+    for call in model.calls:
+        fed |= call.fed
+        if len(call.input_ids) == 1:
+            assert {pair for pair in call.fed if pair[0] < len(places)} <= set(places)
+    assert set(places) <= fed
+    # Beside the prompt itself, only guidance feeds anything at its positions: masks.
+    other = {pair for pair in fed if pair[0] < len(places)} - set(places)
+    assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
+
+
+def text_of(model: FakeModel, decoder: Decoder, found: list[Prompt], sampling: SamplingParams) -> list[list[int]]:
+    return [row.token_ids for row in decode(model, decoder, found, sampling).rows]
+
+
+@each_decoder
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures(), size=st.integers(2, 4))
+def test_a_row_is_what_it_is_alone(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    found: list[Prompt],
+    temperature: float,
+    size: int,
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = replace(sampling, temperature=temperature)
+    order = data.draw(st.permutations(range(len(found))))
+    rows = decode(make(decoder), decoder, [found[i] for i in order], sampling, max_batch_size=size).rows
+    for i, row in zip(order, rows, strict=True):
+        [alone] = decode(make(decoder), decoder, [found[i]], sampling).rows
+        assert row.token_ids == alone.token_ids
+        assert row.forward_shapes == alone.forward_shapes
+        assert row.num_positions == alone.num_positions
+
+
+@each_decoder
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), found=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
+def test_a_row_of_a_transformer_is_what_it_is_alone(
+    cls: type[Decoder], data: st.DataObject, found: list[Prompt], temperature: float, size: int
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = replace(sampling, temperature=temperature, max_new_tokens=min(sampling.max_new_tokens, 32))
+    model = tiny_backbone(traits_for(decoder))
+    rows = decode(model, decoder, found[::-1], sampling, max_batch_size=size).rows[::-1]
+    for prompt, row in zip(found, rows, strict=True):
+        [alone] = decode(model, decoder, [prompt], sampling).rows
+        assert row.token_ids == alone.token_ids
+        assert row.forward_shapes == alone.forward_shapes
+
+
+@each_decoder
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), make=hash_models(), found=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2))
+def test_temperature_zero_ignores_the_seed(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    found: list[Prompt],
+    seeds: tuple[int, int],
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    first, second = (text_of(make(decoder), decoder, found, replace(sampling, seed=seed)) for seed in seeds)
+    assert first == second or chance_remains(decoder)
+
+
+def chance_remains(decoder: Decoder) -> bool:
+    """Whether an option asks for chance by name even at temperature 0 (LLaDA's random remasking)."""
+    return "random" in [getattr(decoder, field.name) for field in dataclasses.fields(decoder)]
+
+
+@each_decoder
+def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
+    decoder = cls()
+    found = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(3)]
+    sampling = SamplingParams(max_new_tokens=64, temperature=1.5, seed=4)
+
+    def text(seed: int) -> list[list[int]]:
+        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, found, replace(sampling, seed=seed))
+
+    assert text(4) == text(4)
+    assert text(4) != text(5)
+    assert len({tuple(row) for row in text(4)}) > 1, "equal prompts of different ids differ"
+
+
+@each_decoder
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    found=prompts(max_size=4),
+    end=st.none() | st.integers(0, 30),
+    certainty=st.sampled_from([0.2, 0.6, 0.97]),
+    agreement=st.sampled_from([0.2, 0.6, 0.97]),
+    size=st.integers(1, 4),
+)
+def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
+    cls: type[Decoder],
+    data: st.DataObject,
+    found: list[Prompt],
+    end: int | None,
+    certainty: float,
+    agreement: float,
+    size: int,
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    text = oracle_text(end)
+    model = OracleModel(
+        text, certainty=lambda _: certainty, agreement=lambda _: agreement, traits=traits_for(decoder)
+    )  # fmt: skip
+    rows = decode(model, decoder, found, sampling, max_batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        start = len(prompt.token_ids)
+        stop = start + sampling.max_new_tokens
+        if end is not None and start <= end < stop:
+            stop = end + 1
+        if "forbids_eos" not in features(decoder):
+            assert row.token_ids == [text(place) for place in range(start, stop)]
+        expected = num_forwards(decoder, start, sampling.max_new_tokens, stop - start, certainty, agreement)
+        assert expected is None or row.num_forwards == expected
+
+
+def features(decoder: Decoder) -> set[str]:
+    """Return what a decoder's options make it do that an oracle's text cannot survive."""
+    return {"forbids_eos"} if getattr(decoder, "logits_eos_inf", False) or getattr(decoder, "forbid_eos", False) else set()
+
+
+# What arithmetic says.
+
+
+def num_forwards(
+    decoder: Decoder, start: int, budget: int, length: int, certainty: float, agreement: float
+) -> int | None:
+    """Return the forwards that a row takes with an oracle; ``None`` where nobody has worked it out.
+
+    Args:
+        decoder: The decoder.
+        start: Length of the prompt.
+        budget: Tokens asked for.
+        length: Length of the response.
+        certainty: Probability of each token where a mask predicts it.
+        agreement: Probability of each token where a clean token predicts it.
+    """
+    for cls in type(decoder).__mro__:
+        if cls in NUM_FORWARDS:
+            return NUM_FORWARDS[cls](decoder, start, budget, length, certainty, agreement)
+    return None
+
+
+def refusion_forwards(
+    decoder: ReFusion, start: int, budget: int, length: int, certainty: float, agreement: float
+) -> int:
+    size = decoder.slot_size
+    per_block = ceil(ceil(budget / size) / decoder.num_serial_blocks)
+    slot_certainty = certainty**size if decoder.certainty == "product" else certainty
+    is_certain = slot_certainty > decoder.slot_threshold
+    at_once = {
+        "threshold": per_block if is_certain else 1,
+        "top_k": decoder.k,
+        "capped": decoder.k if is_certain else 1,
+    }[decoder.selection]
+    assert at_once is not None
+    last = (length - 1) // size
+    has_end = length < budget or None  # an end in the last place changes nothing but completions
+    num, slot = 0, 0
+    while slot <= last:
+        block_end = (slot // per_block + 1) * per_block
+        chosen = min(at_once, block_end - slot)
+        num += 2 + completion_forwards(decoder, chosen, last - slot, (length - 1) % size, agreement, has_end)
+        slot += chosen
+        if slot > last:
+            break
+    # The rest of the last block is decoded unless the end has dropped it.
+    while not has_end and slot % per_block:
+        chosen = min(at_once, per_block - slot % per_block)
+        num += 2 + completion_forwards(decoder, chosen, chosen, 0, agreement, None)
+        slot += chosen
+    return num
+
+
+def completion_forwards(
+    decoder: ReFusion, chosen: int, end_slot: int, end_offset: int, agreement: float, has_end: bool | None
+) -> int:
+    """Return the forwards of a completion of so many slots; the end may lie in one of them."""
+    size = decoder.slot_size
+    if size == 1 or agreement > decoder.token_threshold:
+        return 0  # accepted at once
+    ends_here = bool(has_end) and end_slot < chosen
+    if ends_here and end_slot == 0 and end_offset == 0:
+        return 0  # the first token is accepted as it is
+    num_tokens = end_offset + 1 if ends_here and end_slot == 0 else size
+    by_masks = decoder.infill == "mask"
+    rounds = 2 * (num_tokens - 1) if by_masks else num_tokens  # the first only proposes
+    return rounds + isinstance(decoder, RecomputeKV)
+
+
+def block_forwards(
+    decoder: BlockDiffusion, start: int, budget: int, length: int, certainty: float, agreement: float
+) -> int | None:
+    if decoder.sampling_rule != "threshold" or decoder.shifted or not decoder.fused:
+        return None
+    size = decoder.sub_block_size or decoder.block_size
+    if certainty > decoder.threshold:
+        return (start + length - 1) // size - start // size + 1
+    # One token a forward, left to right, as all are equally certain.
+    return length
+
+
+NUM_FORWARDS: dict[type[Decoder], Callable[..., int | None]] = {
+    Autoregressive: lambda decoder, start, budget, length, certainty, agreement: length,
+    ReFusion: refusion_forwards,
+    BlockDiffusion: block_forwards,
+}
+
+# Options as values.
+
+
+@each_decoder
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_options_are_values(cls: type[Decoder], data: st.DataObject) -> None:
+    decoder, _ = data.draw(setups(cls))
+    options = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
+    assert cls(**options) == decoder == replace(decoder)
+    assert hash(cls(**options)) == hash(decoder)
+    assert decoder in (cls(), decoder)
+    for name in options:
+        with pytest.raises(FrozenInstanceError):
+            setattr(decoder, name, options[name])
+
+
+@each_decoder
+def test_options_are_named_and_documented(cls: type[Decoder]) -> None:
+    signature = inspect.signature(cls)
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in signature.parameters.values())
+    assert all(parameter.default is not parameter.empty for parameter in signature.parameters.values())
+    documented = "".join(base.__doc__ or "" for base in cls.__mro__)
+    assert all(f"{name}:" in documented for name in signature.parameters)
+    needs = cls().requirements()
+    assert needs.predictions
+    assert PAD != MASK
+    assert needs.mask_token == (needs.predictions != ("next_token",))
+
+
+def test_all_decoders_are_exported() -> None:
+    exported = {getattr(refusion_lit.decoding, name) for name in refusion_lit.decoding.__all__}
+    assert set(DECODERS) <= exported
