@@ -67,12 +67,14 @@ class FakeModel(LanguageModel):
 
     def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the position that each token's logits are about."""
-        shifted = "mask_shifted" in (self.traits.predictions or ())
-        return position_ids + 1 if shifted else position_ids + 1 - self.is_mask(input_ids)
+        return position_ids + 1 - self.is_mask(input_ids)
 
     def is_mask(self, input_ids: Tensor) -> Tensor:
-        mask = self.special_tokens.mask_token_id
-        return torch.zeros_like(input_ids) if mask is None else (input_ids == mask).long()
+        """Return 1 where a mask predicts its own place, which not every model was trained for."""
+        mask, predictions = self.special_tokens.mask_token_id, self.traits.predictions
+        if mask is None or "mask" not in (predictions or ("mask",)):
+            return torch.zeros_like(input_ids)
+        return (input_ids == mask).long()
 
     def record(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, is_real: Tensor) -> None:
         assert input_ids.shape == position_ids.shape == mask.shape[:2] == is_real.shape
@@ -106,13 +108,16 @@ class OracleModel(FakeModel):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache=None) -> Tensor:
         self.record(input_ids, position_ids, attention_mask, torch.ones_like(input_ids, dtype=torch.bool))
-        return torch.stack([self.predicted(input_ids, position_ids), self.is_mask(input_ids)], -1)
+        predicted, is_drafted = self.predicted(input_ids, position_ids), self.is_mask(input_ids)
+        if "mask_shifted" in (self.traits.predictions or ()):
+            is_drafted = torch.ones_like(input_ids)  # a mask's prediction, whatever stands before it
+        return torch.stack([predicted, is_drafted], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.num_logit_rows += len(hidden)
         rows = []
-        for place, is_mask in hidden.tolist():
-            probability = (self.certainty if is_mask else self.agreement)(place)
+        for place, is_drafted in hidden.tolist():
+            probability = (self.certainty if is_drafted else self.agreement)(place)
             row = torch.full((self.num_head_rows,), (1 - probability) / (self.num_head_rows - 1), dtype=torch.float64)
             row[self.text(place)] = probability
             rows.append(row.log())
