@@ -6,10 +6,17 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pytest
 import torch
 from hypothesis import settings
 
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
-torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Undo what a config's ``num_threads`` did: the models here are too small for more than one."""
+    torch.set_num_threads(1)
