@@ -134,7 +134,7 @@ class SlowReFusion:
             self.accept(row[: length // size * size])
             self.remaining = [s for s in self.remaining if s not in chosen[: length // size]]
         else:
-            prefixes = [passes[i * size : (i + 1) * size] + [False] for i in range(len(chosen))]
+            prefixes = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
             self.complete([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
 
     def accept(self, row: list[Token]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -282,15 +283,17 @@ class SlotDiffusionModule(L.LightningModule):
         training = self.model.training
         self.model.eval()
         try:
-            return decode(
-                self.model,
-                decoder,
-                batch.prompts,
-                self.sampling,
-                max_batch_size=self.max_batch_size,
-                detokenize=self._detokenize,
-                allow_mismatch=self.allow_mismatch,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".* does not fit this model")  # said once, at the start
+                return decode(
+                    self.model,
+                    decoder,
+                    batch.prompts,
+                    self.sampling,
+                    max_batch_size=self.max_batch_size,
+                    detokenize=self._detokenize,
+                    allow_mismatch=self.allow_mismatch,
+                )
         finally:
             self.model.train(training)
 

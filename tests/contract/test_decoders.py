@@ -17,11 +17,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from fakes import EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refusion_lit.decoding
+from fakes import EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import EOS, MASK
 
+from fakes import EOS, MASK
 from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
 from refusion_lit.decoding.requests import Forward, Reading
 from refusion_lit.types import SamplingParams

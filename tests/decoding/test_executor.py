@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import MASK, PAD, VOCAB, HashModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fakes import MASK, PAD, VOCAB, HashModel
 from refusion_lit.decoding import executor as executor_module
 from refusion_lit.decoding.executor import Executor
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import EOS, MASK, SPECIAL, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_refusion import SlowReFusion
 
+from fakes import EOS, MASK, SPECIAL, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
+from reference_refusion import SlowReFusion
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.decoding.refusion import ReFusionState
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
@@ -305,5 +305,6 @@ def test_impossible_options_are_refused(decoder: type[ReFusion], options: dict[s
 def test_more_serial_blocks_than_slots_are_refused() -> None:
     sampling = SamplingParams(max_new_tokens=9)
     ReFusion(slot_size=4, num_serial_blocks=3).check(sampling)
-    with pytest.raises(ValueError, match=r"^num_serial_blocks: expected at most 3 \(9 new tokens in slots of 4\), got 4"):
+    message = r"^num_serial_blocks: expected at most 3 \(9 new tokens in slots of 4\), got 4"
+    with pytest.raises(ValueError, match=message):
         decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [prompt_of([5])], sampling)

@@ -13,7 +13,11 @@ from refusion_lit.noise import stable_key
 from refusion_lit.types import SamplingParams
 
 LOGITS = st.lists(
-    st.one_of(st.floats(-30, 30), st.sampled_from([0.0, 1.0, -math.inf, -1e308, 1e308])), min_size=2, max_size=9
+    st.one_of(
+        st.integers(-300, 300).map(lambda tenths: tenths / 10), st.sampled_from([0.0, 1.0, -math.inf, -1e308, 1e308])
+    ),
+    min_size=2,
+    max_size=9,
 ).filter(lambda values: max(values) > -math.inf)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,21 +98,24 @@ class BackboneConfig:
         traits = ModelTraits.from_dict(stored)
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
+        with _seeded(seed):
+            model = self._model(config, tokenizer)
+        return Backbone(model, traits, special_tokens_of(tokenizer))
+
+    def _model(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - transformers' or peft's
         random_weights = self.source is None or self.random_init
-        model = self._random(config, seed) if random_weights else self._pretrained(config)
+        model = self._random(config) if random_weights else self._pretrained(config)
         if len(tokenizer) > _embedding_weights(model)[0].shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             _mean_initialise(model, config.vocab_size, len(tokenizer))
-        special = special_tokens_of(tokenizer)
-        if not random_weights and getattr(tokenizer, _NEW_MASK, False) and special.mask_token_id is not None:
+        mask = special_tokens_of(tokenizer).mask_token_id
+        if not random_weights and getattr(tokenizer, _NEW_MASK, False) and mask is not None:
             # The id may be one of the spare rows that many models have: untrained, so it starts like a new row.
-            _mean_initialise(model, special.mask_token_id, special.mask_token_id + 1)
-        model.config.mask_token_id = special.mask_token_id
+            _mean_initialise(model, mask, mask + 1)
+        model.config.mask_token_id = mask
         if self.gradient_checkpointing:
             _enable_checkpointing(model)
-        if self.lora is not None:
-            model = _with_lora(model, self.lora)
-        return Backbone(model, traits, special)
+        return model if self.lora is None else _with_lora(model, self.lora)
 
     def _architecture(self, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
         if self.source is None:
@@ -119,23 +124,30 @@ class BackboneConfig:
             values.setdefault("eos_token_id", tokenizer.eos_token_id)
             values.setdefault("bos_token_id", None)
             return AutoConfig.for_model(**values)
+        config: Any
         try:
-            return AutoConfig.from_pretrained(
-                self.source, revision=self.revision, trust_remote_code=self.trust_remote_code, **self.config
+            config, unknown = AutoConfig.from_pretrained(
+                self.source,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                return_unused_kwargs=True,
+                **self.config,
             )
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"backbone.source: expected a Hugging Face directory or hub id, got {self.source!r}, which cannot be "
                 f"loaded ({_first_line(error)}). Check the path, or the id and the network."
             ) from error
+        for name in unknown:
+            near = get_close_matches(name, config.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")
+        return config
 
-    def _random(self, config: Any, seed: int | None) -> PreTrainedModel:  # noqa: ANN401
-        with torch.random.fork_rng(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, self.dtype), attn_implementation=self.attn_implementation
-            )
+    def _random(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, self.dtype), attn_implementation=self.attn_implementation
+        )
 
     def _pretrained(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
         assert self.source is not None
@@ -152,6 +164,15 @@ class BackboneConfig:
             raise ValueError(
                 f"backbone.source: the weights of {self.source!r} cannot be loaded ({_first_line(error)})."
             ) from error
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Seed the generator of weights, which are made on the CPU, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=(), enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:

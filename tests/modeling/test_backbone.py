@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fakes import SPECIAL, VOCAB, tiny_backbone
+from refusion_lit.decoding import ReFusion, decode
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.loading import _enable_checkpointing
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "initializer_range": 0.5,
+}
+# Norms and rotary angles are computed in float32 even in a float64 model.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 24}
+
+
+def library_model(model_type: str, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+    values = {**SMALL, **options}
+    if model_type == "gpt2":
+        values = {key: SMALL[key] for key in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id")} | GPT2
+    implementation = values.pop("attn_implementation", "sdpa")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(model_type, **values)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation).eval()
+
+
+def backbone_of(model_type: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any) -> Backbone:
+    return Backbone(library_model(model_type, dtype, **options), ModelTraits(), SPECIAL)
+
+
+def tokens_of(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def shuffled_positions(rows: int, length: int) -> Tensor:
+    """Return the positions of slots of 3 in any order, as in training: neighbours differ by other than 1."""
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.arange(length).view(-1, 3)
+    return torch.stack([slots[torch.randperm(len(slots), generator=generator)].flatten() for _ in range(rows)])
+
+
+def causal(rows: int, length: int) -> Tensor:
+    return torch.ones(rows, length, length, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mode", ["eval", "train", "checkpointing"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_positions_out_of_order_are_no_packed_sequences(rows: int, mode: str, implementation: str) -> None:
+    model = backbone_of(attn_implementation=implementation)
+    model.train(mode != "eval")
+    if mode == "checkpointing":
+        _enable_checkpointing(model.model)
+    ids, positions = tokens_of(rows, 12), shuffled_positions(rows, 12)
+    expected = model.hidden_states(ids, positions, causal(rows, 12))
+    torch.testing.assert_close(model.hidden_states(ids, positions, None), expected)
+    torch.testing.assert_close(model(ids, positions), expected)
+
+
+def test_the_library_takes_them_for_packed_sequences_without_a_mask() -> None:
+    # If this fails, the library has changed, and the adapter's mask of ones may be needed no longer.
+    model = backbone_of()
+    ids, positions = tokens_of(2, 12), shuffled_positions(2, 12)
+    right = model.hidden_states(ids, positions, None)
+    wrong = model.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    assert (right - wrong).abs().max() > 0.1
+
+
+def test_padding_on_the_right_changes_nothing() -> None:
+    model = backbone_of()
+    ids, positions = tokens_of(1, 9), shuffled_positions(1, 9)
+    alone = model.hidden_states(ids, positions, None)
+    padded = model.hidden_states(
+        torch.nn.functional.pad(ids, (0, 4)), torch.nn.functional.pad(positions, (0, 4)), None
+    )  # fmt: skip
+    torch.testing.assert_close(padded[:, :9], alone)
+
+
+def attention_by_hand(model: Backbone, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Return what queries with a mask give, one query at a time: only what it sees is there at all.
+
+    With one layer, a query's output depends on the tokens that it sees and on nothing else.
+    """
+    rows = []
+    for row in range(len(ids)):
+        outputs = []
+        for query in range(ids.shape[1]):
+            others = [key for key in mask[row, query].nonzero().flatten().tolist() if key != query]
+            order = torch.tensor([*others, query])
+            hidden = model.hidden_states(ids[row, order][None], positions[row, order][None], None)
+            outputs.append(hidden[0, -1])
+        rows.append(torch.stack(outputs))
+    return torch.stack(rows)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 999), rows=st.integers(1, 2), length=st.integers(1, 7))
+def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = tokens_of(rows, length, seed)
+    positions = torch.stack([torch.randperm(length, generator=generator) for _ in range(rows)])
+    mask = (torch.rand(rows, length, length, generator=generator) < 0.5) | torch.eye(length, dtype=torch.bool)
+    one_layer = {name: backbone_of(num_hidden_layers=1, attn_implementation=name) for name in ("sdpa", "eager")}
+    with torch.no_grad():
+        expected = attention_by_hand(one_layer["sdpa"], ids, positions, mask)
+        for model in one_layer.values():
+            torch.testing.assert_close(model.hidden_states(ids, positions, mask), expected, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_attention_implementations_agree(implementation: str) -> None:
+    ids, positions = tokens_of(2, 9), shuffled_positions(2, 9)
+    mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
+    reference = backbone_of(dtype=torch.float32)
+    other = backbone_of(dtype=torch.float32, attn_implementation=implementation)
+    # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
+    torch.compiler.set_stance("force_eager")
+    try:
+        with torch.no_grad():
+            for allowed in (mask, causal(2, 9), None):
+                torch.testing.assert_close(
+                    other.hidden_states(ids, positions, allowed), reference.hidden_states(ids, positions, allowed),
+                    rtol=1e-4, atol=1e-4,
+                )  # fmt: skip
+            prompts = [Prompt(token_ids=tuple(row), id=str(i)) for i, row in enumerate(ids.tolist())]
+            sampling = SamplingParams(max_new_tokens=12)
+            decoder = ReFusion(slot_size=4, slot_threshold=0.2, token_threshold=0.2)
+            texts = [
+                [row.token_ids for row in decode(model, decoder, prompts, sampling, max_batch_size=2).rows]
+                for model in (reference, other)
+            ]
+    finally:
+        torch.compiler.set_stance("default")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {}),
+        ("olmo2", {}),
+        ("gemma", {}),
+        ("gpt_neox", {}),
+        ("gpt2", {}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) -> None:
+    dtype = torch.float32 if model_type == "qwen3_moe" else torch.float64  # experts know no float64
+    library = library_model(model_type, dtype, **options)
+    model = Backbone(library, ModelTraits(), SPECIAL)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    ids, positions = tokens_of(2, 9), torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        expected = library(input_ids=ids).logits
+        for mask in (None, causal(2, 9)):
+            torch.testing.assert_close(model.logits(model.hidden_states(ids, positions, mask)), expected, **close)
+        cache = model.make_cache(2)
+        for start, stop in ((0, 5), (5, 9)):
+            count = stop - start
+            cache.prepare(
+                [0, 1], stop, torch.arange(2 * count), torch.arange(2).repeat_interleave(count),
+                torch.arange(start, stop).repeat(2),
+            )  # fmt: skip
+            hidden = model.hidden_states(
+                ids[:, start:stop], positions[:, start:stop], causal(2, 9)[:, start:stop, :stop], cache
+            )
+            torch.testing.assert_close(model.logits(hidden), expected[:, start:stop], **close)
+    assert (model.dtype, model.device.type) == (dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reason"),
+    [
+        ("gemma2", {"attn_implementation": "eager"}, r"final_logit_softcapping=30.0.*plain head"),
+        ("cohere", {}, r"logit_scale=0.0625"),
+        ("granite", {"logits_scaling": 8.0}, r"logits_scaling=8.0"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layers of type sliding_attention"),
+        ("mistral", {}, "layers of type sliding_attention"),
+        ("gemma3_text", {"final_logit_softcapping": None}, "layers of type sliding_attention"),
+        ("mamba", {"attn_implementation": "eager"}, "takes no position ids"),
+        ("bloom", {"n_head": 2, "n_layer": 1, "attn_implementation": "eager"}, "takes no position ids"),
+    ],
+)
+def test_models_that_would_be_changed_silently_are_refused(
+    model_type: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^backbone: .*{reason}"):
+        backbone_of(model_type, dtype=torch.float32, **options)
+
+
+def test_heads_that_are_not_linear_are_refused() -> None:
+    library = library_model("qwen3")
+    library.lm_head = torch.nn.Sequential(torch.nn.Linear(32, VOCAB))
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no plain linear head \(found Sequential\)"):
+        Backbone(library, ModelTraits(), SPECIAL)
+
+
+def test_flash_attention_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_backbone()
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    assert model.config._attn_implementation == "flash_attention_2"
+    ids, positions = tokens_of(2, 6), shuffled_positions(2, 6)
+    with pytest.raises(ValueError, match=r"^attn_implementation: 'flash_attention_2' takes a single row"):
+        model._library_mask(None, torch.tensor([[3, 4, 5, 0, 1, 2]]))
+    with pytest.raises(ValueError, match="takes a single row"):
+        model.hidden_states(ids[:1], torch.tensor([[3, 4, 5, 0, 1, 2]]), None)
+    with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
+        model.hidden_states(ids, positions, causal(2, 6))
+    # The library looks at single rows only, and a row in order is what it takes it for.
+    assert model._library_mask(None, positions).all()
+    assert model._library_mask(None, torch.arange(3, 9)[None]).all()
+
+
+def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:
+    model = backbone_of()
+    hidden = model(tokens_of(2, 6), shuffled_positions(2, 6), causal(2, 6))
+    assert hidden.shape == (2, 6, 32)
+    logits = model.logits(hidden[1, 3:5])
+    torch.testing.assert_close(logits, hidden[1, 3:5] @ model.head.weight.T)
+    logits.sum().backward()
+    assert model.model.model.embed_tokens.weight.grad.abs().sum() > 0  # type: ignore[union-attr]

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.loading import (
+    BackboneConfig,
+    LoraOptions,
+    architecture_of,
+    ensure_mask_token,
+    save_directory,
+    special_tokens_of,
+)
+from refusion_lit.types import ModelTraits
+
+MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def make_tokenizer(num_words: int = 9, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single letters behind its special tokens."""
+    words = [*special.values(), *[chr(ord("a") + i) for i in range(num_words)]]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def masked_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
+
+
+def maskless_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+
+
+def weights_of(backbone: Backbone) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in backbone.model.state_dict().items()}
+
+
+def logits_of(backbone: Backbone, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return backbone.logits(backbone(ids, torch.arange(ids.shape[1]).expand_as(ids)))
+
+
+IDS = torch.tensor([[3, 5, 2, 4, 7, 6, 3], [8, 8, 1, 2, 2, 9, 4]])
+
+
+def test_random_weights_are_a_function_of_the_seed_alone() -> None:
+    config = BackboneConfig(config=ARCHITECTURE)
+    torch.manual_seed(0)
+    first = weights_of(config.build(masked_tokenizer(), seed=3))
+    state = torch.get_rng_state()
+    torch.manual_seed(99)
+    second = weights_of(config.build(masked_tokenizer(), seed=3))
+    other = weights_of(config.build(masked_tokenizer(), seed=4))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    torch.manual_seed(0)
+    assert torch.equal(state, torch.get_rng_state()), "the global generator is as it was"
+
+
+def test_without_a_seed_the_global_generator_is_used() -> None:
+    config = BackboneConfig(config=ARCHITECTURE)
+    torch.manual_seed(0)
+    first = weights_of(config.build(masked_tokenizer()))
+    torch.manual_seed(0)
+    second = weights_of(config.build(masked_tokenizer()))
+    third = weights_of(config.build(masked_tokenizer()))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], third["model.embed_tokens.weight"])
+
+
+def test_a_config_takes_ids_and_size_from_the_tokenizer() -> None:
+    backbone = BackboneConfig(config=ARCHITECTURE).build(masked_tokenizer())
+    config = backbone.config
+    assert config.vocab_size == len(masked_tokenizer()) == 12
+    assert (config.pad_token_id, config.eos_token_id, config.mask_token_id) == (0, 1, 2)
+    assert backbone.special_tokens.banned_token_ids == (0, 2)
+    wide = BackboneConfig(config={**ARCHITECTURE, "vocab_size": 64}).build(masked_tokenizer())
+    assert wide.head.weight.shape[0] == 64
+    assert wide.special_tokens.vocab_size == 12
+    assert backbone.traits == ModelTraits()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("source", [None, str(MID)])
+def test_weights_have_the_type_asked_for(dtype: Any, source: str | None) -> None:
+    options = {"source": source, "config": {} if source else ARCHITECTURE}
+    tokenizer = AutoTokenizer.from_pretrained(MID) if source else masked_tokenizer()
+    backbone = BackboneConfig(dtype=dtype, **options).build(tokenizer)
+    assert {parameter.dtype for parameter in backbone.parameters()} == {getattr(torch, dtype)}
+    assert backbone.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_attention_is_computed_as_asked_for(implementation: Any) -> None:
+    for options in ({"config": ARCHITECTURE}, {"source": str(MID)}):
+        config = BackboneConfig(attn_implementation=implementation, **options)
+        backbone = config.build(AutoTokenizer.from_pretrained(MID) if config.source else masked_tokenizer())
+        assert backbone.config._attn_implementation == implementation
+
+
+def test_a_released_directory_needs_no_code_of_its_own() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    backbone = BackboneConfig(source=str(MID)).build(tokenizer).eval()
+    stored = json.loads((MID / "config.json").read_text())
+    assert "refusion_lit" not in stored
+    assert backbone.special_tokens.mask_token_id == stored["mask_token_id"] == 2
+    assert backbone.special_tokens.vocab_size == len(tokenizer) == 19 < backbone.head.weight.shape[0] == 32
+    assert backbone.traits == ModelTraits(attention="causal", predictions=None)
+    library = AutoModelForCausalLM.from_pretrained(MID).eval()
+    with torch.no_grad():
+        expected = library(input_ids=IDS).logits
+    torch.testing.assert_close(logits_of(backbone, IDS), expected)
+
+
+def test_the_mask_id_is_the_tokenizers() -> None:
+    for position in range(3):
+        names = [("pad_token", "<p>"), ("eos_token", "<e>")]
+        names.insert(position, ("mask_token", "<m>"))
+        backbone = BackboneConfig(config=ARCHITECTURE).build(make_tokenizer(**dict(names)))
+        assert backbone.special_tokens.mask_token_id == backbone.config.mask_token_id == position
+    none = BackboneConfig(config=ARCHITECTURE).build(maskless_tokenizer())
+    assert none.special_tokens.mask_token_id is None
+    assert none.config.mask_token_id is None
+
+
+@pytest.fixture
+def maskless_directory(tmp_path: Path) -> Path:
+    """A model whose tokenizer has no mask token and whose head has no spare row."""
+    return stored(tmp_path / "maskless", {})
+
+
+def stored(path: Path, options: dict[str, Any]) -> Path:
+    backbone = BackboneConfig(config={**ARCHITECTURE, **options}).build(maskless_tokenizer(), seed=1)
+    backbone.model.save_pretrained(path)
+    maskless_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_added_mask_token_starts_as_the_mean(tmp_path: Path, tied: bool) -> None:
+    path = stored(tmp_path / "model", {"tie_word_embeddings": tied})
+    old = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ensure_mask_token(tokenizer)
+    assert tokenizer.mask_token_id == 11
+    backbone = BackboneConfig(source=str(path)).build(tokenizer)
+    embeddings, head = backbone.model.get_input_embeddings().weight, backbone.head.weight
+    assert embeddings.shape[0] == head.shape[0] == backbone.config.vocab_size == 12
+    for new, before in ((embeddings, old.get_input_embeddings().weight), (head, old.get_output_embeddings().weight)):
+        torch.testing.assert_close(new[:11], before)
+        torch.testing.assert_close(new[11], before.mean(0))
+    assert (embeddings is head) == tied
+
+
+def test_a_new_mask_token_in_a_spare_row_starts_as_the_mean_too(tmp_path: Path) -> None:
+    path = stored(tmp_path / "model", {"vocab_size": 20})
+    old = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ensure_mask_token(tokenizer)
+    backbone = BackboneConfig(source=str(path)).build(tokenizer)
+    new = backbone.model.get_input_embeddings().weight
+    assert len(new) == 20
+    torch.testing.assert_close(new[11], old[:11].mean(0))
+    torch.testing.assert_close(new[[*range(11), *range(12, 20)]], old[[*range(11), *range(12, 20)]])
+    assert backbone.special_tokens.vocab_size == 12
+
+
+def test_a_mask_token_that_is_known_keeps_its_weights() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    ensure_mask_token(tokenizer, 2)
+    weights = BackboneConfig(source=str(MID)).build(tokenizer).model.get_input_embeddings().weight
+    assert torch.equal(weights, AutoModelForCausalLM.from_pretrained(MID).get_input_embeddings().weight)
+
+
+def test_a_mask_token_is_found_named_or_added() -> None:
+    tokenizer = masked_tokenizer()
+    ensure_mask_token(tokenizer, 5)
+    assert tokenizer.mask_token == "<mask>"
+    tokenizer = maskless_tokenizer()
+    ensure_mask_token(tokenizer, 4)
+    assert (tokenizer.mask_token, tokenizer.mask_token_id, len(tokenizer)) == ("c", 4, 11)
+    tokenizer = maskless_tokenizer()
+    ensure_mask_token(tokenizer)
+    assert (tokenizer.mask_token_id, len(tokenizer)) == (11, 12)
+
+
+def test_special_tokens_of_a_tokenizer() -> None:
+    special = special_tokens_of(make_tokenizer(eos_token="<eos>"))
+    assert (special.pad_token_id, special.eos_token_ids, special.mask_token_id) == (0, (0,), None)
+    assert special.banned_token_ids == ()
+    with pytest.raises(ValueError, match=r"^tokenizer: expected an end-of-sequence token, got none"):
+        special_tokens_of(make_tokenizer(pad_token="<pad>"))
+
+
+def test_a_source_can_lend_its_architecture_alone() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    config = BackboneConfig(source=str(MID), random_init=True, config={"num_hidden_layers": 1})
+    backbone = config.build(tokenizer, seed=0)
+    assert backbone.config.num_hidden_layers == len(backbone.model.model.layers) == 1
+    assert backbone.config.hidden_size == 96
+    own = BackboneConfig(source=str(MID)).build(tokenizer).model.get_input_embeddings().weight
+    assert not torch.allclose(backbone.model.get_input_embeddings().weight, own, atol=0.01)
+
+
+def test_traits_come_from_the_option_then_the_directory(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    asked = BackboneConfig(source=str(MID), attention="block_causal", block_size=4).build(tokenizer)
+    assert asked.traits == ModelTraits(attention="block_causal", block_size=4)
+    asked.traits = replace(asked.traits, predictions=("mask", "next_token"))
+    save_directory(asked, tokenizer, tmp_path / "blocks")
+    source = str(tmp_path / "blocks")
+    assert BackboneConfig(source=source).build(tokenizer).traits == asked.traits
+    causal = BackboneConfig(source=source, attention="causal").build(tokenizer).traits
+    assert causal == ModelTraits(predictions=("mask", "next_token"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> None:
+    tokenizer = masked_tokenizer()
+    config = BackboneConfig(config={**ARCHITECTURE, "tie_word_embeddings": tied})
+    backbone = config.build(tokenizer, seed=2).eval()
+    backbone.traits = ModelTraits(predictions=("mask", "next_token_in_slot"))
+    path = tmp_path / "new" / "model"
+    save_directory(backbone, tokenizer, path)
+    library = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert type(library).__name__ == "Qwen3ForCausalLM"
+    with torch.no_grad():
+        torch.testing.assert_close(library(input_ids=IDS).logits, logits_of(backbone, IDS))
+    loaded = AutoTokenizer.from_pretrained(path)
+    assert (loaded.mask_token_id, loaded.pad_token_id, loaded.eos_token_id) == (2, 0, 1)
+    assert loaded("a b c").input_ids == tokenizer("a b c").input_ids == [3, 4, 5]
+    values = json.loads((path / "config.json").read_text())
+    assert values["mask_token_id"] == 2
+    assert values["refusion_lit"]["predictions"] == ["mask", "next_token_in_slot"]
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 - no mapping
+    again = BackboneConfig(source=str(path)).build(loaded).eval()
+    assert again.traits == backbone.traits
+    assert (again.head.weight is again.model.get_input_embeddings().weight) == tied
+    torch.testing.assert_close(logits_of(again, IDS), logits_of(backbone, IDS))
+
+
+def test_an_added_mask_token_survives_an_export(tmp_path: Path, maskless_directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(maskless_directory)
+    ensure_mask_token(tokenizer)
+    backbone = BackboneConfig(source=str(maskless_directory)).build(tokenizer)
+    with torch.no_grad():
+        backbone.model.get_input_embeddings().weight[11] = 7.0  # trained
+    save_directory(backbone, tokenizer, tmp_path / "out")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ensure_mask_token(loaded, json.loads((tmp_path / "out" / "config.json").read_text())["mask_token_id"])
+    again = BackboneConfig(source=str(tmp_path / "out")).build(loaded)
+    assert again.special_tokens.mask_token_id == 11
+    assert (again.model.get_input_embeddings().weight[11] == 7.0).all()
+
+
+def test_a_used_directory_is_not_written_to(tmp_path: Path) -> None:
+    tokenizer = masked_tokenizer()
+    backbone = BackboneConfig(config=ARCHITECTURE).build(tokenizer)
+    (tmp_path / "model.safetensors").write_bytes(b"old")
+    with pytest.raises(ValueError, match=r"^output: expected a new or empty directory, got .*which holds files"):
+        save_directory(backbone, tokenizer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    (tmp_path / "empty").mkdir()
+    save_directory(backbone, tokenizer, tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+def test_the_architecture_can_be_rebuilt_from_plain_values() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    backbone = BackboneConfig(source=str(MID)).build(tokenizer)
+    values = json.loads(json.dumps(dict(architecture_of(backbone)), default=str))
+    values.pop("dtype", None)
+    again = BackboneConfig(config=values).build(tokenizer)
+    again.model.load_state_dict(backbone.model.state_dict())
+    torch.testing.assert_close(logits_of(again, IDS), logits_of(backbone, IDS))
+
+
+def gradients(config: BackboneConfig) -> dict[str, Tensor]:
+    backbone = config.build(masked_tokenizer(), seed=5).train()
+    positions = torch.tensor([[0, 1, 5, 6, 2, 3, 4]]).expand_as(IDS)
+    backbone.logits(backbone(IDS, positions)).square().mean().backward()
+    return {name: value.grad for name, value in backbone.model.named_parameters() if value.grad is not None}
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.5}, dtype="float64")
+    checkpointed = replace(config, gradient_checkpointing=True)
+    modules = checkpointed.build(masked_tokenizer()).modules()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    plain, saved = gradients(config), gradients(checkpointed)
+    assert plain.keys() == saved.keys()
+    assert len(plain) > 10
+    for name, value in plain.items():
+        torch.testing.assert_close(saved[name], value)
+
+
+LORA = LoraOptions(rank=2, alpha=8.0)
+peft_on_transformers = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@peft_on_transformers
+@pytest.mark.parametrize("lora", [LORA, LoraOptions(rank=3, target_modules=["q_proj", "down_proj"])])
+def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> None:
+    tokenizer = masked_tokenizer()
+    config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.2})
+    plain = config.build(tokenizer, seed=6).eval()
+    adapted = replace(config, lora=lora).build(tokenizer, seed=6).eval()
+    torch.testing.assert_close(logits_of(adapted, IDS), logits_of(plain, IDS))
+    trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in trained.values():
+            value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+    expected = logits_of(adapted, IDS)
+    assert (expected - logits_of(plain, IDS)).abs().max() > 0.01
+    save_directory(adapted, tokenizer, tmp_path / "merged")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
+        assert not any("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
+    merged = BackboneConfig(source=str(tmp_path / "merged")).build(tokenizer).eval()
+    torch.testing.assert_close(logits_of(merged, IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+@peft_on_transformers
+def test_adapters_learn_under_checkpointing() -> None:
+    config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.5}, lora=LORA)
+    plain, saved = gradients(config), gradients(replace(config, gradient_checkpointing=True))
+    assert plain.keys() == saved.keys()
+    assert any(value.abs().sum() > 0 for value in plain.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(saved[name], value)
+
+
+@peft_on_transformers
+def test_an_adapted_model_decodes_with_a_cache() -> None:
+    backbone = BackboneConfig(config=ARCHITECTURE, lora=LORA).build(masked_tokenizer(), seed=1).eval()
+    cache = backbone.make_cache(1)
+    whole = logits_of(backbone, IDS[:1])
+    cache.prepare([0], 7, torch.arange(7), torch.zeros(7, dtype=torch.long), torch.arange(7))
+    mask = torch.ones(1, 7, 7, dtype=torch.bool).tril()
+    with torch.no_grad():
+        hidden = backbone.hidden_states(IDS[:1], torch.arange(7)[None], mask, cache)
+        torch.testing.assert_close(backbone.logits(hidden), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "^backbone: expected a source .* or a config with model_type"),
+        ({"config": {"hidden_size": 8}}, "^backbone: expected a source .* or a config with model_type"),
+        ({"source": "x", "attention": "block_causal"}, "^block_size: expected a value exactly with"),
+        ({"source": "x", "attention": "causal", "block_size": 4}, "^block_size: expected a value exactly with"),
+        ({"source": "x", "block_size": 4}, "^block_size: expected a value exactly with"),
+    ],
+)
+def test_impossible_options_are_refused_when_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackboneConfig(**options)
+
+
+def test_sources_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
+    config = BackboneConfig(source=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"^backbone\.source: expected .* got '.*nowhere'.*Check the path"):
+        config.build(masked_tokenizer())
+    (tmp_path / "config.json").write_text((MID / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"^backbone\.source: the weights of '.*' cannot be loaded"):
+        BackboneConfig(source=str(tmp_path)).build(masked_tokenizer())
+
+
+def test_overrides_that_the_architecture_does_not_know_are_refused() -> None:
+    config = BackboneConfig(source=str(MID), config={"num_hiden_layers": 1})
+    with pytest.raises(ValueError, match=r"^backbone\.config: .*num_hiden_layers.*num_hidden_layers"):
+        config.build(AutoTokenizer.from_pretrained(MID))
