@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import refusion_lit
-from cli.conftest import QUICKSTART, TINY
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
 from refusion_lit.predictions import KEYS
@@ -126,6 +126,46 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
     assert f"{expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
 
 
+@pytest.mark.parametrize("to_file", [False, True])
+def test_generate_cuts_at_stop_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_file: bool) -> None:
+    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+    output = tmp_path / "out.jsonl"
+    args = [
+        "generate",
+        f"--ckpt_path={model}",
+        "--prompt=12+34,56+78>",
+        '--stop=["6;", "78="]',
+        "--decoder.slot_size=4",
+    ]
+    assert main([*args, *([f"--output={output}"] if to_file else [])]) == 0
+    text = json.loads(output.read_text())["response"] if to_file else capsys.readouterr().out.rstrip("\n")
+    assert text == "12+34=4"
+
+
+def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.CaptureFixture[str]) -> None:
+    from refusion_lit.cli.generate import _Stream
+    from refusion_lit.decoding import RowState
+    from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+
+    special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=200)
+    text = "one STOP"
+    state = RowState(
+        prompt=Prompt(token_ids=(5,), id="0"),
+        sampling=SamplingParams(max_new_tokens=8, stop=(" STOP",)),
+        special_tokens=special,
+        tokens=[0] * 8,
+        is_masked=[True] * 8,
+    )
+    stream = _Stream(lambda ids: "".join(map(chr, ids)), (" STOP",))
+    printed = ""
+    for place, character in enumerate(text):
+        state.commit([place], [ord(character)])
+        stream.on_commit(0, state)
+        printed += capsys.readouterr().out
+        assert "one".startswith(printed)
+    assert printed == "one"
+
+
 @pytest.mark.parametrize("source", ["lines", "jsonl", "stdin"])
 def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     prompts = ["12+34>", "11+11,22+22>"]
@@ -142,6 +182,15 @@ def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pyte
     assert [list(line) for line in lines] == [list(KEYS)] * 2
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)
     assert {line["id"] for line in lines} == ({"p0", "p1"} if source == "jsonl" else {"0", "1"})
+
+
+def test_any_optimizer_and_schedule_by_class_path(tmp_path: Path) -> None:
+    args = ["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.optimizer=torch.optim.SGD"]
+    args += ["--model.optimizer.lr=0.25", "--model.lr_scheduler=torch.optim.lr_scheduler.ConstantLR"]
+    assert main([*args, "--model.lr_scheduler.factor=0.5"]) == 0
+    header, *rows = (tmp_path / "quickstart" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = next(i for i, name in enumerate(header.split(",")) if name.startswith("lr-SGD"))
+    assert {row.split(",")[column] for row in rows} - {""} == {"0.125"}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

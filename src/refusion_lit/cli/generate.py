@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from jsonargparse import Namespace
 
@@ -74,7 +74,7 @@ def run(args: list[str]) -> int:
 
 
 def _generate(options: Namespace, requests: list[_Request]) -> None:
-    from refusion_lit.api import load
+    from refusion_lit.api import cut_at_stop, load
     from refusion_lit.modeling.loading import BackboneConfig
     from refusion_lit.predictions import prediction, write_line
     from refusion_lit.types import SamplingParams
@@ -105,7 +105,7 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
     class _Writer(GenerationCallback):
         def on_finished(self, index: int, output_row: RowOutput) -> None:
             request = requests[index]
-            text = model.detokenize(output_row.token_ids)
+            text = cut_at_stop(model.detokenize(output_row.token_ids), sampling.stop)
             line = prediction(
                 output_row,
                 prompt=request.prompt,
@@ -116,7 +116,7 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
             )
             write_line(output, line)
 
-    watcher = _Stream(model.detokenize) if interactive else _Writer()
+    watcher = _Stream(model.detokenize, sampling.stop) if interactive else _Writer()
     try:
         model.generate(
             [request.prompt for request in requests],
@@ -135,20 +135,28 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
 class _Stream(GenerationCallback):
     """Prints the longest final left part of a text as it grows."""
 
-    def __init__(self, detokenize: Any) -> None:  # noqa: ANN401 - a function from ids to text
-        self._detokenize = detokenize
+    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+        self._detokenize, self._stop = detokenize, stop
         self._printed = ""
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
-        self._show(self._detokenize(state.final_prefix()))
+        text = self._text(state.final_prefix())
+        # What may turn out to be the beginning of a stop string waits.
+        waits = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._show(text[: len(text) - waits])
 
     def on_finished(self, index: int, output: RowOutput) -> None:  # noqa: ARG002
-        self._show(self._detokenize(output.token_ids))
+        self._show(self._text(output.token_ids))
         sys.stdout.write("\n")
         sys.stderr.write(
             f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s, "
             f"{output.finish_reason}\n"
         )
+
+    def _text(self, token_ids: list[int]) -> str:
+        from refusion_lit.api import cut_at_stop
+
+        return cut_at_stop(self._detokenize(token_ids), self._stop)
 
     def _show(self, text: str) -> None:
         stable = text.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character: its other bytes are still to come
