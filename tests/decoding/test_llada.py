@@ -2,79 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import math
-from functools import cache
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
-from refusion_lit.decoding import FastDLLM, LLaDA, RowOutput, decode
-from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.types import Prompt, SamplingParams
+from fakes import tiny_backbone
+from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model
+from refusion_lit.decoding import GenerationCallback, LLaDA, ModelMismatchError, RowOutput, RowState, decode
+from refusion_lit.decoding.llada import most_certain, step_quota
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-REFERENCE: dict[str, Any] = json.loads((GOLDENS / "llada_decode.json").read_text())
-PROMPTS = [tuple(run["prompt"]) for run in REFERENCE["runs"] if run["setting"] == 0][:4]
-
-
-@cache
-def model(dtype: str = "float64") -> Backbone:
-    directory = str(GOLDENS / "models" / "additions-bidirectional")
-    config = BackboneConfig(source=directory, attention="bidirectional", dtype=dtype)
-    return config.build(AutoTokenizer.from_pretrained(directory)).eval()
+ORDERS = ("low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy")
 
 
 def run(
-    decoder: LLaDA | FastDLLM,
+    decoder: LLaDA,
     length: int,
     prompts: list[tuple[int, ...]] = PROMPTS,
     batch_size: int = 1,
+    *,
+    trace: bool = False,
     **sampling: Any,
 ) -> list[RowOutput]:
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_new_tokens=length, **sampling)
-    return decode(model(), decoder, named, params, max_batch_size=batch_size).rows
+    return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
 
 
-def logits(tokens: list[int]) -> torch.Tensor:
-    """Logits of one sequence under full attention, straight from transformers."""
-    ids = torch.tensor([tokens])
-    mask = torch.zeros(1, 1, len(tokens), len(tokens), dtype=torch.float64)
-    with torch.no_grad():
-        values = model().model(ids, attention_mask=mask, position_ids=torch.arange(len(tokens))[None]).logits[0]
-    allowed = values.clone()
-    allowed[:, [0, 2]] = -math.inf
-    allowed[:, 19:] = -math.inf
-    return torch.stack((values, allowed))
+class Canvases(GenerationCallback):
+    """Keeps each prompt's whole canvas, what lies behind an end of sequence too."""
 
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
 
-def plain_llada(prompt: tuple[int, ...], length: int, steps: int, block: int, shift: int = 0) -> list[int]:
-    """The specification's loop, written as plainly as it reads."""
-    canvas: list[int | None] = [None] * length
-    per_block = steps // (length // block)
-    for start in range(0, length, block):
-        count = block
-        for step in range(per_block):
-            values, allowed = logits([*prompt, *[2 if c is None else c for c in canvas]])
-            best = []
-            for place in range(start, start + block):
-                if canvas[place] is None:
-                    row = len(prompt) + place - shift
-                    token = int(allowed[row].argmax())
-                    best.append((-float(values[row].softmax(-1)[token]), place, token))
-            quota = count // per_block + (1 if step < count % per_block else 0)
-            for _, place, token in sorted(best)[:quota]:
-                canvas[place] = token
-    return [c for c in canvas if c is not None]
-
-
-def cut(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(1) + 1] if 1 in tokens else tokens
+    def on_commit(self, index: int, state: RowState) -> None:
+        masked = zip(state.tokens, state.is_masked, strict=True)
+        self.tokens[index] = [-1 if is_masked else token for token, is_masked in masked]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -90,8 +57,10 @@ def test_text_and_forwards_are_the_reference_ones(setting: int, batch_size: int)
     runs = [r for r in REFERENCE["runs"] if r["setting"] == setting]
     prompts = [Prompt(token_ids=tuple(r["prompt"]), id=str(i)) for i, r in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=length)
-    output = decode(model("float32"), decoder, prompts, sampling, max_batch_size=batch_size)
-    for reference, row in zip(runs, output.rows, strict=True):
+    canvases = Canvases()
+    output = decode(model("float32"), decoder, prompts, sampling, max_batch_size=batch_size, callbacks=[canvases])
+    for i, (reference, row) in enumerate(zip(runs, output.rows, strict=True)):
+        assert canvases.tokens[i] == reference["output"]
         assert row.token_ids == cut(reference["output"])
         assert row.num_forwards == reference["num_forwards"]
         assert row.forward_shapes[0][0] == (2 if "cfg_scale" in options else 1)
@@ -102,17 +71,90 @@ def test_text_and_forwards_are_the_reference_ones(setting: int, batch_size: int)
 def test_a_plain_loop_gives_the_same(length: int, steps: int, block: int, shift: int) -> None:
     decoder = LLaDA(steps=steps, block_length=block, shifted=bool(shift))
     for prompt, row in zip(PROMPTS, run(decoder, length), strict=True):
-        assert row.token_ids == cut(plain_llada(prompt, length, steps, block, shift))
+        assert row.token_ids == cut(llada(prompt, length, steps, block, shift=shift))
+        assert row.num_forwards == steps
+
+
+@pytest.mark.parametrize(
+    "options", [{"eos": "forbid"}, {"eos": "zero"}, {"guidance": 0.7}, {"guidance": 2.0, "eos": "zero"}]
+)
+def test_a_plain_loop_with_guidance_and_ends_gives_the_same(options: dict[str, Any]) -> None:
+    decoder = LLaDA(
+        steps=8,
+        block_length=12,
+        guidance_scale=options.get("guidance", 0.0),
+        forbid_eos=options.get("eos") == "forbid",
+        eos_confidence_zero=options.get("eos") == "zero",
+    )
+    for prompt, row in zip(PROMPTS[:3], run(decoder, 48, PROMPTS[:3]), strict=True):
+        assert row.token_ids == cut(llada(prompt, 48, 8, 12, **options))
+
+
+@pytest.mark.parametrize("order", ["maskgit_plus", "topk_margin", "entropy"])
+@pytest.mark.parametrize(("length", "steps"), [(12, 12), (16, 5), (6, 11)])
+def test_a_plain_loop_of_dreams_gives_the_same(order: str, length: int, steps: int) -> None:
+    rows = run(LLaDA(steps=steps, order=order, shifted=True), length)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert row.token_ids == cut(dream(prompt, length, steps, order))
         assert row.num_forwards == steps
 
 
 def test_a_prompt_may_contain_the_mask_id() -> None:
     prompt = (3, 2, 4, 2)
-    (row,) = run(LLaDA(steps=6), 6, [prompt])
-    assert row.token_ids == cut(plain_llada(prompt, 6, 6, 6))
+    for guidance in (0.0, 1.0):
+        (row,) = run(LLaDA(steps=6, guidance_scale=guidance), 6, [prompt])
+        assert row.token_ids == cut(llada(prompt, 6, 6, 6, guidance=guidance))
 
 
-@pytest.mark.parametrize("order", ["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"])
+def test_ties_go_to_the_lower_place() -> None:
+    assert most_certain([0.5, 0.9, 0.5, 0.9, 0.5], 4) == [1, 3, 0, 2]
+
+
+@given(num_masks=st.integers(1, 200), num_steps=st.integers(1, 300))
+def test_quotas_sum_to_the_block_and_differ_by_one_at_most(num_masks: int, num_steps: int) -> None:
+    quotas = [step_quota(num_masks, num_steps, step) for step in range(num_steps)]
+    assert sum(quotas) == num_masks
+    assert quotas == sorted(quotas, reverse=True)
+    assert quotas[0] - quotas[-1] <= 1
+
+
+@pytest.mark.parametrize("order", ["low_confidence", "random"])
+def test_each_step_uncovers_its_quota_of_its_block(order: str) -> None:
+    row, *_ = run(LLaDA(steps=6, block_length=5, order=order), 10, PROMPTS[:1], trace=True)
+    start = len(PROMPTS[0])
+    assert [len(entry.accepted) for entry in row.trace] == [2, 2, 1] * 2
+    assert sorted(place for entry in row.trace[:3] for place in entry.accepted) == [*range(start, start + 5)]
+    (single,) = run(LLaDA(order=order), 9, PROMPTS[:1], trace=True)
+    assert [len(entry.accepted) for entry in single.trace] == [1] * 9
+    (trailing,) = run(LLaDA(steps=6, order=order), 4, PROMPTS[:1], trace=True)
+    assert [len(entry.accepted) for entry in trailing.trace] == [1, 1, 1, 1, 0, 0]
+
+
+def many(decoder: LLaDA, length: int, num: int) -> list[RowOutput]:
+    """Decode one prompt under many names, whose chances are independent."""
+    prompts = [Prompt(token_ids=PROMPTS[0], id=str(i)) for i in range(num)]
+    return decode(model(), decoder, prompts, SamplingParams(max_new_tokens=length), max_batch_size=100, trace=True).rows
+
+
+def test_a_random_order_prefers_no_place() -> None:
+    firsts = Counter(row.trace[0].accepted[0] for row in many(LLaDA(order="random", steps=4), 4, 400))
+    assert all(firsts[len(PROMPTS[0]) + place] == pytest.approx(100, abs=30) for place in range(4))
+
+
+def test_an_order_with_temperature_draws_places_by_the_softmax_of_their_certainty() -> None:
+    temperature = 0.25
+    values, _ = forward(fed(PROMPTS[0], [None] * 4))
+    values[:, [0, 2]] = -torch.inf
+    values[:, 19:] = -torch.inf
+    chances = (values[len(PROMPTS[0]) :].softmax(-1).amax(-1) / temperature).softmax(-1)
+    rows = many(LLaDA(order="maskgit_plus", order_temperature=temperature, steps=2), 4, 400)
+    assert all(len(row.trace[0].accepted) == 1 for row in rows)
+    firsts = Counter(row.trace[0].accepted[0] for row in rows)
+    for place, chance in enumerate(chances.tolist()):
+        assert firsts[len(PROMPTS[0]) + place] / 400 == pytest.approx(chance, abs=0.075)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_do_not_depend_on_the_batch(order: str, temperature: float) -> None:
     decoder = LLaDA(steps=8, order=order)
@@ -123,36 +165,21 @@ def test_rows_do_not_depend_on_the_batch(order: str, temperature: float) -> None
     assert {r.finish_reason for r in alone} <= {"eos", "length"}
 
 
-def test_entropy_and_margin_follow_their_definitions() -> None:
-    """With one step fewer than tokens, only the two surest places are shared out; follow the first step by hand."""
-    prompt = PROMPTS[0]
-    values, allowed = logits([*prompt, *[2] * 4])
-    probabilities = allowed[len(prompt) :].softmax(-1)
-    top = probabilities.topk(2).values
-    scores = {
-        "maskgit_plus": top[:, 0],
-        "topk_margin": top[:, 0] - top[:, 1],
-        "entropy": (probabilities * (probabilities + 1e-10).log()).sum(-1),
-    }
-    del values
-    for order, score in scores.items():
-        decoder = LLaDA(steps=2, order=order, eps=1e-3)
-        output = decode(
-            model(), decoder, [Prompt(token_ids=prompt, id="0")], SamplingParams(max_new_tokens=4), trace=True
-        )
-        first = output.rows[0].trace[0].accepted
-        assert len(first) == int(4 * (1 - (1 + 1e-3) / 2))  # 1 - s/t with s half way to eps
-        assert first == [len(prompt) + int(score.argmax())]
-
-
 def test_origin_uncovers_linearly_in_time() -> None:
-    decoder = LLaDA(steps=10, order="origin")
-    prompts = [Prompt(token_ids=PROMPTS[0], id=str(i)) for i in range(40)]
-    rows = decode(model(), decoder, prompts, SamplingParams(max_new_tokens=20), max_batch_size=40, trace=True).rows
+    rows = many(LLaDA(steps=10, order="origin"), 20, 40)
     for step in (2, 5, 8):
         done = sum(len(r.accepted) for row in rows for r in row.trace[:step]) / (40 * 20)
         assert done == pytest.approx(step / 10, abs=0.06)
     assert all(sum(len(r.accepted) for r in row.trace) == 20 for row in rows)
+
+
+def test_a_shifted_model_is_read_one_position_earlier() -> None:
+    prompt = PROMPTS[0]
+    (row,) = run(LLaDA(steps=1, shifted=True), 6, [prompt], trace=True)
+    values, _ = forward(fed(prompt, [None] * 6))
+    first = len(prompt)
+    assert row.trace[0].positions == [*range(first, first + 6)]
+    assert row.trace[0].tokens == [draw(values[place - 1]) for place in range(first, first + 6)]
 
 
 def test_options_about_the_end_of_sequence() -> None:
@@ -167,13 +194,11 @@ def test_options_about_the_end_of_sequence() -> None:
 
 
 def test_an_end_of_sequence_without_confidence_comes_last() -> None:
-    prompts = [Prompt(token_ids=PROMPTS[0], id="0")]
-    decoder, sampling = LLaDA(eos_confidence_zero=True), SamplingParams(max_new_tokens=64)
-    rounds = decode(model(), decoder, prompts, sampling, trace=True).rows[0].trace
-    for entry in rounds:
+    (row,) = run(LLaDA(eos_confidence_zero=True), 64, PROMPTS[:1], trace=True)
+    for entry in row.trace:
         drawn = dict(zip(entry.positions, entry.tokens, strict=True))
         certainty = dict(zip(entry.positions, entry.probabilities, strict=True))
-        assert all(certainty[p] == 0.0 for p, token in drawn.items() if token == 1)
+        assert all(certainty[p] == 0.0 for p, token in drawn.items() if token == EOS)
         (accepted,) = entry.accepted
         assert certainty[accepted] == max(certainty.values())
 
@@ -194,9 +219,22 @@ def test_no_guidance_is_weight_zero() -> None:
         ({"order": "entropy", "block_length": 4}, 16, "block_length: expected null with order 'entropy'"),
         ({"order_temperature": 0.5}, 16, "order_temperature: expected 0"),
         ({"guidance_scale": -1.0}, 16, "guidance_scale"),
+        ({"guidance_scale": float("inf")}, 16, "guidance_scale"),
+        ({"order": "confidence"}, 16, "order: expected one of low_confidence, random"),
+        ({"order": "entropy", "eos_confidence_zero": True}, 16, "eos_confidence_zero: expected false with order"),
         ({"eps": 1.0}, 16, "eps"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(LLaDA(**options), length)
+
+
+def test_models_trained_otherwise_are_refused() -> None:
+    masked, shifted = (ModelTraits(attention="bidirectional", predictions=(p,)) for p in ("mask", "mask_shifted"))
+    assert not LLaDA().requirements().mismatches(masked)
+    assert not LLaDA(shifted=True).requirements().mismatches(shifted)
+    assert "predictions mask," in LLaDA().requirements().mismatches(shifted)[0]
+    assert "predictions mask_shifted," in LLaDA(shifted=True).requirements().mismatches(masked)[0]
+    with pytest.raises(ModelMismatchError, match="attends bidirectionally, the model was trained causal"):
+        decode(tiny_backbone(), LLaDA(), [Prompt(token_ids=(3,), id="0")], SamplingParams(max_new_tokens=2))

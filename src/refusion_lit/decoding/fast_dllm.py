@@ -16,6 +16,7 @@ from refusion_lit.decoding.base import (
     RowState,
     Steps,
     require,
+    require_choice,
     require_positive,
 )
 from refusion_lit.decoding.llada import canvas_branch, masked_canvas, most_certain, step_quota
@@ -45,10 +46,12 @@ class FastDLLM(Decoder):
 
     Attributes:
         block_length: Tokens a block; the last one may be shorter.
-        threshold: Masks of at least this confidence are uncovered, in [0, 1], and always the most certain one.
+        threshold: Masks of at least this confidence are uncovered, and always the most certain one. At least 0;
+            above 1 one token a forward, which 1 does not promise, as rounding makes confidences of 1.
         factor: Instead of a threshold: uncover the n most certain while (j + 1)(1 - c_j) <= factor for each of
             them; at least one.
-        steps: With neither: forwards over the whole response, shared out equally; ``None``: one a token.
+        steps: With neither: forwards over the whole response, the same number for each block; a block needs no more
+            than it has tokens. ``None``: one a token.
         cache: ``none``; ``prefix`` (what lies before the block is kept, block and rest are computed anew); ``dual``
             (only the block is computed anew).
         stop_at_eos: Stop as soon as everything up to an end of sequence is final.
@@ -68,6 +71,7 @@ class FastDLLM(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
+        require_choice("cache", self.cache, ("none", "prefix", "dual"))
         require_positive("block_length", self.block_length)
         if self.threshold is not None:
             require(self.threshold >= 0, "threshold", "a number of at least 0", self.threshold, "use 0.9, say")
@@ -86,11 +90,17 @@ class FastDLLM(Decoder):
         return self.requires
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse fewer steps than blocks."""
-        num_blocks = -(-sampling.max_new_tokens // self.block_length)
-        if self.steps is not None:
-            require(self.steps >= num_blocks, "steps", f"at least one for each of the {num_blocks} blocks", self.steps,
-                    "use more steps or longer blocks")  # fmt: skip
+        """Refuse steps that cannot be shared out among the blocks."""
+        if self.steps is None:
+            return
+        length = sampling.max_new_tokens
+        num_blocks = -(-length // self.block_length)
+        require(self.steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", self.steps,
+                "change steps or block_length")  # fmt: skip
+        two = self._first_is_alone and min(self.block_length, length) > 1
+        require(not two or self.steps >= 2 * num_blocks, "steps",
+                f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
+                "first token", self.steps, "use more steps")  # fmt: skip
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
         """Make a canvas of ``max_new_tokens`` masks."""
@@ -103,16 +113,20 @@ class FastDLLM(Decoder):
             is_masked=canvas.is_masked,
         )
 
+    @property
+    def _first_is_alone(self) -> bool:
+        """Whether a block's first forward uncovers its first token alone, as later ones lack its predictor."""
+        return self.shifted and self.cache != "none"
+
     def step(self, state: FastDLLMState) -> Steps:  # type: ignore[override]
         """One forward; the certain masks of the block are uncovered."""
         stop = min(state.block_start + self.block_length, len(state.tokens))
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
-        refreshes = state.round_in_block == 0
-        lone_first = self.shifted and self.cache != "none" and refreshes
+        lone_first = self._first_is_alone and state.round_in_block == 0
         if lone_first:
             places = places[:1]
         readings = yield Forward(
-            phase="refresh" if refreshes else "denoise",
+            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
             branches=(self._branch(state, places, stop),),
             draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=int(self.shifted)),
             cached=self.cache != "none",
@@ -154,8 +168,8 @@ class FastDLLM(Decoder):
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        length = len(state.tokens)
-        num_blocks = -(-length // self.block_length)
         size = stop - state.block_start
+        num_blocks = -(-len(state.tokens) // self.block_length)
         num_steps = size if self.steps is None else min(self.steps // num_blocks, size)
-        return ranked[: max(step_quota(size, num_steps, state.round_in_block), 1)]
+        done = int(self._first_is_alone)  # one token and one step, outside the quota
+        return ranked[: step_quota(size - done, num_steps - done, state.round_in_block - done)]

@@ -18,6 +18,7 @@ from refusion_lit.decoding.base import (
     RowState,
     Steps,
     require,
+    require_choice,
     require_positive,
 )
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading
@@ -26,6 +27,7 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
+_ORDERS = ("low_confidence", "random", *_DREAM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +47,10 @@ class LLaDA(Decoder):
         eps: End of Dream's schedule, in (0, 1).
         guidance_scale: Weight w of classifier-free guidance, l_u + (w + 1)(l_c - l_u), where the unconditional
             branch sees the prompt masked; 0 for none. A call then holds both branches.
-        forbid_eos: Never draw an end of sequence.
-        eos_confidence_zero: An end of sequence may be drawn, but its confidence is 0, and the others' are
-            renormalised without it (what the released option does at temperature 0).
+        forbid_eos: Never draw an end of sequence; it is left out of the confidence's softmax too.
+        eos_confidence_zero: With ``low_confidence``: an end of sequence may be drawn, but its confidence is 0, and
+            the others' are renormalised without it. Left over, it is uncovered all the same. (The released option
+            does so at temperature 0; above 0 it acts on the end of turn alone, which is not followed.)
         stop_at_eos: Stop as soon as everything up to an end of sequence is final, instead of running all steps.
         shifted: The model predicts a mask at the position before it (Dream).
     """
@@ -67,6 +70,7 @@ class LLaDA(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
+        require_choice("order", self.order, _ORDERS)
         if self.steps is not None:
             require_positive("steps", self.steps)
         if self.block_length is not None:
@@ -78,8 +82,11 @@ class LLaDA(Decoder):
         require(self.order_temperature == 0 or self.order in _STATISTIC, "order_temperature",
                 f"0 with order {self.order!r}", self.order_temperature, "set it to 0")  # fmt: skip
         require(0 < self.eps < 1, "eps", "a number in (0, 1)", self.eps, "use the default 0.001")
-        require(self.guidance_scale >= 0, "guidance_scale", "a number of at least 0", self.guidance_scale,
-                "set it to 0 for none")  # fmt: skip
+        require(0 <= self.guidance_scale < math.inf, "guidance_scale", "a finite number of at least 0",
+                self.guidance_scale, "set it to 0 for none")  # fmt: skip
+        require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
+                f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
+                "leave it out, or choose order 'low_confidence'")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: shifted predictions if asked for."""
@@ -140,7 +147,7 @@ class LLaDA(Decoder):
             shift=int(self.shifted),
             forbidden=eos if self.forbid_eos else (),
             guidance=self.guidance_scale or None,
-            confidence_forbidden=eos if self.eos_confidence_zero else (),
+            confidence_forbidden=eos if self.eos_confidence_zero or self.forbid_eos else (),
             statistics=() if statistic is None else (statistic,),
         )
 

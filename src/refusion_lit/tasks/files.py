@@ -192,7 +192,7 @@ def _named_errors(dataset: str | None) -> Iterator[None]:
 
 def _hub() -> Any:  # noqa: ANN401 - a module
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise ValueError("task.dataset: needs the package datasets; install refusion-lit[data].") from error
     return datasets
