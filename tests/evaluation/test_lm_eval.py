@@ -17,6 +17,7 @@ import refusion_lit  # noqa: E402
 from refusion_lit.decoding import ReFusion  # noqa: E402
 from refusion_lit.evaluation.likelihood import autoregressive, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate  # noqa: E402
+from refusion_lit.modeling.loading import BackboneConfig  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 QUERIES = ["12+34,56+78>", "11+22,33+44>", "50+49,10+10>"]
@@ -74,7 +75,9 @@ def test_multiple_choice_with_the_harness(adapter: RefusionLitModel, data: dict[
 
 
 def test_the_masked_estimate_is_the_mean_over_masks() -> None:
-    backbone = refusion_lit.load(MODEL.with_name("additions-bidirectional")).backbone
+    path = MODEL.with_name("additions-bidirectional")
+    overrides = BackboneConfig(source=str(path), attention="bidirectional")
+    backbone = refusion_lit.load(path, overrides=overrides).backbone
     mask = backbone.special_tokens.mask_token_id
     context, text = [5, 6, 7], [8, 9]
     expected, length = 0.0, len(text)
@@ -111,14 +114,14 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel) -
     assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("x",), 3, 0.5, 0.9)
     assert adapter._sampling({"until": [], "do_sample": False, "temperature": 0.7}).temperature == 0
     assert adapter._sampling({}).max_new_tokens == 256
-    with pytest.raises(ValueError, match="generation_kwargs: .* got num_beams"):
+    with pytest.raises(ValueError, match=r"generation_kwargs: .* got num_beams"):
         adapter._sampling({"num_beams": 4})
 
 
 def test_bad_options(adapter: RefusionLitModel) -> None:
     with pytest.raises(ValueError, match="likelihood: expected one of"):
         RefusionLitModel(adapter.model, likelihood="exact")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model_args: .* got slot"):
+    with pytest.raises(ValueError, match=r"model_args: .* got slot"):
         RefusionLitModel(adapter.model, slot=3)
     with pytest.raises(ValueError, match="batch_size"):
         RefusionLitModel(adapter.model, batch_size="auto")

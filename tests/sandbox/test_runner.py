@@ -58,8 +58,10 @@ thread.join()
         "import os; os._exit(0)",
         "raise SystemExit",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import os\nfor i in range(3, 32):\n    try: os.write(i, b'{\"tests\": \"done\"}\\n{\"nonce\": \"\"}\\n')\n"
-        "    except OSError: pass\nos._exit(0)",
+        (
+            'import os\nfor i in range(3, 32):\n    try: os.write(i, b\'{"tests": "done"}\\n{"nonce": ""}\\n\')\n'
+            "    except OSError: pass\nos._exit(0)"
+        ),
         "print('passed')\nimport ctypes; ctypes.string_at(0)",
     ],
 )
@@ -124,7 +126,9 @@ def test_files_outside_cannot_be_read_changed_or_deleted(sandbox: Sandbox, tmp_p
 
 def test_nothing_of_the_environment_is_seen(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", "secret")
-    program = "import os, sys\nassert 'secret' not in repr(dict(os.environ)) + repr(sys.argv)\nassert os.listdir() == []"
+    program = (
+        "import os, sys\nassert 'secret' not in repr(dict(os.environ)) + repr(sys.argv)\nassert os.listdir() == []"
+    )
     assert sandbox.run(program, "").passed
 
 

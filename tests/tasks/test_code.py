@@ -89,7 +89,13 @@ def test_humaneval(tmp_path: Path) -> None:
         "```python\ndef quarter(x):\n    return math.fabs(half(x) / 2)\n```",
         "def quarter(x):\n    return x / 4",
     ]
-    wrong = ["    return x", "", "    pass\n", "def quarter(x):\n    import os\n    os._exit(0)", "    raise SystemExit"]
+    wrong = [
+        "    return x",
+        "",
+        "    pass\n",
+        "def quarter(x):\n    import os\n    os._exit(0)",
+        "    raise SystemExit",
+    ]
     assert [task.score(example, text) for text in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
 
 
@@ -145,7 +151,7 @@ def test_bad_options_and_files(tmp_path: Path) -> None:
     path = _file(tmp_path / "x.jsonl", MBPP, MBPP)
     with pytest.raises(ValueError, match=r"x\.jsonl:2: expected each problem once, got MBPP/11 again"):
         Mbpp(files=path).examples("test")
-    with pytest.raises(ValueError, match="either files or a hub data set in task.dataset, got neither"):
+    with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got neither"):
         Mbpp()
     with pytest.raises(ValueError, match="got both"):
         Mbpp(files=path, dataset="some/data")

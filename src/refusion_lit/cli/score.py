@@ -24,8 +24,8 @@ def build_parser() -> OneLineParser:
     """Return the parser of ``score``."""
     parser = OneLineParser(prog="refusion-lit score", description="Score a predictions file.")
     parser.add_argument("predictions", type=str, help="JSON lines that test, predict or generate wrote")
-    parser.add_argument("--task", type=Task, required=True, sub_configs=True,
-                        help="class of the task, or a YAML file, with the options that the predictions were made with")  # fmt: skip
+    task = "class of the task, or a YAML file, with the options that the predictions were made with"
+    parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
     parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="where from")
     scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=scored)
@@ -127,9 +127,7 @@ def summarise(
     return figures
 
 
-def _check_ids(
-    lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path, *, repeated: bool
-) -> None:
+def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path, *, repeated: bool) -> None:
     unknown = [line["id"] for line in lines if line["id"] not in examples]
     if unknown:
         raise ValueError(

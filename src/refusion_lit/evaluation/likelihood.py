@@ -60,10 +60,14 @@ def monte_carlo_masked(
     masked = torch.zeros(num_draws, start + length, dtype=torch.bool)
     masked[:, start:] = ranks < counts[:, None]
     causal = backbone.traits.attention == "causal"
-    shifted = "mask_shifted" in (backbone.traits.predictions or ()) and "mask" not in (backbone.traits.predictions or ())
+    shifted = "mask_shifted" in (backbone.traits.predictions or ()) and "mask" not in (
+        backbone.traits.predictions or ()
+    )
     total, greedy = 0.0, True
     for rows in masked.split(batch_size):
-        places = torch.argsort(rows.int(), dim=-1, stable=True) if causal else torch.arange(len(clean)).expand(len(rows), -1)
+        places = (
+            torch.argsort(rows.int(), dim=-1, stable=True) if causal else torch.arange(len(clean)).expand(len(rows), -1)
+        )
         hidden_at = rows.gather(1, places)
         ids = clean[places].masked_fill(hidden_at, mask_token_id).to(backbone.device)
         positions = places.to(backbone.device)

@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 _NO_NEW_PRIVILEGES, _SET_SECCOMP = 38, 22
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
@@ -45,15 +45,16 @@ _CLONE, _CLONE3, _PRLIMIT = 56, 435, 302
 
 def main() -> None:
     """Give up rights, receive the program, run it, answer."""
-    control = socket.socket(fileno=int(sys.argv[1])).makefile("rwb", buffering=0)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    lines = control.makefile("rb")
     options = json.loads(sys.argv[3])
     limit(options["limits"])
     _say(control, layers=confine(sys.argv[2], options["readable"], options["layers"]))
-    job = json.loads(control.readline())
+    job = json.loads(lines.readline())
     error = run(job["program"], job["tests"])
     if error is None:
         _say(control, tests="done")
-        control.write(control.readline())
+        control.sendall(lines.readline())
     else:
         _say(control, error=error)
     os._exit(0)
@@ -67,7 +68,7 @@ def run(program: str, tests: str) -> str | None:
     for part, source in (("program", program), ("tests", tests)):
         try:
             exec(compile(source, f"<{part}>", "exec"), module.__dict__)
-        except BaseException as error:  # noqa: BLE001 - SystemExit too
+        except BaseException as error:
             return f"{part}: {type(error).__name__}: {error}"[:500]
     return None
 
@@ -166,8 +167,8 @@ def _seccomp(libc: Any) -> bool:  # noqa: ANN401
     return libc.prctl(_SET_SECCOMP, 2, header, 0, 0) == 0
 
 
-def _say(control: IO[bytes], **message: object) -> None:
-    control.write(json.dumps(message).encode() + b"\n")
+def _say(control: socket.socket, **message: object) -> None:
+    control.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

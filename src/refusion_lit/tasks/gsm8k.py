@@ -10,7 +10,9 @@ from typing import Literal
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.types import Example
 
-_NUMBER = re.compile(r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<below>\d+))?")
+_NUMBER = re.compile(
+    r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<below>\d+))?"
+)
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
 _LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
@@ -18,10 +20,10 @@ _LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8k(InstructionFiles):
-    """Questions with worked answers that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
+    r"""Questions with worked answers that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
 
     A response is right if its number is the reference's. Its number is the one behind the last ``####`` or in the last
-    ``\\boxed{...}``, whichever comes later; commas, signs, currency, decimals, units and a trailing period make no
+    ``\boxed{...}``, whichever comes later; commas, signs, currency, decimals, units and a trailing period make no
     difference. A response with neither is wrong, also if it names the number somewhere. For files and splits see
     :class:`InstructionFiles`; for the hub: ``dataset: openai/gsm8k`` with ``dataset_name: main``.
     """

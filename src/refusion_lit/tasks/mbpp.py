@@ -41,7 +41,7 @@ class Mbpp(CodeTask):
             raise ValueError(f"{row.where}: expected a list of assertions in field 'test_list', got {tests!r:.80}.")
         text, code, setup = [_lines(text_field(row, name)) for name in ("text", "code", "test_setup_code")]
         query = self.template.replace("{text}", text).replace("{tests}", "\n".join(tests))
-        split = next((split for numbers, split in _SPLITS if number in numbers), "train")
+        split: Split = next((name for numbers, name in _SPLITS if number in numbers), "train")
         example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
         return split, example
 
