@@ -135,3 +135,20 @@ def test_chat_template(adapter: RefusionLitModel) -> None:
     assert adapter.apply_chat_template([{"role": "user", "content": "12+34"}]) == "12+34>"
     assert adapter.chat_template(True) == tokenizer.chat_template
     assert adapter._encode("12+34>") == tokenizer("12+34>", add_special_tokens=False)["input_ids"]
+
+
+def test_the_command_writes_scores_and_throughput(data: dict[str, object], tmp_path: Path) -> None:
+    import yaml
+
+    from refusion_lit.cli import main
+
+    task = {**data, "task": "local_sums", "doc_to_target": "{{a}}", "output_type": "generate_until",
+            "metric_list": [{"metric": "exact_match"}],
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 24}}  # fmt: skip
+    (tmp_path / "local_sums.yaml").write_text(yaml.safe_dump(task))
+    output = tmp_path / "out.json"
+    arguments = ["evaluate", f"--ckpt_path={MODEL}", '--tasks=["local_sums"]', f"--include_path={tmp_path}"]
+    assert main([*arguments, "--decoder.slot_size=4", f"--output={output}", "--limit=2"]) == 0
+    found = json.loads(output.read_text())
+    assert 0 <= found["results"]["local_sums"]["exact_match,none"] <= 1
+    assert found["throughput"]["num_prompts"] == 2

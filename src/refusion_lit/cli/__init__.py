@@ -17,6 +17,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   predict    write predictions as JSON lines
   generate   answer prompts from a checkpoint, a directory or a hub id
   score      score a predictions file again       refusion-lit score predictions.jsonl --task Gsm8k --task.test FILE
+  evaluate   run tasks of the lm-evaluation-harness
   export     turn a checkpoint into a Hugging Face directory
   init       copy the example configs into a directory
 
@@ -24,7 +25,7 @@ usage: refusion-lit COMMAND [OPTIONS]
 """
 
 _OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init",
-        "score": "refusion_lit.cli.score"}  # fmt: skip
+        "score": "refusion_lit.cli.score", "evaluate": "refusion_lit.cli.evaluate"}  # fmt: skip
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
 

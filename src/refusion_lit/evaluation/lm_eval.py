@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import lm_eval
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from refusion_lit.api import TextModel, load
@@ -23,7 +23,6 @@ Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
 
-@register_model("refusion_lit")
 class RefusionLitModel(LM):
     """Answers the harness's requests.
 
@@ -154,14 +153,13 @@ class RefusionLitModel(LM):
         }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        known = normalize_gen_kwargs(dict(options), default_max_gen_toks=self.max_gen_toks)
-        strange = known.keys() - _OPTIONS
+        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=self.max_gen_toks))
+        strange = values.keys() - _OPTIONS
         if strange:
             raise ValueError(
                 f"generation_kwargs: expected {', '.join(sorted(_OPTIONS))}, got {', '.join(sorted(strange))}; "
                 "remove what no decoder here can honour."
             )
-        values: Mapping[str, Any] = known
         return SamplingParams(
             max_new_tokens=values["max_gen_toks"],
             temperature=values.get("temperature", 0.0),
@@ -196,6 +194,9 @@ class RefusionLitModel(LM):
         )
 
 
+register_model("refusion_lit")(RefusionLitModel)
+
+
 def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401
     """Run harness tasks and put the throughput figures beside the scores.
 
@@ -207,7 +208,7 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
     Returns:
         The harness's results with a further entry ``throughput`` (see :meth:`RefusionLitModel.throughput`).
     """
-    results = lm_eval.simple_evaluate(model=model, tasks=list(tasks), **options)
+    results = simple_evaluate(model=model, tasks=list(tasks), **options)
     assert results is not None
     likelihoods = {"likelihood": model.likelihood, "num_draws": model.num_draws}
     return {**results, "throughput": model.throughput(), "refusion_lit": likelihoods}

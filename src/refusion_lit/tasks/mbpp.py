@@ -9,8 +9,6 @@ from refusion_lit.tasks.code import CodeTask, code_of
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
 
-_SPLITS: tuple[tuple[range, Split], ...] = ((range(11, 511), "test"), (range(511, 601), "validation"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mbpp(CodeTask):
@@ -41,7 +39,7 @@ class Mbpp(CodeTask):
             raise ValueError(f"{row.where}: expected a list of assertions in field 'test_list', got {tests!r:.80}.")
         text, code, setup = [_lines(text_field(row, name)) for name in ("text", "code", "test_setup_code")]
         query = self.template.replace("{text}", text).replace("{tests}", "\n".join(tests))
-        split: Split = next((name for numbers, name in _SPLITS if number in numbers), "train")
+        split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
         example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
         return split, example
 
