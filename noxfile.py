@@ -65,3 +65,10 @@ def bench(session: nox.Session) -> None:
     install(session, ".")
     for script in sorted(Path("benchmarks").glob("*.py")):
         session.run("python", str(script), *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
+    install(session, "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})

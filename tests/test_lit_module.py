@@ -115,6 +115,12 @@ def test_impossible_decoder_settings_are_refused_at_once() -> None:
         _parts(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
 
 
+@pytest.mark.parametrize("name", ["threshold_0.9", "a/b", ""])
+def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="decoders: expected names of letters"):
+        _parts(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
+
+
 def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +98,8 @@ class SlotDiffusionModule(L.LightningModule):
         self._open_files = ExitStack()
         self._tokens_since, self._since = 0, 0.0
         self.results: dict[str, dict[str, float]] = {}
-        for decoder in self.decoders.values():
+        for name, decoder in self.decoders.items():
+            check_decoder_name(name)
             decoder.check(sampling)
 
     # --- model -----------------------------------------------------------------------------------------------
@@ -351,6 +353,16 @@ class SlotDiffusionModule(L.LightningModule):
 
 def _options(decoder: Decoder) -> Mapping[str, Any]:
     return asdict(decoder)  # type: ignore[call-overload] - decoders are dataclasses
+
+
+def check_decoder_name(name: str) -> None:
+    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
+
+    Raises:
+        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
