@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.analysis import dependency_curve
 from refusion_lit.cli.environment import environment
-from refusion_lit.data.encoding import encode_prompt, encode_response
+from refusion_lit.data.encoding import encode_example
+from refusion_lit.types import Example
 
 HERE = Path(__file__).parent
 
@@ -31,14 +33,11 @@ def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tupl
     """Return the first encoded validation examples of a task, or the first lines of a file."""
     if source.endswith(".jsonl"):
         lines = [json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines()[:count]]
-        pairs = [(line["query"], line["response"]) for line in lines]
+        examples = [Example(id=str(i), query=x["query"], response=x["response"]) for i, x in enumerate(lines)]
     else:
-        examples = getattr(tasks, source)(num_validation=count).examples("validation")
-        pairs = [(examples[i].query, examples[i].response) for i in range(count)]
-    return [
-        (encode_prompt(model.tokenizer, query, model.prompt_template), encode_response(model.tokenizer, response))
-        for query, response in pairs
-    ]
+        validation = getattr(tasks, source)(num_validation=count).examples("validation")
+        examples = [validation[i] for i in range(count)]
+    return [encode_example(model.tokenizer, example, model.prompt_template) for example in examples]
 
 
 def main() -> None:
@@ -59,7 +58,8 @@ def main() -> None:
         )
         curves[name] = {**curve.__dict__, "task": task}
         print(name, [f"{d}: {kl:.3f}" for d, kl in zip(curve.distances, curve.kl, strict=True)])
-    result = {"num_samples": args.num_samples, "num_targets": 4, "seed": 0, "curves": curves, "environment": environment(0)}
+    result = {"num_samples": args.num_samples, "num_targets": 4, "seed": 0, "curves": curves}
+    result["environment"] = environment(0, sys.argv)
     (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot(curves)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of
+from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, prompt_template_of
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
 
@@ -137,7 +137,8 @@ def load_model(
         tokenizer = PretrainedTokenizer(
             source=str(source), revision=revision, trust_remote_code=trust_remote_code
         ).build(None)
-        return options.build(tokenizer).eval(), tokenizer, "{query}"
+        backbone = options.build(tokenizer).eval()
+        return backbone, tokenizer, prompt_template_of(backbone)
     checkpoint = read_checkpoint(source)
     bundle = Bundle.from_checkpoint(checkpoint, source)
     tokenizer = tokenizer_from_files(bundle.tokenizer_files)

@@ -20,6 +20,7 @@ disable_progress_bar()  # a bar for every load would be printed between a progra
 
 AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
 _NEW_MASK = "mask_token_is_new"
+_TEMPLATE = "prompt_template"
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -208,8 +209,14 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int | N
         setattr(tokenizer, _NEW_MASK, True)
 
 
-def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
-    """Write a Hugging Face directory: safetensors, config with ``mask_token_id`` and traits, tokenizer.
+def save_directory(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    *,
+    prompt_template: str = "{query}",
+) -> None:
+    """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the weights first.
 
@@ -225,9 +232,14 @@ def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direc
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
-    model.config.refusion_lit = backbone.traits.to_dict()
+    model.config.refusion_lit = {**backbone.traits.to_dict(), _TEMPLATE: prompt_template}
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def prompt_template_of(backbone: Backbone) -> str:
+    """Return how a query becomes a prompt, as the directory that a backbone was loaded from says."""
+    return (getattr(backbone.config, "refusion_lit", None) or {}).get(_TEMPLATE, "{query}")
 
 
 def _mean_initialise(model: PreTrainedModel, start: int, stop: int) -> None:
