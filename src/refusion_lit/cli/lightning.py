@@ -38,11 +38,14 @@ _EXPECTED = (
 class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory."""
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note the run's directory on all processes: asking for it waits for all of them."""
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Write ``environment.json`` beside the config."""
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        seed = self.config.get("seed_everything")
-        write_environment(directory, seed)
+        """Write ``environment.json`` beside the config; called on the first process alone."""
+        write_environment(self._directory, self.config.get("seed_everything"))
 
 
 class RefusionCLI(LightningCLI):
