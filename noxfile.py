@@ -68,6 +68,18 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def reproduce(session: nox.Session) -> None:
+    """Run an experiment anew and compare with its committed result: `nox -s reproduce -- NAME`."""
+    if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():
+        known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
+        session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")
+    install(session, ".", "matplotlib")
+    folder = Path("experiments") / session.posargs[0]
+    output = Path("runs") / "reproduce" / folder.name
+    session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
     install(session, "mkdocs-material", "mkdocstrings[python]")
