@@ -3,7 +3,8 @@
 usage: python experiments/reproduce.py EXPERIMENT OUTPUT
 
 EXPERIMENT holds ``reproduce.yaml``: ``commands`` (run from the repository's root; ``{output}`` is replaced), ``result``
-(the file that they write into OUTPUT, and that is committed in EXPERIMENT) and ``compare`` (see compare.py).
+(the committed file of EXPERIMENT), ``fresh`` (its counterpart below OUTPUT, by default of the same name) and
+``compare`` (see compare.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main(folder: Path, output: Path) -> int:
         sys.stdout.write(f"$ {shlex.join(command)}\n")
         sys.stdout.flush()
         subprocess.run(command, check=True)
-    return compare(str(folder / recipe["result"]), str(output / recipe["result"]), str(folder / "reproduce.yaml"))
+    return compare(str(folder / recipe["result"]), str(output / recipe.get("fresh", recipe["result"])), str(folder / "reproduce.yaml"))
 
 
 if __name__ == "__main__":
