@@ -25,11 +25,15 @@ class DecodingMetrics(Metric):
     * ``paper_tokens_per_forward``: mean over rounds of committed tokens a forward, which the released program
       prints. For comparison with published figures only.
 
+    Several processes give what one process gives over all prompts, however they share them, except that each leaves
+    out its own warm-up; ``seconds`` are those of all processes added up, so ``tokens_per_second`` is a process's.
+
     Args:
-        warm_up: Batches whose time is left out.
+        warm_up: Batches whose time is left out, on each process.
     """
 
     full_state_update = False
+    update_called = True  # a process without prompts adds nothing, which is no reason for torchmetrics to warn
     totals: Tensor
     timed: Tensor
     latencies: Tensor
