@@ -39,7 +39,9 @@ def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
         )
         for i in range(draw.randint(1, 9))
     ]
-    output = DecodingOutput(rows=rows, num_calls=draw.randint(5, 20), num_positions=99, seconds=draw.randint(64, 640) / 64)
+    output = DecodingOutput(
+        rows=rows, num_calls=draw.randint(5, 20), num_positions=99, seconds=draw.randint(64, 640) / 64
+    )
     loss = LossOutput(
         sums=torch.tensor([draw.randint(0, 99) / 8, draw.randint(0, 99) / 8]),
         counts=torch.tensor([float(draw.randint(0, 9)), float(draw.randint(1, 9))]),

@@ -32,17 +32,21 @@ _EXPECTED = (
     "The .* does not have many workers",
     "The number of training batches",
     "Trying to infer the `batch_size`",
+    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
 
 
 class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory."""
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Ask for the directory on all processes, as the first one tells it to the others."""
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
         """Write ``environment.json`` beside the config."""
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        seed = self.config.get("seed_everything")
-        write_environment(directory, seed)
+        write_environment(self._directory, self.config.get("seed_everything"))
 
 
 class RefusionCLI(LightningCLI):
