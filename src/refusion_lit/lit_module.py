@@ -6,15 +6,15 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
-from refusion_lit.predictions import prediction, write_line
+from refusion_lit.predictions import PredictionsFile, prediction
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
@@ -54,6 +54,7 @@ class SlotDiffusionModule(L.LightningModule):
         record_forwards: Add ``forward_shapes`` to predictions.
         num_logged_samples: Decoded validation samples logged as text after each validation.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        resume: Let ``test`` and ``predict`` go on behind the predictions of an interrupted run in the same directory.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SlotDiffusionModule(L.LightningModule):
         record_forwards: bool = False,
         num_logged_samples: int = 4,
         prompt_template: str = "{query}",
+        resume: bool = False,
     ) -> None:
         super().__init__()
         self.backbone_config = backbone
@@ -90,12 +92,12 @@ class SlotDiffusionModule(L.LightningModule):
         self.record_forwards = record_forwards
         self.num_logged_samples = num_logged_samples
         self.prompt_template = prompt_template
+        self.resume = resume
         self.backbone: Backbone | None = None
         self._traits_from_checkpoint = False
         self.validation_means: TermMeans | None = None
         self.test_metrics = nn.ModuleDict()
-        self._files: dict[str, TextIO] = {}
-        self._open_files = ExitStack()
+        self._files: dict[str, PredictionsFile] = {}
         self._tokens_since, self._since = 0, 0.0
         self.results: dict[str, dict[str, float]] = {}
         for name, decoder in self.decoders.items():
@@ -194,6 +196,8 @@ class SlotDiffusionModule(L.LightningModule):
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss at fixed mask ratios, the same in every run."""
+        if not batch.ids:  # there are fewer samples than processes
+            return
         strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
         ratio = (strata.double() + 0.5) / _NUM_STRATA
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
@@ -204,14 +208,23 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation losses and a few decoded samples."""
+        if self.trainer.world_size > 1:
+            self._know_the_terms()
         if self.validation_means is None:
             return
         means = self.validation_means.compute()
         self.validation_means = None  # made anew each time: tensors of inference mode cannot be updated outside it
         self.log("val/loss", means.pop("total").float(), prog_bar=True)
         self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero:
+        if not self.trainer.sanity_checking and self.trainer.is_global_zero and _is_whole(self.trainer.strategy):
             self._log_samples()
+
+    def _know_the_terms(self) -> None:
+        """Let a process without validation samples take part in the sums over processes; the first one has some."""
+        means = self.validation_means
+        terms = self.trainer.strategy.broadcast(means and (means.names, means.coefficients))
+        if means is None and terms is not None:
+            self.validation_means = TermMeans(*terms).to(self.device)
 
     def _log_samples(self) -> None:
         module = getattr(self.trainer, "datamodule", None)
@@ -238,19 +251,25 @@ class SlotDiffusionModule(L.LightningModule):
             name: check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
             for name, decoder in self.decoders.items()
         }
+        self._open({f"predictions_{name}": name for name in self.decoders})
         self.test_metrics = nn.ModuleDict({name: DecodingMetrics() for name in self.decoders}).to(self.device)
-        self._open(f"predictions_{name}" for name in self.decoders)
+        for name, metrics in self.test_metrics.items():
+            assert isinstance(metrics, DecodingMetrics)
+            metrics.restore(self._files[f"predictions_{name}"].state or {})
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
         for name, decoder in self.decoders.items():
-            output = self._decode(decoder, batch)
-            lines = self._predictions(batch, output)
+            file = self._files[f"predictions_{name}"]
+            left = _left(batch, file.done)
+            if not left.prompts:
+                continue
+            output = self._decode(decoder, left)
+            lines = self._predictions(left, output)
             metrics = self.test_metrics[name]
             assert isinstance(metrics, DecodingMetrics)
             metrics.update(output, [line["score"] or 0.0 for line in lines])
-            for line in lines:
-                write_line(self._files[f"predictions_{name}"], line)
+            file.write(lines, metrics.snapshot())
 
     def on_test_epoch_end(self) -> None:
         """Print the table of decoders and write the results."""
@@ -260,26 +279,31 @@ class SlotDiffusionModule(L.LightningModule):
             self.results[name] = metrics.compute()
             for figure, value in self.results[name].items():
                 self.log(f"test/{name}/{figure}", float(value))
-        self._open_files.close()
+        self._merge()
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.max_batch_size, marked={n for n, why in self.mismatches.items() if why})
             self._write_results()
+        self._forget()
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
         check_model(self.model, next(iter(self.decoders.values())), allow_mismatch=self.allow_mismatch)
-        self._open(["predictions"])
+        self._open({"predictions": next(iter(self.decoders))})
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, write and return its predictions."""
-        lines = self._predictions(batch, self._decode(next(iter(self.decoders.values())), batch))
-        for line in lines:
-            write_line(self._files["predictions"], line)
+        file = self._files["predictions"]
+        left = _left(batch, file.done)
+        if not left.prompts:
+            return []
+        lines = self._predictions(left, self._decode(next(iter(self.decoders.values())), left))
+        file.write(lines)
         return lines
 
     def on_predict_end(self) -> None:
         """Close the predictions file."""
-        self._open_files.close()
+        self._merge()
+        self._forget()
 
     def _decode(self, decoder: Decoder, batch: PromptBatch) -> DecodingOutput:
         training = self.model.training
@@ -323,15 +347,37 @@ class SlotDiffusionModule(L.LightningModule):
             )
         return lines
 
-    def _open(self, names: Iterable[str]) -> None:
-        directory = self.output_directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._open_files = ExitStack()
-        suffix = "" if self.trainer.world_size == 1 else f"_rank{self.trainer.global_rank}"
-        self._files = {
-            name: self._open_files.enter_context((directory / f"{name}{suffix}.jsonl").open("w", encoding="utf-8"))
-            for name in names
+    def _open(self, names: Mapping[str, str]) -> None:
+        """Open predictions files, each for a decoder by its name."""
+        self._directory = self.output_directory  # known to all processes only when all ask for it
+        shared = {
+            "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),
+            "sampling": asdict(self.sampling),
+            "record_forwards": self.record_forwards,
         }
+        self._files = {
+            file: PredictionsFile(
+                self._directory,
+                file,
+                {**shared, "decoder": _described(self.decoders[name])},
+                rank=self.trainer.global_rank,
+                num_ranks=self.trainer.world_size,
+                resume=self.resume,
+            )
+            for file, name in names.items()
+        }
+
+    def _merge(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self.trainer.strategy.barrier("predictions")
+        if self.trainer.is_global_zero:
+            for file in self._files.values():
+                file.merge()
+
+    def _forget(self) -> None:
+        for file in self._files.values():
+            file.forget()
 
     @property
     def output_directory(self) -> Path:
@@ -339,7 +385,7 @@ class SlotDiffusionModule(L.LightningModule):
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
     def _write_results(self) -> None:
-        options = {n: {"class": type(d).__name__, **_options(d)} for n, d in self.decoders.items()}
+        options = {name: _described(decoder) for name, decoder in self.decoders.items()}
         results = {
             "sampling": asdict(self.sampling),
             "max_batch_size": self.max_batch_size,
@@ -347,12 +393,23 @@ class SlotDiffusionModule(L.LightningModule):
             "results": self.results,
             "mismatches": self.mismatches,
         }
-        path = self.output_directory / "results.json"
+        path = self._directory / "results.json"
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _options(decoder: Decoder) -> Mapping[str, Any]:
-    return asdict(decoder)  # type: ignore[call-overload] - decoders are dataclasses
+def _described(decoder: Decoder) -> Mapping[str, Any]:
+    return {"class": type(decoder).__name__, **asdict(decoder)}  # type: ignore[call-overload] - a dataclass
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    """Whether one process can run the model without the others, for its weights are not sharded."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+
+
+def _left(batch: PromptBatch, done: Set[str]) -> PromptBatch:
+    """Return a batch without the prompts that are done."""
+    kept = [i for i, prompt in enumerate(batch.prompts) if prompt.id not in done]
+    return replace(batch, prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])
 
 
 def check_decoder_name(name: str) -> None:

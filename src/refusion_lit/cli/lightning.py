@@ -32,6 +32,7 @@ _EXPECTED = (
     "The .* does not have many workers",
     "The number of training batches",
     "Trying to infer the `batch_size`",
+    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
 
 

@@ -33,14 +33,14 @@ class EncodedPrompt:
 
 
 def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> ResponseBatch:
-    """Pad examples on the right to the longest of them."""
-    width = max(len(sample) for sample in samples)
+    """Pad examples on the right to the longest of them; none give an empty batch."""
+    width = max((len(sample) for sample in samples), default=0)
     rows = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
     return ResponseBatch(
-        input_ids=torch.tensor(rows),
-        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples]),
-        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples]),
-        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples]),
+        input_ids=torch.tensor(rows, dtype=torch.long).reshape(len(rows), width),
+        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long),
+        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
+        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
         ids=[sample.id for sample in samples],
     )
 

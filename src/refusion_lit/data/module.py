@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import tokenizers
@@ -22,6 +22,7 @@ from refusion_lit.data.collate import (
     collate_responses,
 )
 from refusion_lit.data.encoding import encode_example, encode_prompt
+from refusion_lit.data.evaluation import EvaluationBatches
 from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader
 from refusion_lit.data.store import EncodedStore, encode_all, store_key
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
@@ -59,13 +60,13 @@ class _Lazy(Dataset[EncodedExample]):
         return len(example.query) + len(example.response)
 
 
-class _Batches(Dataset[ResponseBatch]):
+class _Batches(Dataset[Any]):
     """Batches by the indices of their samples."""
 
-    def __init__(self, samples: _Lazy | EncodedStore, collate: Callable[[list[EncodedExample]], ResponseBatch]) -> None:
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - two kinds
         self._samples, self._collate = samples, collate
 
-    def __getitem__(self, index: list[int]) -> ResponseBatch:
+    def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
         return self._collate([self._samples[i] for i in index])
 
 
@@ -174,22 +175,14 @@ class InstructionDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return validation batches, for the loss."""
-        return DataLoader(
-            self._encoded("validation"),
-            batch_size=self.eval_batch_size,
-            num_workers=self.num_workers,
-            collate_fn=self._collate,
-        )
+        return self._in_order(self._encoded("validation"), self._collate)
 
     def test_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
         examples = self.task.examples("test")
         if self.max_eval_prompts is not None:
             examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
-        data = _Prompts(examples, self.built_tokenizer, self.prompt_template)
-        return DataLoader(
-            data, batch_size=self.eval_batch_size, num_workers=self.num_workers, collate_fn=collate_prompts
-        )
+        return self._in_order(_Prompts(examples, self.built_tokenizer, self.prompt_template), collate_prompts)
 
     def predict_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
@@ -200,6 +193,20 @@ class InstructionDataModule(L.LightningDataModule):
         examples = self.task.examples("validation")
         prompts = _Prompts(examples, self.built_tokenizer, self.prompt_template)
         return collate_prompts([prompts[i] for i in range(min(count, len(prompts)))])
+
+    def _in_order(self, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+        """Return batches of all samples in order; processes share them without repeating any."""
+        num_ranks = self.trainer.world_size if self.trainer is not None else 1
+        if num_ranks == 1 or getattr(self.trainer, "overfit_batches", 0):
+            return DataLoader(data, batch_size=self.eval_batch_size, num_workers=self.num_workers, collate_fn=collate)
+        assert self.trainer is not None
+        share = EvaluationBatches(
+            len(data),  # type: ignore[arg-type] - all of ours have a length
+            self.eval_batch_size,
+            rank=self.trainer.global_rank,
+            num_ranks=num_ranks,
+        )
+        return DataLoader(_Batches(data, collate), sampler=share, batch_size=None, num_workers=self.num_workers)
 
     @property
     def _collate(self) -> partial[ResponseBatch]:
