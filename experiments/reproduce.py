@@ -27,7 +27,11 @@ def main(folder: Path, output: Path) -> int:
         sys.stdout.write(f"$ {shlex.join(command)}\n")
         sys.stdout.flush()
         subprocess.run(command, check=True)
-    return compare(str(folder / recipe["result"]), str(output / recipe.get("fresh", recipe["result"])), str(folder / "reproduce.yaml"))
+    return compare(
+        str(folder / recipe["result"]),
+        str(output / recipe.get("fresh", recipe["result"])),
+        str(folder / "reproduce.yaml"),
+    )
 
 
 if __name__ == "__main__":

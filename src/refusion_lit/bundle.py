@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, prompt_template_of
+from refusion_lit.sharded import is_sharded_checkpoint, load_sharded, read_rest
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
 
@@ -85,11 +86,13 @@ def describe(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_temp
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Load a checkpoint file without running anything in it.
+    """Load a checkpoint without running anything in it; of a sharded one, everything but its tensors.
 
     Raises:
         ValueError: If the file is missing, truncated or not a checkpoint.
     """
+    if is_sharded_checkpoint(path):
+        return read_rest(path)
     if not Path(path).is_file():
         raise ValueError(f"ckpt_path: expected a checkpoint file, got {path}, which does not exist. Check the path.")
     try:
@@ -102,8 +105,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def is_checkpoint_file(source: str | Path) -> bool:
-    """Whether a source is a Lightning checkpoint file rather than a directory or a hub id."""
-    return str(source).endswith(".ckpt") or Path(source).is_file()
+    """Whether a source is a Lightning checkpoint rather than a Hugging Face directory or a hub id."""
+    return str(source).endswith(".ckpt") or Path(source).is_file() or is_sharded_checkpoint(source)
 
 
 def load_model(
@@ -145,6 +148,9 @@ def load_model(
     config = replace(bundle.backbone_config(), dtype=options.dtype, attn_implementation=options.attn_implementation)
     backbone = config.build(tokenizer)
     backbone.traits = bundle.traits
+    if is_sharded_checkpoint(source):
+        load_sharded(source, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
+        return backbone.eval(), tokenizer, bundle.prompt_template
     weights = {
         name.removeprefix(_WEIGHTS_PREFIX): value
         for name, value in checkpoint["state_dict"].items()

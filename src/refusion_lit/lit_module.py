@@ -25,6 +25,7 @@ from refusion_lit.decoding.engine import check_model
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.sharding import gather, shard
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.predictions import PredictionsFile, prediction
@@ -113,6 +114,9 @@ class SlotDiffusionModule(L.LightningModule):
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
         self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
+        if self.device_mesh is not None:  # the strategy shards
+            mixed = self.trainer.precision == "bf16-mixed"
+            shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
 
     @property
     def model(self) -> Backbone:
@@ -251,6 +255,7 @@ class SlotDiffusionModule(L.LightningModule):
             name: check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
             for name, decoder in self.decoders.items()
         }
+        gather(self.model)
         self._open({f"predictions_{name}": name for name in self.decoders})
         self.test_metrics = nn.ModuleDict({name: DecodingMetrics() for name in self.decoders}).to(self.device)
         for name, metrics in self.test_metrics.items():
@@ -288,6 +293,7 @@ class SlotDiffusionModule(L.LightningModule):
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
         check_model(self.model, next(iter(self.decoders.values())), allow_mismatch=self.allow_mismatch)
+        gather(self.model)
         self._open({"predictions": next(iter(self.decoders))})
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002

@@ -19,6 +19,7 @@ from refusion_lit.cli.environment import write_environment
 from refusion_lit.cli.parser import OneLineLightningParser
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.sharded import is_sharded_checkpoint
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "run", "tasks"]  # imported so that short class names resolve
 
@@ -95,6 +96,7 @@ class RefusionCLI(LightningCLI):
     def _use_source(self, config: Namespace, source: str) -> None:
         """Let a checkpoint decide what model it is; everything else stays with config and command line."""
         if is_checkpoint_file(source):
+            _check_sharding(config, source)
             bundle = Bundle.from_checkpoint(read_checkpoint(source), source)
             config.data.tokenizer = Namespace(
                 class_path="refusion_lit.data.tokenizers.StoredTokenizer",
@@ -112,6 +114,16 @@ class RefusionCLI(LightningCLI):
         config.model.backbone.source = source
         config.model.backbone.config = {}
         config.ckpt_path = None
+
+
+def _check_sharding(config: Namespace, source: str) -> None:
+    """Refuse a sharded checkpoint where the strategy cannot read one."""
+    strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
+    if is_sharded_checkpoint(source) and not strategy.endswith("ModelParallelStrategy"):
+        raise ValueError(
+            f"ckpt_path: {source} is a sharded checkpoint, which the strategy {strategy} cannot read. Turn it into a "
+            "directory with `refusion-lit export`, or test with the strategy ModelParallelStrategy."
+        )
 
 
 def _next_version(folder: Path) -> str:
