@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -138,8 +139,13 @@ def _next_version(folder: Path) -> str:
     return version
 
 
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in str(record.msg)
+
+
 def run(args: list[str]) -> int:
     """Run a subcommand of the Trainer."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
     for pattern in _EXPECTED:
