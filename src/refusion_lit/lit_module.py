@@ -24,7 +24,7 @@ from refusion_lit.decoding.engine import check_model
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.predictions import PredictionsFile, prediction
 from refusion_lit.reports.tables import decoder_table
@@ -140,6 +140,11 @@ class SlotDiffusionModule(L.LightningModule):
         """Note what the weights will be trained for."""
         self.model.traits = self.objective.traits
         self.model.train()
+
+    def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Key what a model draws for itself, as dropout does, to the batch: a resumed run draws the same."""
+        key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
+        torch.manual_seed(key & (1 << 63) - 1)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
         """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
