@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel, cut_at_stop
-from refusion_lit.bundle import BUNDLE_KEY, Bundle, describe
+from refusion_lit.api import TextModel, check_context, cut_at_stop
+from refusion_lit.bundle import BUNDLE_KEY, Bundle, check_weights, describe
 from refusion_lit.decoding import Decoder, DecodingOutput, ReFusion, decode
 from refusion_lit.decoding.engine import check_model
 from refusion_lit.metrics import DecodingMetrics, TermMeans
@@ -130,9 +130,14 @@ class SlotDiffusionModule(L.LightningModule):
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what the stored weights were trained for."""
+        """Take over what the stored weights were trained for; refuse those of another model."""
         if BUNDLE_KEY in checkpoint:
-            self.model.traits = Bundle.from_checkpoint(checkpoint, "checkpoint").traits
+            bundle = Bundle.from_checkpoint(checkpoint, "the checkpoint")
+            if self.tokenizer is not None:
+                bundle.check_tokenizer(self.tokenizer)
+            self.model.traits = bundle.traits
+        if self._trainer is None or _is_whole(self._trainer.strategy):
+            check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -351,7 +356,9 @@ class SlotDiffusionModule(L.LightningModule):
         return lines
 
     def _open(self, names: Mapping[str, str]) -> None:
-        """Open predictions files, each for a decoder by its name."""
+        """Open predictions files, each for a decoder by its name, when all prompts fit the model."""
+        data = getattr(self.trainer, "datamodule", None)
+        check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
         self._directory = self.output_directory  # known to all processes only when all ask for it
         shared = {
             "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),

@@ -63,6 +63,27 @@ def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
             write_line(file, values)
 
 
+def finished_ids(path: str | Path) -> set[str]:
+    """Return the ids in a predictions file, if it is there, and cut off a last line that was not finished.
+
+    Raises:
+        ValueError: If it is no predictions file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        return set()
+    whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
+    try:
+        ids = {str(json.loads(line)["id"]) for line in whole.split("\n") if line}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"output: expected a predictions file to go on with, got {path}; choose another one."
+        ) from error
+    if torn:
+        os.truncate(file, len(f"{whole}\n".encode()) if whole else 0)
+    return ids
+
+
 class PredictionsFile:
     """One process's share of a predictions file, which remembers after every batch what an interrupted run has done.
 
