@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -75,15 +77,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class SaveOnSignal(L.Callback):
     """Ends training behind the step in which a signal comes, with a checkpoint from which it goes on exactly.
 
-    SIGTERM and SIGINT (Ctrl-C) do so, and SIGUSR1 under SLURM without Lightning's requeueing; a second signal ends the
-    process at once. A signal in a validation takes effect behind the step after it. The ``SystemExit`` then has an
-    exit code as shells give it for the signal, and a ``message``.
+    SIGTERM and SIGINT (Ctrl-C) do so, and under SLURM the signal that announces pre-emption (SIGUSR1), after which the
+    job is queued again where Lightning would have done so. Lightning's own handler saves in the middle of a step, and
+    into the working directory, where the next job of any run would go on from it. A second signal ends the process at
+    once. A signal in a validation takes effect behind the step after it. The ``SystemExit`` then has an exit code as
+    shells give it for the signal, and a ``message``.
     """
 
     def __init__(self) -> None:
         self._signum = 0
         self._message = ""
         self._before: dict[int, Any] = {}
+        self._requeues: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Listen, in place of Lightning's own handlers."""
@@ -91,8 +96,11 @@ class SaveOnSignal(L.Callback):
         if threading.current_thread() is not threading.main_thread():
             return
         signals = [signal.SIGTERM, signal.SIGINT]
-        if "SLURM_JOB_ID" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-            signals.append(signal.SIGUSR1)
+        environment = trainer._accelerator_connector.cluster_environment
+        self._requeues = None
+        if isinstance(environment, SLURMEnvironment):
+            signals.append(environment.requeue_signal or signal.SIGUSR1)
+            self._requeues = signals[-1] if environment.auto_requeue else None
         self._before = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -118,6 +126,8 @@ class SaveOnSignal(L.Callback):
                 f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}, "
                 "go on with --ckpt_path last"
             )
+            if self._signum == self._requeues and trainer.is_global_zero:
+                self._message += f"; {_requeue()}"
             trainer._signal_connector.received_sigterm = True  # ends the loop when this step is logged
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -130,6 +140,18 @@ class SaveOnSignal(L.Callback):
         if isinstance(exception, SIGTERMException) and self._message:
             exception.code = 128 + self._signum
             exception.message = self._message  # type: ignore[attr-defined]
+
+
+def _requeue() -> str:
+    """Queue this SLURM job again; says what became of it."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"scontrol could not queue job {job} again ({error})"
+    return f"job {job} is queued again"
 
 
 def newest_checkpoint(folders: list[Path]) -> Path | None:

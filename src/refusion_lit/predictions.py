@@ -163,7 +163,7 @@ class PredictionsFile:
         self._progress.unlink(missing_ok=True)
 
     def _take_up(self) -> None:
-        if not self._progress.is_file():
+        if not (self._progress.is_file() and self.path.is_file()):
             if self._whole.is_file():
                 raise ValueError(
                     f"resume: expected an unfinished run in {self._whole.parent}, got a finished {self._whole.name}; "

@@ -17,7 +17,7 @@ import torch
 from refusion_lit.cli import main
 from robustness.conftest import finished, start
 
-NUM_STEPS = 40
+NUM_STEPS = 24
 
 
 def _losses(run: Path) -> dict[int, str]:
@@ -132,6 +132,30 @@ def test_a_signal_saves_and_ends_and_training_goes_on(
     (run / "v").rename(run / "version_0")
     _assert_like_unbroken(run, unbroken)
     assert len(_losses(run)) == NUM_STEPS
+
+
+def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path: Path, fit_args: list[str]) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+
+    def enter_job() -> None:
+        job = {"JOB_ID": "7", "JOB_NAME": "x", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+        os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
+        os.environ["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
+        os.chdir(tmp_path)
+
+    process = start([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v"], tmp_path / "log", enter_job)
+    run = tmp_path / "quickstart" / "v"
+    while process.is_alive() and not (run / "metrics.csv").is_file():
+        time.sleep(0.005)
+    os.kill(process.pid or 0, signal.SIGUSR1)
+    assert finished(process) == 128 + signal.SIGUSR1
+    assert "job 7 is queued again" in (tmp_path / "log").read_text()
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert 0 < _state(run / "checkpoints" / "last.ckpt")["global_step"] < NUM_STEPS
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before(tmp_path: Path, fit_args: list[str]) -> None:

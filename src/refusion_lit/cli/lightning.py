@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
@@ -94,6 +95,8 @@ class RefusionCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand == "test":
             config.verbose = False  # our table says it, and more
+        if self.subcommand:
+            config.weights_only = True  # our checkpoints need no more
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if config.get("ckpt_path") == "last":
@@ -195,6 +198,10 @@ def run(args: list[str]) -> int:
     except SIGTERMException as stopped:
         message = getattr(stopped, "message", f"stopped by SIGTERM; {_HOW_TO_GO_ON}")
         return _fail(message, int(stopped.code or 143))
+    except RuntimeError as error:
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        return _fail("another process of this run has ended; its own error says why", 1)
     except SystemExit as stopped:
         if not isinstance(stopped.__context__, KeyboardInterrupt):
             raise
@@ -202,7 +209,8 @@ def run(args: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"refusion-lit: error: {message}\n")
+    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason
+        sys.stderr.write(f"refusion-lit: error: {message}\n")
     return code
 
 

@@ -20,7 +20,7 @@ class TermMeans(Metric):
     """
 
     full_state_update = False
-    update_called = True  # a process without samples adds nothing, which is no reason for torchmetrics to warn
+    update_called = True  # type: ignore[assignment] - a process without samples adds nothing, which is no reason for torchmetrics to warn
     sums: Tensor
     counts: Tensor
 

@@ -34,7 +34,7 @@ class DecodingMetrics(Metric):
     """
 
     full_state_update = False
-    update_called = True  # a process without prompts adds nothing, which is no reason for torchmetrics to warn
+    update_called = True  # type: ignore[assignment] - a process without prompts adds nothing, which is no reason for torchmetrics to warn
     totals: Tensor
     timed: Tensor
     latencies: Tensor

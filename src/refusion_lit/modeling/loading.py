@@ -156,7 +156,7 @@ class BackboneConfig:
     def _pretrained(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
         assert self.source is not None
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.source,
                 config=config,
                 revision=self.revision,
@@ -171,6 +171,7 @@ class BackboneConfig:
                 f"backbone.source: the weights of {self.source!r} cannot be loaded ({reason_of(error)}). They may be "
                 "truncated or of another architecture than config.json says; fetch them again."
             ) from error
+        model, report = loaded
         missing = sorted(report["missing_keys"])
         if missing:  # transformers would leave them random
             raise ValueError(
