@@ -92,6 +92,10 @@ class SaveOnSignal(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Listen, in place of Lightning's own handlers."""
+        for callback in trainer.checkpoint_callbacks:
+            # Resumed, it would save the same step once more, behind its first micro-batch and without the gradients.
+            if isinstance(callback, ModelCheckpoint) and trainer.global_step:
+                callback._last_global_step_saved = trainer.global_step
         self._signum, self._message = 0, ""
         if threading.current_thread() is not threading.main_thread():
             return
