@@ -119,6 +119,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file is missing, truncated or not a checkpoint.
     """
+    if Path(path).is_dir():
+        raise ValueError(
+            f"ckpt_path: expected a checkpoint file, got the directory {path}; a Hugging Face directory to start from "
+            "goes into model.backbone.source."
+        )
     if not Path(path).is_file():
         raise ValueError(f"ckpt_path: expected a checkpoint file, got {path}, which does not exist. Check the path.")
     try:

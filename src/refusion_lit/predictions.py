@@ -129,16 +129,26 @@ class PredictionsFile:
         self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
 
     def write(self, lines: Iterable[dict[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
-        """Write a batch's predictions, then that they are done."""
-        for values in lines:
-            write_line(self._file, values)
-            self.done.add(str(values["id"]))
-            self._num_lines += 1
-        self.state = state
+        """Write a batch's predictions, then that they are done.
+
+        Raises:
+            ValueError: If they cannot be written (no space); the batches before stay done.
+        """
         unfinished = self._progress.with_suffix(".unfinished")
-        progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
-        unfinished.write_text(json.dumps(progress), encoding="utf-8")
-        os.replace(unfinished, self._progress)
+        try:
+            for values in lines:
+                write_line(self._file, values)
+                self.done.add(str(values["id"]))
+                self._num_lines += 1
+            self.state = state
+            progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
+            unfinished.write_text(json.dumps(progress), encoding="utf-8")
+            os.replace(unfinished, self._progress)
+        except OSError as error:
+            raise ValueError(
+                f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then go on with "
+                "--model.resume true and the run's --run_version; the batches before this one are kept."
+            ) from error
 
     def close(self) -> None:
         """Close the file; what is done stays known."""

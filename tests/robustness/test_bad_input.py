@@ -154,6 +154,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
+    "going on from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
     "a truncated checkpoint": lambda p: p.bytes_of_checkpoint(lambda data: data[: len(data) // 2]),
     "a checkpoint of zeros": lambda p: p.bytes_of_checkpoint(lambda data: bytes(len(data))),
     "a checkpoint of another program": lambda p: p.changed_checkpoint(lambda values: values.pop("refusion_lit")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.predictions import PredictionsFile
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
 
@@ -98,6 +100,30 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     assert len(ids) == len(set(ids)) == NUM_PROMPTS
     assert main([*args, "--model.resume=true"]) == 2
     assert "there is nothing left to do" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:
+    def fill_up() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        write, count = PredictionsFile.write, 0
+
+        def limited(self: PredictionsFile, lines: Any, state: Any = None) -> None:
+            nonlocal count
+            count += 1
+            if count == 4:
+                size = self.path.stat().st_size + 100  # the next line does not fit
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            write(self, lines, state)
+
+        PredictionsFile.write = limited
+
+    args = _args("test", tmp_path, "v")
+    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    said = (tmp_path / "log").read_text()
+    assert said.count("refusion-lit: error:") == 1
+    assert "cannot be written (File too large)" in said
+    assert main([*args, "--model.resume=true"]) == 0
+    assert _figures(tmp_path / "r" / "v") == _figures(unbroken)
 
 
 def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
