@@ -18,15 +18,15 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel, cut_at_stop
-from refusion_lit.bundle import BUNDLE_KEY, Bundle, describe
+from refusion_lit.api import TextModel, check_context, cut_at_stop
+from refusion_lit.bundle import BUNDLE_KEY, Bundle, check_weights, describe
 from refusion_lit.decoding import Decoder, DecodingOutput, ReFusion, decode
 from refusion_lit.decoding.engine import check_model
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.sharding import gather, shard
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.predictions import PredictionsFile, prediction
 from refusion_lit.reports.tables import decoder_table
@@ -136,9 +136,14 @@ class SlotDiffusionModule(L.LightningModule):
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what the stored weights were trained for."""
+        """Take over what the stored weights were trained for; refuse those of another model."""
         if BUNDLE_KEY in checkpoint:
-            self.model.traits = Bundle.from_checkpoint(checkpoint, "checkpoint").traits
+            bundle = Bundle.from_checkpoint(checkpoint, "the checkpoint")
+            if self.tokenizer is not None:
+                bundle.check_tokenizer(self.tokenizer)
+            self.model.traits = bundle.traits
+        if self._trainer is None or _is_whole(self._trainer.strategy):
+            check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -146,6 +151,11 @@ class SlotDiffusionModule(L.LightningModule):
         """Note what the weights will be trained for."""
         self.model.traits = self.objective.traits
         self.model.train()
+
+    def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Key what a model draws for itself, as dropout does, to the batch: a resumed run draws the same."""
+        key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
+        torch.manual_seed(key & (1 << 63) - 1)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
         """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
@@ -354,7 +364,9 @@ class SlotDiffusionModule(L.LightningModule):
         return lines
 
     def _open(self, names: Mapping[str, str]) -> None:
-        """Open predictions files, each for a decoder by its name."""
+        """Open predictions files, each for a decoder by its name, when all prompts fit the model."""
+        data = getattr(self.trainer, "datamodule", None)
+        check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
         self._directory = self.output_directory  # known to all processes only when all ask for it
         shared = {
             "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),

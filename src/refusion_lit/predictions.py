@@ -63,6 +63,27 @@ def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
             write_line(file, values)
 
 
+def finished_ids(path: str | Path) -> set[str]:
+    """Return the ids in a predictions file, if it is there, and cut off a last line that was not finished.
+
+    Raises:
+        ValueError: If it is no predictions file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        return set()
+    whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
+    try:
+        ids = {str(json.loads(line)["id"]) for line in whole.split("\n") if line}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"output: expected a predictions file to go on with, got {path}; choose another one."
+        ) from error
+    if torn:
+        os.truncate(file, len(f"{whole}\n".encode()) if whole else 0)
+    return ids
+
+
 class PredictionsFile:
     """One process's share of a predictions file, which remembers after every batch what an interrupted run has done.
 
@@ -108,16 +129,26 @@ class PredictionsFile:
         self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
 
     def write(self, lines: Iterable[dict[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
-        """Write a batch's predictions, then that they are done."""
-        for values in lines:
-            write_line(self._file, values)
-            self.done.add(str(values["id"]))
-            self._num_lines += 1
-        self.state = state
+        """Write a batch's predictions, then that they are done.
+
+        Raises:
+            ValueError: If they cannot be written (no space); the batches before stay done.
+        """
         unfinished = self._progress.with_suffix(".unfinished")
-        progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
-        unfinished.write_text(json.dumps(progress), encoding="utf-8")
-        os.replace(unfinished, self._progress)
+        try:
+            for values in lines:
+                write_line(self._file, values)
+                self.done.add(str(values["id"]))
+                self._num_lines += 1
+            self.state = state
+            progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
+            unfinished.write_text(json.dumps(progress), encoding="utf-8")
+            os.replace(unfinished, self._progress)
+        except OSError as error:
+            raise ValueError(
+                f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then go on with "
+                "--model.resume true and the run's --run_version; the batches before this one are kept."
+            ) from error
 
     def close(self) -> None:
         """Close the file; what is done stays known."""
@@ -142,7 +173,7 @@ class PredictionsFile:
         self._progress.unlink(missing_ok=True)
 
     def _take_up(self) -> None:
-        if not self._progress.is_file():
+        if not (self._progress.is_file() and self.path.is_file()):
             if self._whole.is_file():
                 raise ValueError(
                     f"resume: expected an unfinished run in {self._whole.parent}, got a finished {self._whole.name}; "

@@ -45,7 +45,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        return _fail(str(error))
+        from refusion_lit.cli.parser import shorten
+
+        return _fail(shorten(" ".join(str(error).split())))
     except OSError as error:
         return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:

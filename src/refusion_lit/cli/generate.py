@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowOutput, RowState
+from refusion_lit.predictions import finished_ids
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--attention", type=Literal["causal", "bidirectional", "block_causal"] | None, default=None,
                         help="attention pattern of a directory that does not name its own")  # fmt: skip
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
+    parser.add_argument("--resume", type=bool, default=False, help="skip the prompts whose ids are in --output")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
     parser.add_argument("--allow_mismatch", type=bool, default=False, help="only warn where the model does not fit")
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
@@ -69,7 +71,13 @@ def run(args: list[str]) -> int:
     for request in requests:
         if not request.prompt:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
-    _generate(options, requests)
+    if options.resume:
+        if options.output is None:
+            raise ValueError("resume: expected --output, whose answers are not made again; give it.")
+        done = finished_ids(options.output)
+        requests = [request for request in requests if request.id not in done]
+    if requests:
+        _generate(options, requests)
     return 0
 
 
@@ -88,8 +96,6 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
         stop=tuple(options.stop),
     )
     options.decoder.check(sampling)
-    if options.trust_remote_code:
-        sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
     overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
     model = load(
         options.ckpt_path,
@@ -100,7 +106,8 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
         overrides=overrides,
     )
     interactive = options.prompts is None and options.output is None
-    output = Path(options.output).open("w", encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
+    mode = "a" if options.resume else "w"
+    output = Path(options.output).open(mode, encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
 
     class _Writer(GenerationCallback):
         def on_finished(self, index: int, output_row: RowOutput) -> None:
@@ -173,7 +180,7 @@ def _read(source: str) -> Iterator[_Request]:
     else:
         path = Path(source)
         if not path.is_file():
-            raise ValueError(f"prompts: expected a file, got {source}, which does not exist.")
+            raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ _CLASS = re.compile(
     r"(?P<name>[\w.]+)"
 )
 _UNION = re.compile(
-    r"(?P<key>[\w.]+): Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
+    r"(?P<key>[\w.]+: )?Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
 )
 
 
@@ -35,7 +35,7 @@ class _OneLineErrors:
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing pages of usage."""
         text = " ".join(str(message).split())
-        raise UsageError(f"{_shorten(text)}{self._hint(text)}") from ex
+        raise UsageError(f"{shorten(text)}{self._hint(text)}") from ex
 
     def _hint(self, text: str) -> str:
         if "did you mean" in text:
@@ -91,10 +91,10 @@ def _class_names() -> list[str]:
     return sorted({cls.__name__ for cls in _component_classes()})
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     """Drop the parser's own prologue and what follows the essential sentence."""
     text = re.sub(r"^Parser key \"([^\"]+)\": ", r"\1: ", text)
     union = _UNION.match(text)
     if union:
-        text = f"{union['key']}: {union['first']}"
+        text = f"{union['key'] or ''}{union['first']}"
     return text if len(text) <= 700 else f"{text[:700]} ..."

@@ -179,10 +179,18 @@ class InstructionDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
+        return self._in_order(self._test_prompts(), collate_prompts)
+
+    def prompt_lengths(self) -> dict[str, int]:
+        """Return the number of tokens of each prompt of the test split by its example's id."""
+        prompts = self._test_prompts()
+        return {(prompt := prompts[i]).example.id: len(prompt.prompt_ids) for i in range(len(prompts))}
+
+    def _test_prompts(self) -> _Prompts:
         examples = self.task.examples("test")
         if self.max_eval_prompts is not None:
             examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
-        return self._in_order(_Prompts(examples, self.built_tokenizer, self.prompt_template), collate_prompts)
+        return _Prompts(examples, self.built_tokenizer, self.prompt_template)
 
     def predict_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
