@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.lit_module import parameter_groups
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.objectives import Autoregressive, Hybrid
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Objective
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
@@ -129,3 +130,29 @@ def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
     text = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
     assert text.count("(reference `") == 2
     assert data.task.examples("validation")[0].query in text
+
+
+@pytest.mark.parametrize("objective", [Hybrid(slot_sizes=(4,)), BlockMasked(block_size=4)])
+def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Objective) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def counted(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
+        module, data = _parts()
+        module.objective = objective
+        widths: list[int] = []
+        module.configure_model()
+        module.model.register_forward_pre_hook(lambda _, args: widths.append(args[0].numel()))
+        logger = CSVLogger(str(tmp_path), name=f"steps-{num_steps}")
+        trainer = _trainer(tmp_path, logger=logger, max_steps=num_steps, log_every_n_steps=1, limit_val_batches=0)
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        logger.save()
+        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+        assert all(float(row["train/positions_per_second"]) > 0 for row in rows[1:])
+        return [float(row["train/num_positions"]) for row in rows], sum(widths)
+
+    first, computed = counted(2)
+    assert first[-1] == computed
+    then, more = counted(5, str(tmp_path / "last.ckpt"))
+    assert then[-1] == computed + more
+    assert then == sorted(then)

@@ -32,6 +32,7 @@ from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
 _NUM_STRATA = 16
+_NUM_POSITIONS = "refusion_lit_num_positions"
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -53,6 +54,10 @@ class SlotDiffusionModule(L.LightningModule):
         record_forwards: Add ``forward_shapes`` to predictions.
         num_logged_samples: Decoded validation samples logged as text after each validation.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+
+    Attributes:
+        num_positions: Token positions that training has computed on this process: padding, second views and clean
+            copies count as much as any other. A resumed run goes on counting.
     """
 
     def __init__(
@@ -95,7 +100,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.test_metrics = nn.ModuleDict()
         self._files: dict[str, TextIO] = {}
         self._open_files = ExitStack()
-        self._tokens_since, self._since = 0, 0.0
+        self.num_positions = 0
+        self._positions_since, self._since, self._paused = 0, 0.0, 0.0
         self.results: dict[str, dict[str, float]] = {}
         for decoder in self.decoders.values():
             decoder.check(sampling)
@@ -126,11 +132,14 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what it takes to generate from the checkpoint alone. Test-time options are not stored."""
         assert self.tokenizer is not None
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
+        checkpoint[_NUM_POSITIONS] = int(self._over_processes(self.num_positions))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what the stored weights were trained for."""
         if BUNDLE_KEY in checkpoint:
             self.model.traits = Bundle.from_checkpoint(checkpoint, "checkpoint").traits
+        # The processes of the resumed run may be more or fewer: one of them goes on with the sum.
+        self.num_positions = int(checkpoint.get(_NUM_POSITIONS, 0)) if self.global_rank == 0 else 0
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -154,15 +163,26 @@ class SlotDiffusionModule(L.LightningModule):
         corrupted = self.corrupt(batch)
         loss = self.loss(corrupted)
         total = loss.total
-        self._tokens_since += batch.input_ids.numel()
+        self.num_positions += corrupted.input_ids.numel()
+        self._positions_since += corrupted.input_ids.numel()
         if self._logs_now():
             self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
             self.log("train/loss", total.detach(), prog_bar=True)
-            now = time.perf_counter()
-            if self._since:
-                self.log("train/tokens_per_second", self._tokens_since / (now - self._since))
-            self._tokens_since, self._since = 0, now
+            self._log_positions()
         return total
+
+    def _log_positions(self) -> None:
+        """Log the token positions computed so far, and a second, over all processes; validation takes no time."""
+        now = time.perf_counter()
+        self.log("train/num_positions", self._over_processes(self.num_positions))
+        if self._since:
+            rate = self._over_processes(self._positions_since / (now - self._since))
+            self.log("train/positions_per_second", rate)
+        self._positions_since, self._since = 0, now
+
+    def _over_processes(self, value: float) -> Tensor:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return self.trainer.strategy.reduce(total, reduce_op="sum")  # type: ignore[return-value] - a tensor stays one
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""
@@ -189,6 +209,14 @@ class SlotDiffusionModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # --- validation ------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Stop the clock of training."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Let the clock of training run on."""
+        self._since += (time.perf_counter() - self._paused) * (self._since > 0)
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss at fixed mask ratios, the same in every run."""
