@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +25,7 @@ from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives import Hybrid, Objective, StepLoss
 from refusion_lit.predictions import prediction, write_line
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.schedule import warmup_cosine
@@ -56,7 +56,7 @@ class SlotDiffusionModule(L.LightningModule):
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
 
     Attributes:
-        num_positions: Token positions that training has computed on this process: padding, second views and clean
+        num_positions: Token positions that training has computed on all processes: padding, second views and clean
             copies count as much as any other. A resumed run goes on counting.
     """
 
@@ -100,8 +100,9 @@ class SlotDiffusionModule(L.LightningModule):
         self.test_metrics = nn.ModuleDict()
         self._files: dict[str, TextIO] = {}
         self._open_files = ExitStack()
-        self.num_positions = 0
-        self._positions_since, self._since, self._paused = 0, 0.0, 0.0
+        self.num_positions: Tensor = torch.zeros((), dtype=torch.float64)
+        self._positions_before, self._since, self._paused = 0.0, 0.0, 0.0
+        self._step_loss: StepLoss | None = None
         self.results: dict[str, dict[str, float]] = {}
         for decoder in self.decoders.values():
             decoder.check(sampling)
@@ -132,14 +133,13 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what it takes to generate from the checkpoint alone. Test-time options are not stored."""
         assert self.tokenizer is not None
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
-        checkpoint[_NUM_POSITIONS] = int(self._over_processes(self.num_positions))
+        checkpoint[_NUM_POSITIONS] = int(self.num_positions)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what the stored weights were trained for."""
         if BUNDLE_KEY in checkpoint:
             self.model.traits = Bundle.from_checkpoint(checkpoint, "checkpoint").traits
-        # The processes of the resumed run may be more or fewer: one of them goes on with the sum.
-        self.num_positions = int(checkpoint.get(_NUM_POSITIONS, 0)) if self.global_rank == 0 else 0
+        self.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -147,6 +147,8 @@ class SlotDiffusionModule(L.LightningModule):
         """Note what the weights will be trained for."""
         self.model.traits = self.objective.traits
         self.model.train()
+        self.num_positions = self.num_positions.to(self.device)
+        self._positions_before, self._since, self._step_loss = float(self.num_positions), 0.0, None
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
         """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
@@ -159,30 +161,48 @@ class SlotDiffusionModule(L.LightningModule):
         return self.objective.loss(hidden, self.model.logits, corrupted)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
-        """Return the loss of a batch, and log it by terms."""
+        """Return a batch's share of its step's loss, and log the step's loss by terms with the last batch."""
         corrupted = self.corrupt(batch)
+        step = self._step_loss = self._step_of(batch, corrupted)
         loss = self.loss(corrupted)
-        total = loss.total
-        self.num_positions += corrupted.input_ids.numel()
-        self._positions_since += corrupted.input_ids.numel()
-        if self._logs_now():
-            self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
-            self.log("train/loss", total.detach(), prog_bar=True)
-            self._log_positions()
-        return total
+        share = step.share(loss)
+        if step.num_left == 0 and self._logs_now():
+            self._log_step(replace(loss, sums=self._over_processes(step.sums), counts=step.counts))  # type: ignore
+        # Lightning divides by the number of accumulated batches, and gradients are averaged over processes.
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
-    def _log_positions(self) -> None:
-        """Log the token positions computed so far, and a second, over all processes; validation takes no time."""
-        now = time.perf_counter()
-        self.log("train/num_positions", self._over_processes(self.num_positions))
+    def _step_of(self, batch: ResponseBatch, corrupted: CorruptedBatch) -> StepLoss:
+        """Return what the optimizer step of a batch adds up to; the step's first batch counts them all."""
+        if batch.following is None and self._step_loss is not None and self._step_loss.num_left:
+            return self._step_loss
+        if batch.following is None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "trainer.accumulate_grad_batches: expected 1 with a loader that does not look ahead, got "
+                f"{self.trainer.accumulate_grad_batches}; use InstructionDataModule's loader, or one that sets "
+                "ResponseBatch.following on the first batch of each step."
+            )
+        others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
+        parts = [corrupted, *others]
+        counts = torch.stack([part.counts for part in parts]).sum(0).double()
+        num_positions = sum(part.input_ids.numel() for part in parts)
+        # One exchange for all figures, and none with the host.
+        totals = self._over_processes(torch.cat((counts, counts.new_full((1,), num_positions))))
+        self.num_positions = self.num_positions + totals[-1]
+        return StepLoss(counts=totals[:-1], num_left=len(parts))
+
+    def _over_processes(self, values: Tensor) -> Tensor:
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def _log_step(self, loss: LossOutput) -> None:
+        self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
+        self.log("train/loss", loss.total, prog_bar=True)
+        now, num_positions = time.perf_counter(), float(self.num_positions)
+        self.log("train/num_positions", self.num_positions)
         if self._since:
-            rate = self._over_processes(self._positions_since / (now - self._since))
-            self.log("train/positions_per_second", rate)
-        self._positions_since, self._since = 0, now
-
-    def _over_processes(self, value: float) -> Tensor:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return self.trainer.strategy.reduce(total, reduce_op="sum")  # type: ignore[return-value] - a tensor stays one
+            self.log("train/positions_per_second", (num_positions - self._positions_before) / (now - self._since))
+        self._positions_before, self._since = num_positions, now
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""

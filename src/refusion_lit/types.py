@@ -115,6 +115,8 @@ class ResponseBatch:
         response_lengths: Number of response tokens of each row, end of sequence included; at least 1.
         sample_keys: Stable 64-bit key of each sample (a hash of its id); noise depends on it alone.
         ids: The samples' ids.
+        following: On the first batch of an optimizer step the step's other batches, over which gradients are
+            accumulated; ``None`` elsewhere.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -122,6 +124,7 @@ class ResponseBatch:
     response_lengths: Int[Tensor, " batch"]
     sample_keys: Int[Tensor, " batch"]
     ids: list[str] = field(default_factory=list)
+    following: tuple[ResponseBatch, ...] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ResponseBatch:
         """Return the batch on a device."""

@@ -22,7 +22,7 @@ from refusion_lit.data.collate import (
     collate_responses,
 )
 from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader
+from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader, StepLoader
 from refusion_lit.data.store import EncodedStore, encode_all, store_key
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
 from refusion_lit.tasks.base import Split, Task
@@ -151,11 +151,13 @@ class InstructionDataModule(L.LightningDataModule):
             self._encoded("train")
             self._encoded("validation")
 
-    def train_dataloader(self) -> DataLoader[ResponseBatch] | DataLoader[EncodedExample]:
+    def train_dataloader(self) -> StepLoader:
         """Return shuffled training batches; the same for any number of workers."""
         data = self._encoded("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
-            return DataLoader(data, batch_size=self.batch_size, collate_fn=self._collate)
+            loader = StepLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
+            loader.num_left_in_step = self._num_left_in_step
+            return loader
         batches = LengthGroupedBatches(
             len(data),
             self.batch_size,
@@ -164,13 +166,22 @@ class InstructionDataModule(L.LightningDataModule):
             rank=self.trainer.global_rank if self.trainer is not None else 0,
             num_ranks=self.trainer.world_size if self.trainer is not None else 1,
         )
-        return ResumableLoader(
+        loader = ResumableLoader(
             _Batches(data, self._collate),
             sampler=batches,
             batch_size=None,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
+        loader.num_left_in_step = self._num_left_in_step
+        return loader
+
+    def _num_left_in_step(self, index: int) -> int:
+        """Return how many batches are accumulated from a batch of the epoch on; the epoch's last step may be short."""
+        if self.trainer is None:
+            return 1
+        num_accumulated = self.trainer.accumulate_grad_batches
+        return int(min(num_accumulated - index % num_accumulated, max(self.trainer.num_training_batches - index, 1)))
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return validation batches, for the loss."""

@@ -5,5 +5,6 @@ from refusion_lit.objectives.base import Objective
 from refusion_lit.objectives.block import BlockMasked
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
+from refusion_lit.objectives.step import StepLoss
 
-__all__ = ["Autoregressive", "BlockMasked", "Hybrid", "Masked", "Objective"]
+__all__ = ["Autoregressive", "BlockMasked", "Hybrid", "Masked", "Objective", "StepLoss"]
