@@ -35,13 +35,14 @@ SAMPLES = [
 class FixedBatches(InstructionDataModule):
     """Batches of the samples in order, dealt out over ranks."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, rows: list[int] | None = None) -> None:
         super().__init__(Additions(num_train=1, num_validation=1, num_test=1), CharacterTokenizer(), batch_size)
+        self.rows = rows
 
     def train_dataloader(self) -> StepLoader:
         mine = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
         batches = [
-            collate_responses(mine[i : i + self.batch_size], pad_token_id=0)
+            collate_responses(mine[i : i + self.batch_size], pad_token_id=0, rows=self.rows)
             for i in range(0, len(mine), self.batch_size)
         ]
         loader = StepLoader(batches, batch_size=None)
@@ -73,7 +74,7 @@ def _module(objective: Objective, path: Path) -> Recorded:
 
 
 def _fitted(
-    folder: Path, objective: Objective, *, batch_size: int, checkpoint: Path | None = None, **options: object
+    folder: Path, objective: Objective, *, batch_size: int, rows: list[int] | None = None, **options: object
 ) -> dict[str, Tensor]:
     module = _module(objective, folder / "weights")
     callbacks = [*options.pop("callbacks", ()), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
@@ -81,7 +82,7 @@ def _fitted(
         accelerator="cpu", precision="64-true", max_epochs=1, logger=False, limit_val_batches=0, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
     )  # fmt: skip
-    trainer.fit(module, FixedBatches(batch_size), ckpt_path=checkpoint)
+    trainer.fit(module, FixedBatches(batch_size, rows))
     return torch.load(folder / "weights.0")
 
 
@@ -117,6 +118,12 @@ def test_four_batches_of_two_are_one_of_eight_and_the_last_step_may_be_short(
 ) -> None:
     found = _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=4)
     _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:8], SAMPLES[8:]]))
+
+
+def test_packed_rows_are_one_batch_as_well(tmp_path: Path) -> None:
+    objective = Hybrid(slot_sizes=(2, 4))
+    found = _fitted(tmp_path, objective, batch_size=3, rows=[0, 1, 0], accumulate_grad_batches=3)
+    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:9], SAMPLES[9:]]))
 
 
 def test_a_mean_of_means_would_be_seen(tmp_path: Path) -> None:

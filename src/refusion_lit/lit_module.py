@@ -25,7 +25,9 @@ from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Hybrid, Objective, StepLoss
+from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives.packing import pack
+from refusion_lit.objectives.step import StepLoss
 from refusion_lit.predictions import prediction, write_line
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.schedule import warmup_cosine
@@ -151,9 +153,12 @@ class SlotDiffusionModule(L.LightningModule):
         self._positions_before, self._since, self._step_loss = float(self.num_positions), 0.0, None
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
+        """Corrupt a training batch with noise that depends on seed, epoch and samples alone; pack it if asked to."""
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        return self.objective.corrupt(batch, noise, self.model.special_tokens)
+        corrupted = self.objective.corrupt(batch, noise, self.model.special_tokens)
+        if batch.rows is None:
+            return corrupted
+        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
@@ -184,11 +189,13 @@ class SlotDiffusionModule(L.LightningModule):
         others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
         parts = [corrupted, *others]
         counts = torch.stack([part.counts for part in parts]).sum(0).double()
-        num_positions = sum(part.input_ids.numel() for part in parts)
+        num_positions = counts.new_full((), sum(part.input_ids.numel() for part in parts))
+        num_real = sum((_num_real(part) for part in parts), counts.new_zeros(()))
         # One exchange for all figures, and none with the host.
-        totals = self._over_processes(torch.cat((counts, counts.new_full((1,), num_positions))))
-        self.num_positions = self.num_positions + totals[-1]
-        return StepLoss(counts=totals[:-1], num_left=len(parts))
+        totals = self._over_processes(torch.cat((counts, torch.stack((num_positions, num_real)))))
+        self.num_positions = self.num_positions + totals[-2]
+        self._padding = 1 - totals[-1] / totals[-2]
+        return StepLoss(counts=totals[:-2], num_left=len(parts))
 
     def _over_processes(self, values: Tensor) -> Tensor:
         if self.trainer.world_size > 1:
@@ -200,6 +207,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.log("train/loss", loss.total, prog_bar=True)
         now, num_positions = time.perf_counter(), float(self.num_positions)
         self.log("train/num_positions", self.num_positions)
+        self.log("train/padding", self._padding)
         if self._since:
             self.log("train/positions_per_second", (num_positions - self._positions_before) / (now - self._since))
         self._positions_before, self._since = num_positions, now
@@ -399,6 +407,11 @@ class SlotDiffusionModule(L.LightningModule):
 
 def _options(decoder: Decoder) -> Mapping[str, Any]:
     return asdict(decoder)  # type: ignore[call-overload] - decoders are dataclasses
+
+
+def _num_real(corrupted: CorruptedBatch) -> Tensor | int:
+    """Return how many positions are no padding; all where the objective does not say."""
+    return corrupted.input_ids.numel() if corrupted.is_real is None else corrupted.is_real.sum()
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -5,6 +5,5 @@ from refusion_lit.objectives.base import Objective
 from refusion_lit.objectives.block import BlockMasked
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
-from refusion_lit.objectives.step import StepLoss
 
-__all__ = ["Autoregressive", "BlockMasked", "Hybrid", "Masked", "Objective", "StepLoss"]
+__all__ = ["Autoregressive", "BlockMasked", "Hybrid", "Masked", "Objective"]

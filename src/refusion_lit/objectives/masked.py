@@ -80,9 +80,10 @@ class Masked(Objective):
         is_masked = in_response & (noise.uniform("token_mask", len(places)) < probability[:, None])
 
         lengths = batch.prompt_lengths + batch.response_lengths
+        is_real = places < lengths[:, None]
         weights = (1 / probability)[:, None]
         if self.cart_p is not None:
-            weights = cart_weights(~is_masked & (places < lengths[:, None]), self.cart_p)
+            weights = cart_weights(~is_masked & is_real, self.cart_p)
         weights = (weights / batch.response_lengths[:, None]).float().where(is_masked, 0.0)
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         if self.shifted:
@@ -98,6 +99,7 @@ class Masked(Objective):
             coefficients=(1.0,),
             attention_mask=order_mask(torch.zeros_like(labels), lengths),
             is_masked=is_masked,
+            is_real=is_real,
         )
 
     def _lengthened(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> ResponseBatch:
