@@ -26,6 +26,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
 from refusion_lit.objectives.step import StepLoss
 from refusion_lit.predictions import prediction, write_line
@@ -146,7 +147,8 @@ class SlotDiffusionModule(L.LightningModule):
     # --- training --------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Note what the weights will be trained for."""
+        """Check what training needs, and note what the weights will be trained for."""
+        check_kernel(self.objective.kernel, self.device)
         self.model.traits = self.objective.traits
         self.model.train()
         self.num_positions = self.num_positions.to(self.device)
@@ -163,7 +165,7 @@ class SlotDiffusionModule(L.LightningModule):
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
         hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
-        return self.objective.loss(hidden, self.model.logits, corrupted)
+        return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
         """Return a batch's share of its step's loss, and log the step's loss by terms with the last batch."""
@@ -209,7 +211,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.log("train/num_positions", self.num_positions)
         self.log("train/padding", self._padding)
         if self._since:
-            self.log("train/positions_per_second", (num_positions - self._positions_before) / (now - self._since))
+            rate = (num_positions - self._positions_before) / (now - self._since)
+            self.log("train/positions_per_second", torch.tensor(rate, dtype=torch.float64))  # not the default, bf16
         self._positions_before, self._since = num_positions, now
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
