@@ -174,7 +174,7 @@ class SlotDiffusionModule(L.LightningModule):
         loss = self.loss(corrupted)
         share = step.share(loss)
         if step.num_left == 0 and self._logs_now():
-            self._log_step(replace(loss, sums=self._over_processes(step.sums), counts=step.counts))  # type: ignore
+            self._log_step(step, loss)
         # Lightning divides by the number of accumulated batches, and gradients are averaged over processes.
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
@@ -189,27 +189,22 @@ class SlotDiffusionModule(L.LightningModule):
                 "ResponseBatch.following on the first batch of each step."
             )
         others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
-        parts = [corrupted, *others]
-        counts = torch.stack([part.counts for part in parts]).sum(0).double()
-        num_positions = counts.new_full((), sum(part.input_ids.numel() for part in parts))
-        num_real = sum((_num_real(part) for part in parts), counts.new_zeros(()))
-        # One exchange for all figures, and none with the host.
-        totals = self._over_processes(torch.cat((counts, torch.stack((num_positions, num_real)))))
-        self.num_positions = self.num_positions + totals[-2]
-        self._padding = 1 - totals[-1] / totals[-2]
-        return StepLoss(counts=totals[:-2], num_left=len(parts))
+        step = StepLoss.of([corrupted, *others], self._over_processes)
+        self.num_positions = self.num_positions + step.num_positions
+        return step
 
     def _over_processes(self, values: Tensor) -> Tensor:
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
-    def _log_step(self, loss: LossOutput) -> None:
+    def _log_step(self, step: StepLoss, loss: LossOutput) -> None:
+        loss = replace(loss, sums=self._over_processes(step.sums), counts=step.counts)
         self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
         self.log("train/loss", loss.total, prog_bar=True)
-        now, num_positions = time.perf_counter(), float(self.num_positions)
         self.log("train/num_positions", self.num_positions)
-        self.log("train/padding", self._padding)
+        self.log("train/padding", 1 - step.num_real / step.num_positions)
+        now, num_positions = time.perf_counter(), float(self.num_positions)
         if self._since:
             rate = (num_positions - self._positions_before) / (now - self._since)
             self.log("train/positions_per_second", torch.tensor(rate, dtype=torch.float64))  # not the default, bf16
@@ -410,11 +405,6 @@ class SlotDiffusionModule(L.LightningModule):
 
 def _options(decoder: Decoder) -> Mapping[str, Any]:
     return asdict(decoder)  # type: ignore[call-overload] - decoders are dataclasses
-
-
-def _num_real(corrupted: CorruptedBatch) -> Tensor | int:
-    """Return how many positions are no padding; all where the objective does not say."""
-    return corrupted.input_ids.numel() if corrupted.is_real is None else corrupted.is_real.sum()
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
