@@ -28,12 +28,16 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.sharding import gather, shard
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives.cross_entropy import check_kernel
+from refusion_lit.objectives.packing import pack
+from refusion_lit.objectives.step import StepLoss
 from refusion_lit.predictions import PredictionsFile, prediction
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
 _NUM_STRATA = 16
+_NUM_POSITIONS = "refusion_lit_num_positions"
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -56,6 +60,10 @@ class SlotDiffusionModule(L.LightningModule):
         num_logged_samples: Decoded validation samples logged as text after each validation.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
         resume: Let ``test`` and ``predict`` go on behind the predictions of an interrupted run in the same directory.
+
+    Attributes:
+        num_positions: Token positions that training has computed on all processes: padding, second views and clean
+            copies count as much as any other. A resumed run goes on counting.
     """
 
     def __init__(
@@ -99,7 +107,9 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation_means: TermMeans | None = None
         self.test_metrics = nn.ModuleDict()
         self._files: dict[str, PredictionsFile] = {}
-        self._tokens_since, self._since = 0, 0.0
+        self.num_positions: Tensor = torch.zeros((), dtype=torch.float64)
+        self._positions_before, self._since, self._paused = 0.0, 0.0, 0.0
+        self._step_loss: StepLoss | None = None
         self.results: dict[str, dict[str, float]] = {}
         for name, decoder in self.decoders.items():
             check_decoder_name(name)
@@ -134,6 +144,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what it takes to generate from the checkpoint alone. Test-time options are not stored."""
         assert self.tokenizer is not None
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
+        checkpoint[_NUM_POSITIONS] = int(self.num_positions)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what the stored weights were trained for; refuse those of another model."""
@@ -144,13 +155,17 @@ class SlotDiffusionModule(L.LightningModule):
             self.model.traits = bundle.traits
         if self._trainer is None or _is_whole(self._trainer.strategy):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
+        self.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     # --- training --------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Note what the weights will be trained for."""
+        """Check what training needs, and note what the weights will be trained for."""
+        check_kernel(self.objective.kernel, self.device)
         self.model.traits = self.objective.traits
         self.model.train()
+        self.num_positions = self.num_positions.to(self.device)
+        self._positions_before, self._since, self._step_loss = float(self.num_positions), 0.0, None
 
     def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Key what a model draws for itself, as dropout does, to the batch: a resumed run draws the same."""
@@ -158,29 +173,60 @@ class SlotDiffusionModule(L.LightningModule):
         torch.manual_seed(key & (1 << 63) - 1)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
+        """Corrupt a training batch with noise that depends on seed, epoch and samples alone; pack it if asked to."""
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        return self.objective.corrupt(batch, noise, self.model.special_tokens)
+        corrupted = self.objective.corrupt(batch, noise, self.model.special_tokens)
+        if batch.rows is None:
+            return corrupted
+        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
         hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
-        return self.objective.loss(hidden, self.model.logits, corrupted)
+        return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
-        """Return the loss of a batch, and log it by terms."""
+        """Return a batch's share of its step's loss, and log the step's loss by terms with the last batch."""
         corrupted = self.corrupt(batch)
+        step = self._step_loss = self._step_of(batch, corrupted)
         loss = self.loss(corrupted)
-        total = loss.total
-        self._tokens_since += batch.input_ids.numel()
-        if self._logs_now():
-            self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
-            self.log("train/loss", total.detach(), prog_bar=True)
-            now = time.perf_counter()
-            if self._since:
-                self.log("train/tokens_per_second", self._tokens_since / (now - self._since))
-            self._tokens_since, self._since = 0, now
-        return total
+        share = step.share(loss)
+        if step.num_left == 0 and self._logs_now():
+            self._log_step(step, loss)
+        # Lightning divides by the number of accumulated batches, and gradients are averaged over processes.
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def _step_of(self, batch: ResponseBatch, corrupted: CorruptedBatch) -> StepLoss:
+        """Return what the optimizer step of a batch adds up to; the step's first batch counts them all."""
+        if batch.following is None and self._step_loss is not None and self._step_loss.num_left:
+            return self._step_loss
+        if batch.following is None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "trainer.accumulate_grad_batches: expected 1 with a loader that does not look ahead, got "
+                f"{self.trainer.accumulate_grad_batches}; use InstructionDataModule's loader, or one that sets "
+                "ResponseBatch.following on the first batch of each step."
+            )
+        others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
+        step = StepLoss.of([corrupted, *others], self._over_processes)
+        self.num_positions = self.num_positions + step.num_positions
+        return step
+
+    def _over_processes(self, values: Tensor) -> Tensor:
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def _log_step(self, step: StepLoss, loss: LossOutput) -> None:
+        loss = replace(loss, sums=self._over_processes(step.sums), counts=step.counts)
+        self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
+        self.log("train/loss", loss.total, prog_bar=True)
+        self.log("train/num_positions", self.num_positions)
+        self.log("train/padding", 1 - step.num_real / step.num_positions)
+        now, num_positions = time.perf_counter(), float(self.num_positions)
+        if self._since:
+            rate = (num_positions - self._positions_before) / (now - self._since)
+            self.log("train/positions_per_second", torch.tensor(rate, dtype=torch.float64))  # not the default, bf16
+        self._positions_before, self._since = num_positions, now
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""
@@ -207,6 +253,14 @@ class SlotDiffusionModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # --- validation ------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Stop the clock of training."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Let the clock of training run on."""
+        self._since += (time.perf_counter() - self._paused) * (self._since > 0)
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss at fixed mask ratios, the same in every run."""
