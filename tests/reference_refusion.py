@@ -1,7 +1,8 @@
 """ReFusion the slow, obvious way: no cache, the whole context computed anew in every forward, one prompt at a time.
 
 Written from the description of the algorithm, to compare the real decoder with. It returns the text and the shapes
-of the forwards that an implementation with a cache would make.
+of the forwards that an implementation with a cache would make: it plans in every round, but with ``fused`` it does not
+count a plan whose masks the verification before has shown, and counts those masks there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class SlowReFusion:
         self.sees: list[set[int]] = []
         self.extend([(token, position) for position, token in enumerate(self.prompt)])
         self.ended = False
+        self.is_planned = False
 
     # What the model says.
 
@@ -105,7 +107,11 @@ class SlowReFusion:
         size, num_blocks = self.options.slot_size, self.options.num_serial_blocks
         num_slots = math.ceil(self.max_new_tokens / (size * num_blocks)) * num_blocks
         for block in range(num_blocks):
-            slots = [slot for slot in range(num_slots) if slot // (num_slots // num_blocks) == block]
+            slots, following = (
+                [slot for slot in range(num_slots) if slot // (num_slots // num_blocks) == b]
+                for b in (block, block + 1)
+            )
+            self.following = [slot for slot in following if following[0] * size < self.max_new_tokens]
             self.remaining = slots
             while self.remaining:
                 self.round()
@@ -118,13 +124,17 @@ class SlowReFusion:
         chosen, drafts = self.plan()
         row = [token for slot in chosen for token in self.placed(slot, drafts[slot])]
         logits = self.forward(row)
-        self.shapes.append((1, len(row)))
+        ahead = [slot for slot in self.remaining if slot not in chosen] or ([] if self.ended else self.following)
+        if not self.options.fused:
+            ahead = []
+        self.shapes.append((1, len(row) + len(ahead) * size))
         passes = [
             i % size == 0 or self.probability(logits[i - 1], row[i][0]) > self.options.token_threshold
             for i in range(len(row))
         ]
         length = next((i for i, passed in enumerate(passes) if not passed), len(row))
         end = next((i for i in range(length) if row[i][0] in self.special.eos_token_ids), None)
+        self.is_planned = bool(ahead) and length == len(row) and end is None
         if end is not None:
             self.accept(row[: end + 1])
             last = chosen[end // size]
@@ -147,7 +157,8 @@ class SlowReFusion:
         size, options = self.options.slot_size, self.options
         row = [token for slot in self.remaining for token in self.placed(slot, [mask] * size)]
         logits = self.forward(row)
-        self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
+        if not self.is_planned:
+            self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
         drafts, certainties = {}, {}
         for i, slot in enumerate(self.remaining):
             own = logits[i * size : (i + 1) * size]

@@ -22,7 +22,7 @@ from refusion_lit.decoding.base import (
     require_probability,
 )
 from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
-from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
@@ -37,6 +37,8 @@ class ReFusionState(RowState):
         context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
         keep: Cache indices to compact at the next forward.
         found_eos: An EOS was accepted: generation ends with the current serial block.
+        num_plans: Plans made, which keys their noise.
+        planned: Chosen slots and their drafts, if the forward before was the next plan too.
     """
 
     num_slots: int
@@ -45,11 +47,32 @@ class ReFusionState(RowState):
     context_length: int = 0
     keep: list[int] | None = None
     found_eos: bool = False
+    num_plans: int = 0
+    planned: tuple[list[int], list[list[int]]] | None = None
 
     def take_keep(self) -> list[int] | None:
         """Return the pending compaction, once."""
         keep, self.keep = self.keep, None
         return keep
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """Masks of slots in a forward: tokens, positions, offsets of first tokens, and offsets that a choice reads."""
+
+    slots: list[int]
+    tokens: list[int]
+    positions: list[int]
+    firsts: range
+    draft_at: range
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A plan's masks and what was read off them."""
+
+    masks: _Masks
+    reading: Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +93,9 @@ class ReFusion(Decoder):
             threshold). At least one slot is always chosen.
         k: Number of slots for ``top_k`` and ``capped``.
         infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
+        fused: Let a verification be the next plan too, by the masks of the other slots (or of the next serial block)
+            behind the drafts: if every draft is accepted, those masks have seen what a plan would show them. Same
+            text, up to half the forwards; ``false`` makes the released program's very forwards.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -84,6 +110,7 @@ class ReFusion(Decoder):
     selection: Literal["threshold", "top_k", "capped"] = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
+    fused: bool = True
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -128,17 +155,27 @@ class ReFusion(Decoder):
         """One round: plan, verify together, and complete in parallel if not even the first slot survived."""
         if not state.remaining:
             self._next_block(state)
-        chosen, drafts = yield from self._plan(state)
-        accepted = yield from self._verify(state, chosen, drafts)
-        if self._accept_prefix(state, chosen, drafts, accepted):
-            self._end_round(state)
-            return
-        yield from self._complete(state, chosen, drafts, accepted)
+        if state.planned is None:
+            state.planned = yield from self._plan(state)
+        (chosen, drafts), state.planned = state.planned, None
+        passes, ahead = yield from self._verify(state, chosen, drafts)
+        num_accepted, ends = self._accepted_prefix(state, drafts, passes)
+        if num_accepted == 0:
+            yield from self._complete(state, chosen, drafts, passes)
+        else:
+            self._accept(state, chosen, drafts, num_accepted, ends=ends)
+        if ahead is not None and num_accepted == len(passes) and not ends:
+            if not state.remaining:
+                self._next_block(state)
+            state.planned = yield from self._choose_and_draft(state, ahead)
         self._end_round(state)
 
-    def _next_block(self, state: ReFusionState) -> None:
+    def _block(self, state: ReFusionState, index: int) -> list[int]:
         size = state.num_slots // self.num_serial_blocks
-        state.remaining = list(range(state.next_block * size, (state.next_block + 1) * size))
+        return list(range(index * size, (index + 1) * size))
+
+    def _next_block(self, state: ReFusionState) -> None:
+        state.remaining = self._block(state, state.next_block)
         state.next_block += 1
 
     def _end_round(self, state: ReFusionState) -> None:
@@ -148,45 +185,62 @@ class ReFusion(Decoder):
     def _slot_places(self, slot: int) -> range:
         return range(slot * self.slot_size, (slot + 1) * self.slot_size)
 
-    def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning slots and drafts
-        """Draft all remaining slots and choose; the head is computed only where the choice reads it."""
-        size, start = self.slot_size, state.prompt_length
-        prompt = state.prompt.token_ids if state.context_length == 0 else ()
+    def _masks(self, state: ReFusionState, slots: Sequence[int], behind: int) -> _Masks:
+        """Return the masks of slots, to be fed behind so many other tokens, and where a plan reads them."""
+        size = self.slot_size
         mask = state.special_tokens.mask_token_id
         assert mask is not None
-        positions = list(range(len(prompt)))
-        positions += [start + place for slot in state.remaining for place in self._slot_places(slot)]
-        firsts = [len(prompt) + i * size for i in range(len(state.remaining))]
-        everywhere = self.certainty != "first"
-        draw = Draw(sampling=state.sampling, round=state.num_forwards)
+        firsts = range(behind, behind + len(slots) * size, size)
+        return _Masks(
+            slots=list(slots),
+            tokens=[mask] * (len(slots) * size),
+            positions=[state.prompt_length + place for slot in slots for place in self._slot_places(slot)],
+            firsts=firsts,
+            draft_at=firsts if self.certainty == "first" else range(behind, behind + len(slots) * size),
+        )
+
+    def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning slots and drafts
+        """Draft all remaining slots and choose; the head is computed only where the choice reads it."""
+        prompt = state.prompt.token_ids if state.context_length == 0 else ()
+        masks = self._masks(state, state.remaining, behind=len(prompt))
         readings = yield Forward(
             phase="plan",
             branches=(
                 Branch(
-                    tokens=[*prompt, *[mask] * (len(positions) - len(prompt))],
-                    positions=positions,
+                    tokens=[*prompt, *masks.tokens],
+                    positions=[*range(len(prompt)), *masks.positions],
                     visible=((0, state.context_length),),
                     write_at=state.context_length,
-                    draft_at=range(len(prompt), len(positions)) if everywhere else firsts,
+                    draft_at=masks.draft_at,
                 ),
             ),
-            draw=draw,
+            draw=self._draw(state),
             keep=state.take_keep(),
         )
         state.context_length += len(prompt)
-        reading = readings[0]
-        if everywhere:
-            groups = [slice(i * size, (i + 1) * size) for i in range(len(state.remaining))]
+        return (yield from self._choose_and_draft(state, _Ahead(masks, readings[0])))
+
+    def _draw(self, state: ReFusionState) -> Draw:
+        """Return how the next plan's drafts are drawn: by the plan's number, whichever forward it is made in."""
+        return Draw(sampling=state.sampling, round=state.num_plans)
+
+    def _choose_and_draft(self, state: ReFusionState, ahead: _Ahead):  # noqa: ANN202 - as _plan
+        """Choose among planned slots; the drafts that the choice has not read are read off the same forward."""
+        size, masks, reading = self.slot_size, ahead.masks, ahead.reading
+        draw = self._draw(state)
+        state.num_plans += 1
+        if self.certainty != "first":
+            groups = [slice(i * size, (i + 1) * size) for i in range(len(masks.slots))]
             chosen = self._choose([self._certainty(reading.probabilities[group]) for group in groups])
-            return [state.remaining[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
+            return [masks.slots[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
         chosen = self._choose(reading.probabilities)
         drafts = [[reading.tokens[i]] for i in chosen]
         if size > 1:
-            rest = [firsts[i] + offset for i in chosen for offset in range(1, size)]
+            rest = [masks.firsts[i] + offset for i in chosen for offset in range(1, size)]
             further = (yield MoreDrafts(draft_at=(rest,), draw=draw))[0].tokens
             for i, draft in enumerate(drafts):
                 draft.extend(further[i * (size - 1) : (i + 1) * (size - 1)])
-        return [state.remaining[i] for i in chosen], drafts
+        return [masks.slots[i] for i in chosen], drafts
 
     def _certainty(self, probabilities: Sequence[float]) -> float:
         if self.certainty == "mean":
@@ -202,43 +256,62 @@ class ReFusion(Decoder):
         return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
 
     def _verify(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]]):  # noqa: ANN202
-        """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
+        """Forward all drafts in text order, and masks of what a plan would show next behind them.
+
+        Returns whether each token passes (a slot's first always does), and what was read off the masks.
+        """
         size = self.slot_size
         tokens = [token for draft in drafts for token in draft]
         tested = [offset for offset in range(len(tokens)) if offset % size]
+        masks = self._masks(state, self._next_slots(state, chosen), behind=len(tokens))
         readings = yield Forward(
-            phase="verify",
+            phase="verify+plan" if masks.slots else "verify",
             branches=(
                 Branch(
-                    tokens=tokens,
-                    positions=[state.prompt_length + place for slot in chosen for place in self._slot_places(slot)],
+                    tokens=tokens + masks.tokens,
+                    positions=[
+                        *(state.prompt_length + place for slot in chosen for place in self._slot_places(slot)),
+                        *masks.positions,
+                    ],
                     visible=((0, state.context_length),),
                     write_at=state.context_length,
                     score_at=[(offset - 1, tokens[offset]) for offset in tested],
+                    draft_at=masks.draft_at,
                 ),
             ),
-            draw=Draw(sampling=state.sampling),
+            draw=self._draw(state),
         )
         passes = [True] * len(tokens)
         for offset, score in zip(tested, readings[0].scores, strict=True):
             passes[offset] = score > self.token_threshold
-        return passes
+        return passes, _Ahead(masks, readings[0]) if masks.slots else None
 
-    def _accept_prefix(
-        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
-    ) -> bool:
-        """Accept whole slots of the common accepted prefix, or all up to an EOS in it; say whether any was."""
+    def _next_slots(self, state: ReFusionState, chosen: Sequence[int]) -> list[int]:
+        """Return the slots of the next plan if all the chosen ones are accepted and none ends."""
+        if not self.fused:
+            return []
+        rest = [slot for slot in state.remaining if slot not in chosen]
+        if rest or state.found_eos or state.next_block == self.num_serial_blocks:
+            return rest
+        block = self._block(state, state.next_block)
+        return block if block[0] * self.slot_size < state.sampling.max_new_tokens else []
+
+    def _accepted_prefix(self, state: ReFusionState, drafts: list[list[int]], passes: list[bool]) -> tuple[int, bool]:
+        """Return the number of tokens of whole slots that all pass, or of all up to an EOS; and whether one ends."""
         tokens = [token for draft in drafts for token in draft]
         length = passes.index(False) if False in passes else len(passes)
         eos = next((i for i in range(length) if tokens[i] in state.special_tokens.eos_token_ids), None)
-        num_accepted = length // self.slot_size * self.slot_size if eos is None else eos + 1
-        if num_accepted == 0:
-            return False
+        return (length // self.slot_size * self.slot_size, False) if eos is None else (eos + 1, True)
+
+    def _accept(
+        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], num_accepted: int, *, ends: bool
+    ) -> None:
+        """Accept so many tokens, whose keys and values the verification has stored."""
+        tokens = [token for draft in drafts for token in draft]
         places = [place for slot in chosen for place in self._slot_places(slot)]
         state.commit(places[:num_accepted], tokens[:num_accepted])
         state.context_length += num_accepted
-        self._take(state, chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
-        return True
+        self._take(state, chosen[: -(-num_accepted // self.slot_size)], ends=ends)
 
     def _take(self, state: ReFusionState, slots: Sequence[int], *, ends: bool) -> None:
         """Take slots out of the remaining ones; behind an EOS in the last of them, all later ones too."""
