@@ -421,8 +421,25 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
         return 0  # accepted by the verification: all tokens, or a first one that ends
     # Each round accepts one more token of each slot, up to the end in the first slot.
     num_tokens = end + 1 if end is not None and end < size else size
-    num = 2 * (num_tokens - 1) if decoder.infill == "mask" else num_tokens  # whose first forward only proposes
+    num_rounds = num_tokens - 1
+    if decoder.infill != "mask":
+        num = num_rounds + 1  # whose first forward only proposes
+    elif decoder.completion == "auto":
+        num = num_rounds + num_forwards_of_proposals(decoder, chosen, num_rounds)
+    else:
+        num = num_rounds + (1 if decoder.completion == "ahead" else num_rounds)
     return num + isinstance(decoder, RecomputeKV)
+
+
+def num_forwards_of_proposals(decoder: ReFusion, chosen: int, num_rounds: int) -> int:
+    """Return how many rounds of an ``auto`` completion propose by a forward of their own."""
+    size, num, is_proposed = decoder.slot_size, 0, False
+    for num_accepted in range(1, num_rounds + 1):
+        num += not is_proposed
+        num_open = size - num_accepted
+        fed = chosen * (size - max(num_accepted - 1, 0))
+        is_proposed = chosen * num_open * (num_open - 1) // 2 <= decoder.forward_cost + fed
+    return num
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:

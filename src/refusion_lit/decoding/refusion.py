@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from refusion_lit.decoding.base import (
     Decoder,
@@ -20,7 +20,13 @@ from refusion_lit.decoding.base import (
     require_positive,
     require_probability,
 )
-from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
+from refusion_lit.decoding.completion import (
+    Completion,
+    Layout,
+    OpenSlot,
+    complete_autoregressively,
+    complete_by_masks,
+)
 from refusion_lit.decoding.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -46,6 +52,14 @@ class ReFusion(Decoder):
         infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
         fused: Plan ahead behind the drafts of a verification: if they are accepted, as many as count, the next round
             needs no forward to plan. Exact: changes the number of forwards, never the text.
+        completion: How slots are completed; exact too. ``rows``: each slot is a row of a batch, and a round takes two
+            forwards. ``packed``: the same, with all slots in one row. ``ahead``: packed, and a verification also shows
+            the next round's masks behind every length that may be accepted, so that a round takes one forward and
+            up to K (K - 1) / 2 positions more a slot. ``auto``: ahead where ``forward_cost`` says that it pays.
+        forward_cost: Positions that cost as much as the fixed part of a forward: some tens on a CPU, hundreds or
+            more on a GPU, where a short forward only waits for the weights.
+
+    ``fused: false`` with ``completion: rows`` makes the released program's very forwards.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -61,6 +75,8 @@ class ReFusion(Decoder):
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
     fused: bool = True
+    completion: Layout = "auto"
+    forward_cost: int = 32
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -71,6 +87,8 @@ class ReFusion(Decoder):
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, ("threshold", "top_k", "capped"))
         require_choice("infill", self.infill, ("mask", "autoregressive"))
+        require_choice("completion", self.completion, get_args(Layout))
+        require(self.forward_cost >= 0, "forward_cost", "at least 0", self.forward_cost, "use 32, say")
         needs_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
         holds = self.k is not None and self.k >= 1 if needs_k else self.k is None
@@ -277,6 +295,8 @@ class ReFusion(Decoder):
             mask_token_id=state.special_tokens.mask_token_id,
             eos_token_ids=state.special_tokens.eos_token_ids,
             sampling=state.sampling,
+            layout=self.completion,
+            forward_cost=self.forward_cost,
         )
         complete = complete_by_masks if self.infill == "mask" else complete_autoregressively
         yield from complete(completion, self.token_threshold, state.num_forwards)
