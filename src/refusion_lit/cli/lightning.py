@@ -209,7 +209,7 @@ def run(args: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason
+    if getattr(rank_zero_only, "rank", 0) == 0:  # all processes of a run stop for the same reason
         sys.stderr.write(f"refusion-lit: error: {message}\n")
     return code
 

@@ -20,7 +20,8 @@ class TermMeans(Metric):
     """
 
     full_state_update = False
-    update_called = True  # type: ignore[assignment] - a process without samples adds nothing, which is no reason for torchmetrics to warn
+    # A process without samples adds nothing, which is no reason for torchmetrics to warn.
+    update_called = True  # pyright: ignore[reportAssignmentType]
     sums: Tensor
     counts: Tensor
 

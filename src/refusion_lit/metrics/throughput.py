@@ -34,7 +34,8 @@ class DecodingMetrics(Metric):
     """
 
     full_state_update = False
-    update_called = True  # type: ignore[assignment] - a process without prompts adds nothing, which is no reason for torchmetrics to warn
+    # A process without prompts adds nothing, which is no reason for torchmetrics to warn.
+    update_called = True  # pyright: ignore[reportAssignmentType]
     totals: Tensor
     timed: Tensor
     latencies: Tensor
