@@ -209,7 +209,7 @@ def run(args: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    if getattr(rank_zero_only, "rank", 0) == 0:  # all processes of a run stop for the same reason
+    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason  # pyright: ignore[reportFunctionMemberAccess]
         sys.stderr.write(f"refusion-lit: error: {message}\n")
     return code
 
