@@ -165,12 +165,14 @@ def newest_checkpoint(folders: list[Path]) -> Path | None:
     """
     found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if path.is_dir() or _is_whole(path):  # strategies that shard write directories
+        if _is_whole(path):
             return path
     return None
 
 
 def _is_whole(path: Path) -> bool:
+    if path.is_dir():  # strategies that shard write directories, this file last
+        return (path / "meta.pt").is_file()
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # whatever a damaged file brings about

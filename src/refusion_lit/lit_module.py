@@ -153,7 +153,7 @@ class SlotDiffusionModule(L.LightningModule):
             if self.tokenizer is not None:
                 bundle.check_tokenizer(self.tokenizer)
             self.model.traits = bundle.traits
-        if self._trainer is None or _is_whole(self._trainer.strategy):
+        if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 

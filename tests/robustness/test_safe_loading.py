@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
@@ -53,6 +54,19 @@ def test_lightning_loads_data_only_whatever_it_asks_for(
     with pytest.raises(ValueError, match="could run code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     assert not trace.exists()
+
+
+def test_the_command_line_installs_it_and_leaves_a_chosen_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.lit_module import SlotDiffusionModule
+
+    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+    args = ["--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"]
+    chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
+    for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
+        cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=[*args, *options], run=False)
+        assert type(cli.trainer.strategy.checkpoint_io) is expected
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "export", "generate", "python"])

@@ -97,7 +97,7 @@ class RefusionCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand == "test":
             config.verbose = False  # our table says it, and more
-        if self.subcommand:
+        if "weights_only" in config:
             config.weights_only = True  # our checkpoints need no more
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
