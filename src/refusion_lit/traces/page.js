@@ -29,7 +29,10 @@
     cell.tabIndex = place === 0 ? 0 : -1;
     cell.setAttribute("role", "img");
     cell.dataset.place = place;
-    get("text").append(cell);
+    const end = document.createElement("br"); // behind a token that ends a line
+    end.hidden = true;
+    cell.append(document.createElement("span"));
+    get("text").append(cell, end);
     return cell;
   });
   let shown = [];
@@ -57,7 +60,8 @@
     if (state && state.status !== "a" && state.drafts > 1) names.push("again");
     if (state && place >= data.num_tokens) names.push("beyond");
     cell.className = names.join(" ");
-    cell.textContent = state ? state.text : "·";
+    cell.firstChild.textContent = state ? state.text : "·";
+    cell.nextSibling.hidden = !(state && state.text.endsWith("↵"));
     cell.dataset.forward = state && state.status === "a" ? state.forward : "";
     cell.dataset.drafts = state ? state.drafts : "";
     if (state && state.status === "a") paint(cell, state.forward);
@@ -114,8 +118,9 @@
   get("play").addEventListener("click", () => play(timer === null));
   for (const name of ["mouseover", "focusin"])
     get("text").addEventListener(name, (event) => {
-      const place = event.target.dataset.place;
-      if (place === undefined) return;
+      const cell = event.target.closest(".token");
+      if (!cell) return;
+      const place = cell.dataset.place;
       if (name === "focusin") focused = Number(place);
       get("detail").textContent = describe(Number(place));
     });

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from refusion_lit.decoding.engine import TraceRound
@@ -104,7 +105,7 @@ def timeline(trace: Trace) -> Timeline:
             accepted_at.setdefault(position - trace.prompt_length, number)
     next_judgement = _judgements(trace.rounds)
     for place, known in enumerate(drafts):
-        for draft, following in zip(known, [*known[1:], None], strict=True):
+        for draft, following in zip_longest(known, known[1:]):
             change = Change(
                 place=place,
                 token=draft.token,
