@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -30,16 +31,25 @@ _FLAGS = (
 _PATIENCE = 90.0
 
 
+def _pipe() -> tuple[int, int]:
+    """Return a pipe whose descriptors are out of the way of 3 and 4."""
+    ends = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends)
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
 class Browser:
     """One page of one browser process with a fresh profile in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        to_read, self._write = os.pipe()
-        self._read, to_write = os.pipe()
-        # The protocol's pipe is at descriptors 3 and 4, which a shell puts there.
+        to_read, self._write = _pipe()
+        self._read, to_write = _pipe()
+        # The protocol's pipe is at descriptors 3 and 4, which a shell puts there (not sh: it knows one digit only).
         command = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
         self._process = subprocess.Popen(
-            ["sh", "-c", command, str(CHROMIUM), *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
+            ["bash", "-c", command, str(CHROMIUM), *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -50,6 +60,13 @@ class Browser:
         self._number, self._buffer = 0, b""
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):

@@ -18,7 +18,9 @@ def _visible(character: str) -> str:
     if character < " ":
         return chr(0x2400 + ord(character))
     # Control (Cc), direction and other format characters (Cf), half surrogate pairs (Cs), line separators (Zl, Zp).
-    return "\N{REPLACEMENT CHARACTER}" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") else character
+    return (
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") else character
+    )
 
 
 def visible_lines(text: str) -> str:

@@ -235,4 +235,3 @@ class _Reader:
             self.fail(where, "a list", values)
         # Softmax in low precision may end a little above 1.
         return [self.number(value, f"{where}[{i}]", 1.01) for i, value in enumerate(values)]
-

@@ -86,7 +86,9 @@ def _head(trace: Trace, line: Timeline, number: int) -> str:
     statuses = [change.status for change in line.changes[number - 1]]
     counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("accepted", "drafted", "rejected"))
     again = sum(change.status == "drafted" and change.num_drafts > 1 for change in line.changes[number - 1])
-    return f"forward {number}/{trace.num_forwards} {visible(trace.rounds[number - 1].phase)}: {counts}, {again} re-planned"
+    return (
+        f"forward {number}/{trace.num_forwards} {visible(trace.rounds[number - 1].phase)}: {counts}, {again} re-planned"
+    )
 
 
 def _plain(trace: Trace, line: Timeline, number: int) -> str:
