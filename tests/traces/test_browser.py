@@ -88,8 +88,8 @@ def test_space_plays_from_the_start_to_the_end(browser: Browser, tmp_path: Path)
     browser.key(" ")
     assert browser.js("document.getElementById('play').getAttribute('aria-pressed')") == "true"
     assert classes(browser) == expected(trace, 0)
-    ended = "new Promise(done => { const t = setInterval(() => { if (document.getElementById('play')" \
-            ".getAttribute('aria-pressed') === 'false') { clearInterval(t); done(true); } }, 50); })"  # fmt: skip
+    pressed = "document.getElementById('play').getAttribute('aria-pressed')"
+    ended = f"new Promise(done => setInterval(() => {{ if ({pressed} === 'false') done(true); }}, 50))"
     assert browser.js(ended)
     assert classes(browser) == expected(trace, 4)
 

@@ -37,7 +37,7 @@ def test_the_animation_waits_once_a_forward_and_shows_each() -> None:
 
 
 def test_text_cannot_steer_the_terminal() -> None:
-    trace = plan_and_verify({n: "\x1b]0;owned\x07\x9b2J\r[red]" for n in range(1, 9)})
+    trace = plan_and_verify(dict.fromkeys(range(1, 9), "\x1b]0;owned\x07\x9b2J\r[red]"))
     for terminal in (False, True):
         file = io.StringIO()
         console = Console(file=file, force_terminal=terminal, width=2000, color_system=None)

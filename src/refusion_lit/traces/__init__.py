@@ -7,16 +7,16 @@ from refusion_lit.traces.terminal import animate, print_statistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 
 __all__ = [
-    "Trace",
-    "trace_of",
-    "read_trace",
-    "write_trace",
     "Change",
     "Timeline",
-    "timeline",
+    "Trace",
     "TraceStatistics",
-    "trace_statistics",
     "animate",
-    "print_statistics",
     "page",
+    "print_statistics",
+    "read_trace",
+    "timeline",
+    "trace_of",
+    "trace_statistics",
+    "write_trace",
 ]

@@ -41,7 +41,7 @@ def _hash(text: str) -> str:
 
 
 def _embedded(values: dict[str, Any]) -> str:
-    r"""Return JSON in ASCII whose texts hold none of HTML's characters: ``</script>`` becomes ``\u003c/script\u003e``."""
+    r"""Return JSON in ASCII with none of HTML's characters: ``</script>`` becomes ``\u003c/script\u003e``."""
     text = json.dumps(values, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
