@@ -58,7 +58,7 @@
     if (place % data.slot_size === 0 && data.slot_size > 1) names.push("slot");
     if (state && state.status === "a" && state.forward === now) names.push("new");
     if (state && state.status !== "a" && state.drafts > 1) names.push("again");
-    if (state && place >= data.num_tokens) names.push("beyond");
+    if (place >= data.num_tokens) names.push("beyond");
     cell.className = names.join(" ");
     cell.firstChild.textContent = state ? state.text : "·";
     cell.nextSibling.hidden = !(state && state.text.endsWith("↵"));
