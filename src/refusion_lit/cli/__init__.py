@@ -16,13 +16,21 @@ usage: refusion-lit COMMAND [OPTIONS]
   test       decode a test set with every decoder named in the config, and print them side by side
   predict    write predictions as JSON lines
   generate   answer prompts from a checkpoint, a directory or a hub id
+  chat       talk to a model and see in which order it decodes
+  trace      watch a decode, forward by forward; writes an HTML page
   export     turn a checkpoint into a Hugging Face directory
   init       copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
 
-_OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init"}
+_OWN = {
+    "generate": "refusion_lit.cli.generate",
+    "chat": "refusion_lit.cli.chat",
+    "trace": "refusion_lit.cli.trace",
+    "export": "refusion_lit.cli.export",
+    "init": "refusion_lit.cli.init",
+}
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
 
