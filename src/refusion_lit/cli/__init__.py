@@ -17,12 +17,18 @@ usage: refusion-lit COMMAND [OPTIONS]
   predict    write predictions as JSON lines
   generate   answer prompts from a checkpoint, a directory or a hub id
   export     turn a checkpoint into a Hugging Face directory
+  sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
 
-_OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init"}
+_OWN = {
+    "generate": "refusion_lit.cli.generate",
+    "export": "refusion_lit.cli.export",
+    "sweep": "refusion_lit.cli.sweep",
+    "init": "refusion_lit.cli.init",
+}
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
 

@@ -110,6 +110,24 @@ class RefusionCLI(LightningCLI):
         config.ckpt_path = None
 
 
+class _ParseOnly(RefusionCLI):
+    """Makes the parsers, and parses, seeds and builds nothing."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002
+        self.config = Namespace(subcommand=None)
+
+    def _set_seed(self) -> None: ...
+
+    def before_instantiate_classes(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+
+def parse_only() -> LightningArgumentParser:
+    """Return the parser of all subcommands of the Trainer."""
+    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=[], seed_everything_default=0).parser
+
+
 def _next_version(folder: Path) -> str:
     """Return the first free ``version_N``; other processes of the same run are told through the environment."""
     shared = os.environ.get("REFUSION_LIT_RUN_VERSION")
