@@ -23,7 +23,7 @@ def test_a_plain_name_below_a_component_is_an_init_arg() -> None:
     }
     set_option(config, "decoders.main.class_path", "LLaDA")
     assert config["decoders"]["main"] == {"class_path": "LLaDA"}
-    with pytest.raises(ValueError, match="group of options at data.task.num"):
+    with pytest.raises(ValueError, match=r"group of options at data\.task\.num"):
         set_option(config, "data.task.num.more", 1)
 
 

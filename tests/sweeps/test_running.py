@@ -47,9 +47,7 @@ def _until(condition: Any) -> None:
 
 
 @pytest.mark.parametrize("launcher", [Local(num_workers=2), Slurm(num_workers=2, cluster="local")])
-def test_points_run_and_make_one_table(
-    tmp_path: Path, command: list[str], journal: Path, launcher: Launcher
-) -> None:
+def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journal: Path, launcher: Launcher) -> None:
     if isinstance(launcher, Slurm):
         pytest.importorskip("submitit")
     result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, launcher=launcher)

@@ -19,8 +19,7 @@ def test_points_are_all_combinations_of_grid_entries_and_samples() -> None:
     )
     found = [tuple(point.values()) for point in sweep.combinations()]
     expected = [
-        (c, d, a, b, 7)
-        for (c, d), a, b, _ in itertools.product([(1, 10), (2, 20)], [1, 2], ["x", "y", "z"], range(2))
+        (c, d, a, b, 7) for (c, d), a, b, _ in itertools.product([(1, 10), (2, 20)], [1, 2], ["x", "y", "z"], range(2))
     ]
     assert found == expected
     assert sweep.swept == ("a", "b", "c", "d", "e")

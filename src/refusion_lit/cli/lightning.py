@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
 from refusion_lit.cli.environment import write_environment
-from refusion_lit.cli.parser import OneLineLightningParser
+from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
 
@@ -63,6 +63,10 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--num_threads", type=int | None, default=None, help="CPU threads of torch")
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Parse; a decoder may be given by its file."""
+        super().parse_arguments(parser, with_component_files(args, "model.decoders"))
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""

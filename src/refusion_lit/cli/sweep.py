@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -14,7 +15,9 @@ import yaml
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.sweeps import Sweep, describe, plan, run as run_sweep  # noqa: I001
+from refusion_lit.cli.suggestions import nearest
+from refusion_lit.sweeps import Sweep, describe, plan
+from refusion_lit.sweeps import run as run_sweep
 
 
 def build_parser() -> OneLineParser:
@@ -87,20 +90,32 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         raise ValueError(f"config: {file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"config: expected a sweep's options in {file}, got {type(values).__name__}.")
+    names = [field.name for field in fields(Sweep)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
     if num_workers is not None:
-        launcher = values.setdefault("launcher", {"class_path": "Local"})
-        if isinstance(launcher, str):
-            launcher = values["launcher"] = {"class_path": launcher}
-        launcher.setdefault("init_args", {})["num_workers"] = num_workers
+        launcher = values.get("launcher") or "Local"
+        launcher = {"class_path": launcher} if isinstance(launcher, str) else dict(launcher)
+        launcher["init_args"] = {**(launcher.get("init_args") or {}), "num_workers": num_workers}
+        values["launcher"] = launcher
     parsed = cast("Namespace", parser.parse_object({"sweep": values}))
-    return cast("Sweep", parser.instantiate_classes(parsed).sweep)
+    return cast("Namespace", parser.instantiate_classes(parsed)).sweep
 
 
 def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Return a function that parses a config with the subcommand's own parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
+    from refusion_lit.decoding import Decoder
+    from refusion_lit.objectives import Objective
+    from refusion_lit.types import SamplingParams
 
     parser = parse_only()
+    # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
+    kinds = {"decoders": dict[str, Decoder], "objective": Objective, "sampling": SamplingParams}
+    strategies = OneLineParser(prog="refusion-lit sweep")
+    for name, kind in kinds.items():
+        strategies.add_argument(f"--{name}", type=kind)
 
     def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +129,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
                 "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "
                 "puts them; leave it out."
             )
+        strategies.instantiate_classes(strategies.parse_object({n: resolved["model"][n] for n in kinds}))
         return resolved
 
     return resolve

@@ -35,7 +35,7 @@ class Launcher(ABC):
             ``None`` every now and then.
         """
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse what cannot work, before anything runs.
 
         Raises:

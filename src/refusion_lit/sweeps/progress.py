@@ -32,7 +32,9 @@ class SweepProgress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -55,7 +57,9 @@ class SweepProgress:
         self._failed += status != "finished"
         took = "" if seconds is None else f" in {seconds:.1f} s"
         line = f"[{self._ended}/{self._total}] {status}{took}: {label} ({self.time_left})"
-        self._console.print(line if error is None else f"{line}\n{error}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            line if error is None else f"{line}\n{error}", markup=False, highlight=False, soft_wrap=True
+        )
         self.tick()
 
     @property

@@ -26,7 +26,8 @@ class Sweep:
     of one component (those in ``configs/decoder``) stands for that component.
 
     Attributes:
-        base: Config files, later ones overlay earlier ones; relative to the sweep file.
+        base: Config files, relative to the sweep file. Later ones overlay earlier ones group by group: named decoders
+            add up, where ``--config A --config B`` of the command line keeps those of the last file alone.
         subcommands: ``[test]``, or ``[fit, test]`` where the test takes the fit's checkpoint.
         options: Options that all points share.
         grid: For each option the values to combine.

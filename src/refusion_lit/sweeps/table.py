@@ -29,7 +29,7 @@ def gather(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> li
     rows = []
     for point in points:
         folder = directory / "points" / point.id
-        outcome = read_json(folder / OUTCOME) or {"status": "pending"}
+        outcome: Row = read_json(folder / OUTCOME) or {"status": "pending"}
         known = {
             "point": point.id,
             "status": outcome["status"],
