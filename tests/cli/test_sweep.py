@@ -139,3 +139,15 @@ def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "other.yaml").write_text("steps: 3")
     assert main(["test", "--config", QUICKSTART, f"--model.decoders.x={tmp_path / 'other.yaml'}"]) == 2
     assert "expected a component" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("refusion_lit.cli.sweep.run_sweep", interrupted)
+    file = _write(tmp_path)
+    assert main(["sweep", "--config", file]) == 130
+    assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         if name not in names:
             raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
     if num_workers is not None:
-        launcher = values.get("launcher") or "Local"
+        launcher: Any = values.get("launcher") or "Local"
         launcher = {"class_path": launcher} if isinstance(launcher, str) else dict(launcher)
         launcher["init_args"] = {**(launcher.get("init_args") or {}), "num_workers": num_workers}
         values["launcher"] = launcher
