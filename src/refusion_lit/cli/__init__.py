@@ -19,6 +19,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   chat       talk to a model and see in which order it decodes
   trace      watch a decode, forward by forward; writes an HTML page
   export     turn a checkpoint into a Hugging Face directory
+  sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
@@ -29,6 +30,7 @@ _OWN = {
     "chat": "refusion_lit.cli.chat",
     "trace": "refusion_lit.cli.trace",
     "export": "refusion_lit.cli.export",
+    "sweep": "refusion_lit.cli.sweep",
     "init": "refusion_lit.cli.init",
 }
 _LIGHTNING = ("fit", "validate", "test", "predict")

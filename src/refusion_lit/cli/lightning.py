@@ -22,7 +22,7 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
 from refusion_lit.checkpoints import AtomicCheckpointIO, SaveOnSignal, newest_checkpoint
 from refusion_lit.cli.environment import write_environment
-from refusion_lit.cli.parser import OneLineLightningParser
+from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
 from refusion_lit.sharded import is_sharded_checkpoint
@@ -81,6 +81,10 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--num_threads", type=int | None, default=None, help="CPU threads of torch")
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Parse; a decoder may be given by its file."""
+        super().parse_arguments(parser, with_component_files(args, "model.decoders"))
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
@@ -166,6 +170,24 @@ def _check_sharding(config: Namespace, source: str) -> None:
             f"ckpt_path: {source} is a sharded checkpoint, which the strategy {strategy} cannot read. Turn it into a "
             "directory with `refusion-lit export`, or test with the strategy ModelParallelStrategy."
         )
+
+
+class _ParseOnly(RefusionCLI):
+    """Makes the parsers, and parses, seeds and builds nothing."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002
+        self.config = Namespace(subcommand=None)
+
+    def _set_seed(self) -> None: ...
+
+    def before_instantiate_classes(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+
+def parse_only() -> LightningArgumentParser:
+    """Return the parser of all subcommands of the Trainer."""
+    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=[], seed_everything_default=0).parser
 
 
 def _next_version(folder: Path) -> str:
