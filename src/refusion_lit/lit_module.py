@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +28,9 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.predictions import prediction, write_line
+from refusion_lit.reports.environment import config_of, environment_of
 from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_report
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
@@ -260,8 +263,9 @@ class SlotDiffusionModule(L.LightningModule):
                 self.log(f"test/{name}/{figure}", float(value))
         self._open_files.close()
         if self.trainer.is_global_zero:
-            decoder_table(self.results, self.max_batch_size, marked={n for n, why in self.mismatches.items() if why})
+            decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
             self._write_results()
+            self._write_report()
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
@@ -336,14 +340,32 @@ class SlotDiffusionModule(L.LightningModule):
         """Where results go: the first logger's directory."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
+    @property
+    def batch_size(self) -> int:
+        """The most prompts that can share a call in a test: no more than the loader hands over."""
+        module = getattr(self.trainer, "datamodule", None)
+        return min(self.max_batch_size, getattr(module, "eval_batch_size", self.max_batch_size))
+
+    def _write_report(self) -> None:
+        """Write the page beside the results, which are safe by now whatever happens here."""
+        try:
+            page = write_report([self.output_directory])[0]
+        except (ValueError, OSError) as error:
+            warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
+        else:
+            rank_zero_info(f"report: {page}")
+
     def _write_results(self) -> None:
         options = {n: {"class": type(d).__name__, **_options(d)} for n, d in self.decoders.items()}
         results = {
             "sampling": asdict(self.sampling),
             "max_batch_size": self.max_batch_size,
+            "batch_size": self.batch_size,
             "decoders": options,
             "results": self.results,
             "mismatches": self.mismatches,
+            "environment": environment_of(self.output_directory, self.seed),
+            "config": config_of(self.output_directory),
         }
         path = self.output_directory / "results.json"
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

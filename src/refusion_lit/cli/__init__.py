@@ -16,13 +16,19 @@ usage: refusion-lit COMMAND [OPTIONS]
   test       decode a test set with every decoder named in the config, and print them side by side
   predict    write predictions as JSON lines
   generate   answer prompts from a checkpoint, a directory or a hub id
+  report     compare finished tests: a page, plots, tables for papers
   export     turn a checkpoint into a Hugging Face directory
   init       copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
 
-_OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init"}
+_OWN = {
+    "generate": "refusion_lit.cli.generate",
+    "export": "refusion_lit.cli.export",
+    "init": "refusion_lit.cli.init",
+    "report": "refusion_lit.cli.report",
+}
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
 

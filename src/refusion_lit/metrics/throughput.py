@@ -72,7 +72,7 @@ class DecodingMetrics(Metric):
         is_warm = int(self.num_batches >= self.warm_up)
         if is_warm:
             self.timed += torch.tensor((num_tokens, output.seconds), dtype=torch.float64, device=self.timed.device)
-        self.num_batches += 1
+        self.num_batches += bool(rows)
         for row in rows:
             self.latencies[is_warm, self._bin(row.seconds)] += 1
 
