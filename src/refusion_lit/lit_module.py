@@ -349,7 +349,7 @@ class SlotDiffusionModule(L.LightningModule):
     def _write_report(self) -> None:
         """Write the page beside the results, which are safe by now whatever happens here."""
         try:
-            page = write_report([self.output_directory])[0]
+            page = write_report([self.output_directory / "results.json"])[0]
         except (ValueError, OSError) as error:
             warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
         else:

@@ -203,8 +203,9 @@ def _grids(measured: Sequence[Measured], collection: Collection) -> list[Grid]:
         for figure in ("score", "tokens_per_forward"):
             values = [[_mean([getattr(m, figure).estimate for m in found.get((y, x), [])]) for x in xs] for y in ys]
             grids.append(
-                Grid(method=method, figure=figure, x_name=x_name, y_name=y_name, x_values=xs, y_values=ys,
-                     values=values)  # fmt: skip
+                Grid(
+                    method=method, figure=figure, x_name=x_name, y_name=y_name, x_values=xs, y_values=ys, values=values
+                )
             )
     return grids
 

@@ -49,6 +49,7 @@ def html_page(comparison: Comparison, plots: Mapping[str, bytes]) -> str:
         uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline],
         version=__version__,
         level=f"{100 * comparison.resampling.level:g}",
+        marked_methods={row.method for row in rows if row.mismatches},
         best=max(m.score.estimate for m in comparison.measured),
     )
 
@@ -63,11 +64,10 @@ def _findings(comparison: Comparison) -> list[str]:
     most = max(comparison.measured, key=lambda m: m.score.estimate)
     fastest = max(comparison.measured, key=lambda m: m.tokens_per_forward.estimate)
     front = [m.row.label for m in comparison.measured if m.on_front]
+    form = "{}: {} with a score of {:.1f} % at {:.2f} tokens per forward."
     lines = [
-        f"Best score: {most.row.label} with {most.score.estimate:.1f} %, at "
-        f"{most.tokens_per_forward.estimate:.2f} tokens per forward.",
-        f"Most tokens per forward: {fastest.row.label} with {fastest.tokens_per_forward.estimate:.2f}, at a score of "
-        f"{fastest.score.estimate:.1f} %.",
+        form.format(name, m.row.label, m.score.estimate, m.tokens_per_forward.estimate)
+        for name, m in (("Best score", most), ("Most tokens per forward", fastest))
     ]
     if len(comparison.measured) > 1:
         shown = ", ".join(front[:8]) + (f" and {len(front) - 8} more" if len(front) > 8 else "")
@@ -77,7 +77,7 @@ def _findings(comparison: Comparison) -> list[str]:
         names = ", ".join(f"{d.row.label} ({d.score.estimate:+.1f})" for d in clear[:8] if d.score)
         more = f" and {len(clear) - 8} more" if len(clear) > 8 else ""
         lines.append(
-            f"Scores that differ from {comparison.baseline} by more than chance among prompts explains: "
+            f"Score told apart from {comparison.baseline} (the interval of the paired difference leaves out 0): "
             f"{names + more if names else 'none'}."
         )
     return lines
@@ -114,14 +114,14 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
     ids = list(dict.fromkeys(i for row in rows for i in row.predictions))[:_NUM_EXAMPLES]
     examples = []
     for identity in ids:
-        found = [(row.label, row.predictions[identity]) for row in rows if identity in row.predictions]
+        found = [(row, row.predictions[identity]) for row in rows if identity in row.predictions]
         first = found[0][1]
         examples.append(
             {
                 "id": identity,
                 "prompt": _cut(first.prompt),
                 "reference": _cut(first.reference or ""),
-                "responses": [(label, _cut(p.response), p.score, p.num_tokens, p.num_forwards) for label, p in found],
+                "responses": [(row, _cut(p.response), p.score, p.num_tokens, p.num_forwards) for row, p in found],
             }
         )
     return examples

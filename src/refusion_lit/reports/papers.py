@@ -12,7 +12,16 @@ _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
 }  # fmt: skip
-_HEADER = ("decoder", "score %", "tokens/forward", "tokens/s", "calls/batch", "batch size", "Δ score", "Δ tokens/forward")
+_HEADER = (
+    "decoder",
+    "score %",
+    "tokens/forward",
+    "tokens/s",
+    "calls/batch",
+    "batch size",
+    "Δ score",
+    "Δ tokens/forward",
+)
 
 
 def markdown_table(comparison: Comparison) -> str:
@@ -25,9 +34,7 @@ def markdown_table(comparison: Comparison) -> str:
 def latex_table(comparison: Comparison) -> str:
     """Return the table of decoders in LaTeX, for the package booktabs."""
     header = " & ".join(_latex(name).replace("Δ", r"$\Delta$") for name in _HEADER)
-    body = [
-        f"{' & '.join(cells)} \\\\" for cells in _rows(comparison, _latex, r"$^{*}$", r"${}_{{[{},\,{}]}}$")
-    ]
+    body = [f"{' & '.join(cells)} \\\\" for cells in _rows(comparison, _latex, r"$^{*}$", r"${}_{{[{},\,{}]}}$")]
     return "\n".join(
         [
             r"\begin{table}",

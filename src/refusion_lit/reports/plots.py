@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ def tradeoff_plot(comparison: Comparison) -> bytes:
     for m in comparison.measured:
         methods.setdefault(m.row.method, []).append(m)
     front = sorted((m.tokens_per_forward.estimate, m.score.estimate) for m in comparison.measured if m.on_front)
-    axes.plot(*zip(*front, strict=True), color="#999999", linewidth=5, alpha=0.35, zorder=1, label="Pareto front")
+    axes.plot(*zip(*front, strict=True), color="#999999", linewidth=5, alpha=0.35, marker="o", markersize=17,
+              zorder=1, label="Pareto front")  # fmt: skip
     for i, (method, points) in enumerate(methods.items()):
         points.sort(key=lambda m: m.tokens_per_forward.estimate)
         _draw_method(axes, method, points, _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
@@ -33,9 +35,9 @@ def tradeoff_plot(comparison: Comparison) -> bytes:
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.06)
+    axes.margins(0.08)
     if len(methods) <= 24:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9, markerscale=0.8)
     return _png(figure)
 
 
@@ -53,8 +55,9 @@ def _draw_method(axes: Any, method: str, points: Sequence[Measured], colour: str
     if len(points) > 1:
         axes.plot(x, y, color=colour, linewidth=1, alpha=0.7, zorder=2)
     is_marked = any(m.row.mismatches for m in points)
+    name = f"{method} *" if is_marked else method
     axes.plot(x, y, linestyle="none", marker=marker, markersize=7, color=colour, zorder=3,
-              markerfacecolor="white" if is_marked else colour, label=plain(f"{method} *" if is_marked else method))  # fmt: skip
+              markerfacecolor="white" if is_marked else colour, label=plain(name))  # fmt: skip
 
 
 def heat_map(grid: Grid) -> bytes:
@@ -70,7 +73,7 @@ def heat_map(grid: Grid) -> bytes:
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     for (row, column), value in np.ndenumerate(values):
         dark = high > low and (value - low) / (high - low) < 0.6
-        text = "–" if np.isnan(value) else f"{value:.1f}" if grid.figure == "score" else f"{value:.2f}"
+        text = "--" if np.isnan(value) else f"{value:.1f}" if grid.figure == "score" else f"{value:.2f}"
         colour = "#555555" if np.isnan(value) else "white" if dark or high == low else "black"
         axes.text(column, row, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(len(grid.x_values)), [plain(v) for v in grid.x_values])
@@ -90,5 +93,7 @@ def plain(text: str) -> str:
 
 def _png(figure: Any) -> bytes:  # noqa: ANN401 - imported late
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", metadata={"Software": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
+        figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()

@@ -96,7 +96,7 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     """Read every run in or below some folders.
 
     Args:
-        paths: Folders of runs or sweeps.
+        paths: Folders of runs or sweeps, or files ``results.json``, beside and below which nothing is looked for.
 
     Raises:
         ValueError: If one does not exist or holds no results.
@@ -104,10 +104,14 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     notes: list[str] = []
     runs: list[Run] = []
     for argument in map(Path, paths):
-        if not argument.is_dir():
+        if argument.is_file():
+            files, folder = [argument], argument.parent
+        elif argument.is_dir():
+            files, folder = sorted(argument.rglob("results.json")), argument
+            notes += _failed_points(argument)
+        else:
             raise ValueError(f"RUN: expected a folder of a run or a sweep, got {argument}, which is none; name one.")
-        found = [run for path in sorted(argument.rglob("results.json")) if (run := _read_run(path, argument, notes))]
-        notes += _failed_points(argument)
+        found = [run for path in files if (run := _read_run(path, folder, notes))]
         if not found:
             raise ValueError(
                 f"RUN: expected results.json of a finished `test` in or below {argument}, got none; "
@@ -202,8 +206,15 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
                 )
             mismatches = list(run.results.get("mismatches", {}).get(decoder) or [])
             rows.append(
-                Row(label=label, decoder=decoder, method=method, run=run, figures=figures, mismatches=mismatches,
-                    predictions=predictions)  # fmt: skip
+                Row(
+                    label=label,
+                    decoder=decoder,
+                    method=method,
+                    run=run,
+                    figures=figures,
+                    mismatches=mismatches,
+                    predictions=predictions,
+                )
             )
     _make_unique(rows)
     return rows

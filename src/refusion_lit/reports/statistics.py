@@ -82,7 +82,7 @@ class Resampling:
             parts.append(generator.multinomial(count, np.full(count, 1 / count), size=size) @ columns)
         return np.concatenate(parts)
 
-    def _interval(self, estimate: float, resamples: NDArray[np.float64]) -> Interval:
+    def _interval(self, estimate: NDArray[np.float64], resamples: NDArray[np.float64]) -> Interval:
         tail = 50 * (1 - self.level)
         low, high = np.nanpercentile(resamples, [tail, 100 - tail])
         return Interval(estimate=float(estimate), low=float(low), high=float(high))

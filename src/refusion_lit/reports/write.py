@@ -26,7 +26,7 @@ def write_report(
     """Write a report on runs and sweeps; plots always come with it.
 
     Args:
-        paths: Folders of runs or sweeps.
+        paths: Folders of runs or sweeps, or files ``results.json``.
         output: Where to write; by default ``report`` inside the only folder, or in the working directory if there
             are several.
         baseline: What the others are compared with: a row or a decoder; the first row by default.
@@ -67,4 +67,7 @@ def write_report(
 
 
 def _default_output(paths: Sequence[str | Path]) -> Path:
-    return Path(paths[0]) / DIRECTORY if len(paths) == 1 else Path(DIRECTORY)
+    if len(paths) > 1:
+        return Path(DIRECTORY)
+    only = Path(paths[0])
+    return (only.parent if only.is_file() else only) / DIRECTORY
