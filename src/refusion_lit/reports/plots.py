@@ -30,6 +30,9 @@ def tradeoff_plot(comparison: Comparison) -> bytes:
     for i, (method, points) in enumerate(methods.items()):
         points.sort(key=lambda m: m.tokens_per_forward.estimate)
         _draw_method(axes, method, points, _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
+        if not comparison.grids:  # points over two options are no curve
+            x, y = zip(*((m.tokens_per_forward.estimate, m.score.estimate) for m in points), strict=True)
+            axes.plot(x, y, color=_COLOURS[i % len(_COLOURS)], linewidth=1, alpha=0.7, zorder=2)
     axes.set_xlabel("tokens per forward (more is faster)")
     axes.set_ylabel("score (%)")
     axes.grid(color="#e4e4e4", linewidth=0.8)
@@ -52,8 +55,6 @@ def _draw_method(axes: Any, method: str, points: Sequence[Measured], colour: str
         for axis, values in (("x", [m.tokens_per_forward for m in points]), ("y", [m.score for m in points]))
     }
     axes.errorbar(x, y, **errors, fmt="none", ecolor=colour, elinewidth=1, alpha=0.6, capsize=2, zorder=2)
-    if len(points) > 1:
-        axes.plot(x, y, color=colour, linewidth=1, alpha=0.7, zorder=2)
     is_marked = any(m.row.mismatches for m in points)
     name = f"{method} *" if is_marked else method
     axes.plot(x, y, linestyle="none", marker=marker, markersize=7, color=colour, zorder=3,
@@ -78,7 +79,7 @@ def heat_map(grid: Grid) -> bytes:
         axes.text(column, row, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(len(grid.x_values)), [plain(v) for v in grid.x_values])
     axes.set_yticks(range(len(grid.y_values)), [plain(v) for v in grid.y_values])
-    axes.set_xlabel(plain(grid.x_name))
+    axes.set_xlabel(plain(grid.x_name.rsplit(".", 1)[-1]))
     axes.set_ylabel(plain(grid.y_name.rsplit(".", 1)[-1]))
     axes.set_title(plain(f"{grid.method}: {_TITLES[grid.figure]}"), fontsize=10)
     figure.colorbar(image, ax=axes)
