@@ -174,6 +174,20 @@ def test_a_sweep_has_curves_and_heat_maps(tmp_path: Path) -> None:
     assert _page(files[0]).tags.count("img") == 3
 
 
+def test_a_run_beside_a_sweep_has_no_options(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {"refusion": _lines([1.0])})
+    comparison = compare(read_runs([run, _sweep(tmp_path / "sweep")]), resampling=QUICK)
+    assert comparison.measured[0].row.label == "run: refusion"
+    assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
+    assert {grid.method for grid in comparison.grids} == {"sweep: refusion"}
+    assert comparison.areas["run: refusion"][1] == 1
+
+
+def test_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    first, second = (_run(tmp_path / name / "run", {"d": _lines([1.0])}) for name in "ab")
+    assert len({row.method for row in read_runs([first, second]).rows}) == 2
+
+
 def test_a_baseline_by_decoder_is_each_runs_own(tmp_path: Path) -> None:
     for name, base in (("x", 1.0), ("y", 0.0)):
         _run(tmp_path / "s" / name, {"base": _lines([base] * 4), "other": _lines([1.0] * 4)})

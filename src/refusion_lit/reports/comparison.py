@@ -156,7 +156,8 @@ def _baseline_of(row: Row, rows: Sequence[Row], name: str) -> Row:
         return exact[0]
     named = [other for other in rows if name in (other.decoder, other.method)]
     if not named:
-        known = ", ".join(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
+        names = list(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
+        known = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         raise ValueError(f"baseline: expected one of {known}; got {name!r}. Name one of them.")
     own = [other for other in named if other.run is row.run]
     return (own or named)[0]
@@ -189,16 +190,19 @@ def _areas(measured: Sequence[Measured]) -> dict[str, tuple[float, int]]:
 
 
 def _grids(measured: Sequence[Measured], collection: Collection) -> list[Grid]:
-    names = varied_options(collection.runs)
-    if len(names) != 2:
-        return []
-    y_name, x_name = names
+    names = {run.source: varied_options([r for r in collection.runs if r.source == run.source])
+             for run in collection.runs}  # fmt: skip
     cells: dict[str, dict[tuple[str, str], list[Measured]]] = {}
+    axes: dict[str, list[str]] = {}
     for m in measured:
+        if len(names[m.row.run.source]) != 2 or not m.row.run.options:
+            continue
+        y_name, x_name = axes[m.row.method] = names[m.row.run.source]
         place = (_key(m.row.run.options.get(y_name)), _key(m.row.run.options.get(x_name)))
         cells.setdefault(m.row.method, {}).setdefault(place, []).append(m)
     grids = []
     for method, found in cells.items():
+        y_name, x_name = axes[method]
         ys, xs = (sorted({place[axis] for place in found}, key=_order) for axis in (0, 1))
         for figure in ("score", "tokens_per_forward"):
             values = [[_mean([getattr(m, figure).estimate for m in found.get((y, x), [])]) for x in xs] for y in ys]

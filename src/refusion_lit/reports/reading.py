@@ -33,7 +33,7 @@ class Run:
     Attributes:
         path: Its folder.
         name: The folder's name below the argument that led to it.
-        source: That argument's folder name.
+        source: A name of that argument, unique among the arguments.
         results: The content of ``results.json``.
         environment: Versions, seed, hardware, git state and command, as far as they were recorded.
         config: The resolved config as YAML; empty where none was kept.
@@ -103,7 +103,11 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     """
     notes: list[str] = []
     runs: list[Run] = []
-    for argument in map(Path, paths):
+    folders = [path.parent if path.is_file() else path for path in map(Path, paths)]
+    names = [_name(folder) for folder in folders]
+    if len(set(names)) < len(names):  # folders of the same name in different places
+        names = [str(folder) for folder in folders]
+    for name, argument in zip(names, map(Path, paths), strict=True):
         if argument.is_file():
             files, folder = [argument], argument.parent
         elif argument.is_dir():
@@ -111,7 +115,7 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
             notes += _failed_points(argument)
         else:
             raise ValueError(f"RUN: expected a folder of a run or a sweep, got {argument}, which is none; name one.")
-        found = [run for path in files if (run := _read_run(path, folder, notes))]
+        found = [run for path in files if (run := _read_run(path, folder, name, notes))]
         if not found:
             raise ValueError(
                 f"RUN: expected results.json of a finished `test` in or below {argument}, got none; "
@@ -124,12 +128,13 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
 
 
 def varied_options(runs: Sequence[Run]) -> list[str]:
-    """Return the options of sweeps that differ between runs."""
+    """Return the options that differ between the points of a sweep; runs outside any sweep have none."""
+    runs = [run for run in runs if run.options]
     names = dict.fromkeys(name for run in runs for name in run.options)
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
 
 
-def _read_run(path: Path, argument: Path, notes: list[str]) -> Run | None:
+def _read_run(path: Path, argument: Path, source: str, notes: list[str]) -> Run | None:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -144,7 +149,7 @@ def _read_run(path: Path, argument: Path, notes: list[str]) -> Run | None:
     return Run(
         path=folder,
         name=str(relative) if relative.parts else argument.resolve().name,
-        source=_name(argument),
+        source=source,
         results=results,
         environment=environment,
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
@@ -187,15 +192,15 @@ def _failed_points(argument: Path) -> list[str]:
 
 
 def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
-    varied = varied_options(runs)
+    varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
     several_sources = len({run.source for run in runs}) > 1
     rows = []
     for run in runs:
         for decoder, figures in run.results["results"].items():
             method = f"{run.source}: {decoder}" if several_sources else decoder
             label = method
-            if varied:
-                label += f" ({_pairs({name: run.options.get(name) for name in varied})})"
+            if run.options and varied[run.source]:
+                label += f" ({_pairs({name: run.options.get(name) for name in varied[run.source]})})"
             predictions = _read_predictions(run.path, decoder, notes)
             if not predictions:
                 notes.append(f"{run.name}: no predictions of {decoder}, so no intervals for it.")
