@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +33,9 @@ from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
 from refusion_lit.objectives.step import StepLoss
 from refusion_lit.predictions import PredictionsFile, prediction
+from refusion_lit.reports.environment import config_of, environment_of
 from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_report
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
@@ -350,8 +353,9 @@ class SlotDiffusionModule(L.LightningModule):
                 self.log(f"test/{name}/{figure}", float(value))
         self._merge()
         if self.trainer.is_global_zero:
-            decoder_table(self.results, self.max_batch_size, marked={n for n, why in self.mismatches.items() if why})
+            decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
             self._write_results()
+            self._write_report()
         self._forget()
 
     def on_predict_start(self) -> None:
@@ -456,14 +460,32 @@ class SlotDiffusionModule(L.LightningModule):
         """Where results go: the first logger's directory."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
+    @property
+    def batch_size(self) -> int:
+        """The most prompts that can share a call in a test: no more than the loader hands over."""
+        module = getattr(self.trainer, "datamodule", None)
+        return min(self.max_batch_size, getattr(module, "eval_batch_size", self.max_batch_size))
+
+    def _write_report(self) -> None:
+        """Write the page beside the results, which are safe by now whatever happens here."""
+        try:
+            page = write_report([self._directory / "results.json"])[0]
+        except (ValueError, OSError) as error:
+            warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
+        else:
+            rank_zero_info(f"report: {page}")
+
     def _write_results(self) -> None:
         options = {name: _described(decoder) for name, decoder in self.decoders.items()}
         results = {
             "sampling": asdict(self.sampling),
             "max_batch_size": self.max_batch_size,
+            "batch_size": self.batch_size,
             "decoders": options,
             "results": self.results,
             "mismatches": self.mismatches,
+            "environment": environment_of(self._directory, self.seed),
+            "config": config_of(self._directory),
         }
         path = self._directory / "results.json"
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   generate   answer prompts from a checkpoint, a directory or a hub id
   chat       talk to a model and see in which order it decodes
   trace      watch a decode, forward by forward; writes an HTML page
+  report     compare finished tests: a page, plots, tables for papers
   export     turn a checkpoint into a Hugging Face directory
   sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
@@ -32,6 +33,7 @@ _OWN = {
     "export": "refusion_lit.cli.export",
     "sweep": "refusion_lit.cli.sweep",
     "init": "refusion_lit.cli.init",
+    "report": "refusion_lit.cli.report",
 }
 _LIGHTNING = ("fit", "validate", "test", "predict")
 

@@ -14,6 +14,7 @@ _COLUMNS = (
     ("tokens_per_second", "tokens/s", "{:.0f}"),
     ("num_forwards", "forwards", "{:d}"),
     ("num_calls", "calls", "{:d}"),
+    ("calls_per_batch", "calls/batch", "{:.1f}"),
     ("tokens_per_call", "tokens/call", "{:.2f}"),
     ("positions_per_token", "positions/token", "{:.1f}"),
     ("latency_median", "latency p50 s", "{:.3f}"),
