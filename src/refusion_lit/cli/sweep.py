@@ -61,6 +61,7 @@ def run(args: list[str]) -> int:
     print(f"results in {' and '.join(str(path) for path in result.files)}")
     if len(result.files) == 1:
         print("no results.parquet without pyarrow: pip install 'refusion-lit[data]'", file=sys.stderr)
+    _report(directory)
     if result.failed:
         print(
             f"{len(result.failed)} points failed: {', '.join(result.failed)}; their logs are in "
@@ -68,6 +69,16 @@ def run(args: list[str]) -> int:
             file=sys.stderr,
         )
     return 1 if result.failed else 0
+
+
+def _report(directory: Path) -> None:
+    """Write the page of all finished points; their results are safe by now whatever happens here."""
+    from refusion_lit.reports.write import write_report
+
+    try:
+        print(f"report: {write_report([directory])[0]}")
+    except (ValueError, OSError) as error:
+        print(f"no report: {error}", file=sys.stderr)
 
 
 def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
