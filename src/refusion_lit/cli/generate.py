@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowOutput, RowState
+from refusion_lit.cli.session import add_model_options, load_model_of, sampling_of
+from refusion_lit.decoding import GenerationCallback, RowOutput, RowState
 from refusion_lit.predictions import finished_ids
 
 
@@ -32,25 +33,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
     output = "where to write JSON lines; standard output by default"
     parser.add_argument("--output", type=str, default=None, help=output)
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True,
-                        help="class of the decoder, or a YAML file like those in configs/decoder")  # fmt: skip
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens a response at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus, with a temperature above 0")
-    parser.add_argument("--top_k", type=int | None, default=None, help="most probable tokens kept, likewise")
-    parser.add_argument("--stop", type=list[str], default=[], help="strings that end a response")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    add_model_options(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
-    parser.add_argument("--dtype", type=Literal["float32", "float64", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
-    parser.add_argument("--attention", type=Literal["causal", "bidirectional", "block_causal"] | None, default=None,
-                        help="attention pattern of a directory that does not name its own")  # fmt: skip
-    parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
+    budget = "positions a forward at most, padding included; changes no token"
+    parser.add_argument("--max_tokens_per_forward", type=int | None, default=None, help=budget)
     parser.add_argument("--resume", type=bool, default=False, help="skip the prompts whose ids are in --output")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
-    parser.add_argument("--allow_mismatch", type=bool, default=False, help="only warn where the model does not fit")
-    parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
-    parser.add_argument("--trust_remote_code", type=bool, default=False, help="let the source run its own Python code")
     return parser
 
 
@@ -82,29 +70,11 @@ def run(args: list[str]) -> int:
 
 
 def _generate(options: Namespace, requests: list[_Request]) -> None:
-    from refusion_lit.api import cut_at_stop, load
-    from refusion_lit.modeling.loading import BackboneConfig
+    from refusion_lit.api import cut_at_stop
     from refusion_lit.predictions import prediction, write_line
-    from refusion_lit.types import SamplingParams
 
-    sampling = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=tuple(options.stop),
-    )
-    options.decoder.check(sampling)
-    overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
-    model = load(
-        options.ckpt_path,
-        dtype=options.dtype,
-        device=options.device,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        overrides=overrides,
-    )
+    sampling = sampling_of(options)
+    model = load_model_of(options)
     interactive = options.prompts is None and options.output is None
     mode = "a" if options.resume else "w"
     output = Path(options.output).open(mode, encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
@@ -130,6 +100,7 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
             decoder=options.decoder,
             sampling=sampling,
             batch_size=options.batch_size,
+            max_tokens_per_forward=options.max_tokens_per_forward,
             ids=[request.id for request in requests],
             callbacks=[watcher],
             allow_mismatch=options.allow_mismatch,
