@@ -14,7 +14,8 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
     """Install with pip under constraints: a bare range resolves to torch's newest CUDA build."""
-    session.install("-c", constraints, *packages)
+    # Pip applies -c to what it installs but not to the build backend, which gets constraints of its own.
+    session.install("-c", constraints, *packages, env={"PIP_BUILD_CONSTRAINT": CONSTRAINTS})
 
 
 @nox.session
@@ -64,3 +65,22 @@ def bench(session: nox.Session) -> None:
     install(session, ".")
     for script in sorted(Path("benchmarks").glob("*.py")):
         session.run("python", str(script), *session.posargs)
+
+
+@nox.session
+def reproduce(session: nox.Session) -> None:
+    """Run an experiment anew and compare with its committed result: `nox -s reproduce -- NAME`."""
+    if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():
+        known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
+        session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")
+    install(session, ".", "matplotlib")
+    folder = Path("experiments") / session.posargs[0]
+    output = Path("runs") / "reproduce" / folder.name
+    session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
+    install(session, "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})

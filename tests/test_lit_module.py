@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.lit_module import parameter_groups
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.objectives import Autoregressive, Hybrid
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
@@ -115,6 +117,12 @@ def test_impossible_decoder_settings_are_refused_at_once() -> None:
         _parts(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
 
 
+@pytest.mark.parametrize("name", ["threshold_0.9", "a/b", ""])
+def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="decoders: expected names of letters"):
+        _parts(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
+
+
 def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -129,3 +137,75 @@ def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
     text = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
     assert text.count("(reference `") == 2
     assert data.task.examples("validation")[0].query in text
+
+
+@pytest.mark.parametrize("objective", [Hybrid(slot_sizes=(4,)), BlockMasked(block_size=4)])
+def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Objective) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def counted(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
+        module, data = _parts()
+        module.objective = objective
+        widths: list[int] = []
+        module.configure_model()
+        module.model.register_forward_pre_hook(lambda _, args: widths.append(args[0].numel()))
+        logger = CSVLogger(str(tmp_path), name=f"steps-{num_steps}")
+        trainer = _trainer(tmp_path, logger=logger, max_steps=num_steps, log_every_n_steps=1, limit_val_batches=0)
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        logger.save()
+        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+        assert all(float(row["train/positions_per_second"]) > 0 for row in rows[1:])
+        return [float(row["train/num_positions"]) for row in rows], sum(widths)
+
+    first, computed = counted(2)
+    assert first[-1] == computed
+    then, more = counted(5, str(tmp_path / "last.ckpt"))
+    assert then[-1] == computed + more
+    assert then == sorted(then)
+
+
+EVERY_OBJECTIVE = [Hybrid(slot_sizes=(4,)), Autoregressive(), Masked(cart_p=0.3), BlockMasked(block_size=4)]
+
+
+@pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=lambda objective: type(objective).__name__)
+def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path, objective: Objective) -> None:
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+            seen.append({name: float(value) for name, value in trainer.callback_metrics.items() if "train/" in name})
+
+    runs = []
+    for precision in ("32-true", "bf16-true", "bf16-mixed"):
+        seen: list[dict[str, float]] = []
+        module, data = _parts(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2), warmup_steps=0)
+        module.objective = objective
+        options = {"precision": precision, "max_steps": 4, "log_every_n_steps": 1, "limit_val_batches": 0}
+        _trainer(tmp_path, **options, callbacks=[Watch()]).fit(module, data)
+        kept = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        assert {p.dtype for p in module.model.parameters()} == {kept}
+        runs.append(seen)
+    for run in runs[1:]:
+        for step, expected in zip(run, runs[0], strict=True):
+            assert step["train/loss"] == pytest.approx(expected["train/loss"], rel=0.02)
+            # The corruption and all that is counted are not rounded to bf16, which is the default type meanwhile.
+            assert step["train/num_positions"] == expected["train/num_positions"]
+            assert step["train/padding"] == expected["train/padding"]
+
+
+def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        module, data = _parts()
+        module.backbone_config = replace(module.backbone_config, gradient_checkpointing=checkpointing)
+        data.pack_length = 512  # an explicit mask as well
+        _trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(module, data)
+        weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_fused_kernel_without_a_gpu_is_refused_before_training(tmp_path: Path) -> None:
+    module, data = _parts()
+    module.objective = Hybrid(kernel="liger")
+    with pytest.raises(ValueError, match=r"objective\.kernel: 'liger' needs"):
+        _trainer(tmp_path).fit(module, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from refusion_lit.bundle import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, ReFusion, RowOutput, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.loading import BackboneConfig, DType, reason_of
 from refusion_lit.types import Prompt, SamplingParams
 
 
@@ -71,6 +71,7 @@ class TextModel:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         batch_size: int = 1,
+        max_tokens_per_forward: int | None = None,
         ids: Sequence[str] | None = None,
         callbacks: Sequence[GenerationCallback] = (),
         allow_mismatch: bool = False,
@@ -83,6 +84,8 @@ class TextModel:
             max_new_tokens: At most so many tokens a response, at least 1; ignored if ``sampling`` is given.
             sampling: Temperature, seed, stop strings and so on.
             batch_size: Prompts that share a forward. Changes no token.
+            max_tokens_per_forward: Positions that a forward computes at most, padding included; ``None`` for no bound.
+                Changes no token.
             ids: Names of the prompts, which key their sampling noise; their indices by default.
             callbacks: Told of tokens as they become final.
             allow_mismatch: Only warn where the model was not trained for the decoder.
@@ -97,6 +100,7 @@ class TextModel:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             batch_size=batch_size,
+            max_tokens_per_forward=max_tokens_per_forward,
             ids=ids,
             callbacks=callbacks,
             allow_mismatch=allow_mismatch,
@@ -110,6 +114,7 @@ class TextModel:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         batch_size: int = 1,
+        max_tokens_per_forward: int | None = None,
         ids: Sequence[str] | None = None,
         callbacks: Sequence[GenerationCallback] = (),
         allow_mismatch: bool = False,
@@ -117,12 +122,14 @@ class TextModel:
         """Continue prompts given as token ids; for arguments see :meth:`generate`."""
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+        check_context(self.backbone, dict(zip(names, map(len, prompts), strict=True)), sampling.max_new_tokens)
         output: DecodingOutput = decode(
             self.backbone,
             decoder or ReFusion(),
             [Prompt(token_ids=tuple(p), id=name) for p, name in zip(prompts, names, strict=True)],
             sampling,
             max_batch_size=batch_size,
+            max_tokens_per_forward=max_tokens_per_forward,
             callbacks=callbacks,
             detokenize=self.detokenize,
             allow_mismatch=allow_mismatch,
@@ -137,6 +144,26 @@ class TextModel:
             num_forwards=row.num_forwards,
             finish_reason=row.finish_reason,
             output=row,
+        )
+
+
+def check_context(backbone: Backbone, lengths: Mapping[str, int], max_new_tokens: int) -> None:
+    """Refuse prompts that leave no room for the response in the positions that the model knows.
+
+    Args:
+        backbone: The model.
+        lengths: Number of tokens of each prompt by its id.
+        max_new_tokens: Room for the response.
+
+    Raises:
+        ValueError: Naming the longest prompt.
+    """
+    context = getattr(backbone.config, "max_position_embeddings", None)
+    longest = max(lengths, key=lambda name: lengths[name], default=None)
+    if context is not None and longest is not None and lengths[longest] + max_new_tokens > context:
+        raise ValueError(
+            f"prompt {longest}: expected at most {max(context - max_new_tokens, 0)} tokens (a context of {context} "
+            f"less max_new_tokens {max_new_tokens}), got {lengths[longest]}; shorten it or lower max_new_tokens."
         )
 
 
@@ -172,5 +199,10 @@ def load(
         source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides
     )
     if device is not None:
-        backbone.to(device)
+        try:
+            backbone.to(device)
+        except (RuntimeError, AssertionError) as error:  # torch says the one or the other of a device that is not there
+            raise ValueError(
+                f"device: expected one that this machine has, got {device!r} ({reason_of(error)})."
+            ) from error
     return TextModel(backbone, tokenizer, template)

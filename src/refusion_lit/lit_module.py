@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel, cut_at_stop
-from refusion_lit.bundle import BUNDLE_KEY, Bundle, describe
+from refusion_lit.api import TextModel, check_context, cut_at_stop
+from refusion_lit.bundle import BUNDLE_KEY, Bundle, check_weights, describe
 from refusion_lit.decoding import Decoder, DecodingOutput, ReFusion, decode
 from refusion_lit.decoding.engine import check_model
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.modeling.sharding import gather, shard
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
-from refusion_lit.predictions import prediction, write_line
+from refusion_lit.objectives.cross_entropy import check_kernel
+from refusion_lit.objectives.packing import pack
+from refusion_lit.objectives.step import StepLoss
+from refusion_lit.predictions import PredictionsFile, prediction
+from refusion_lit.reports.environment import config_of, environment_of
 from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_report
 from refusion_lit.schedule import warmup_cosine
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
 _NUM_STRATA = 16
+_NUM_POSITIONS = "refusion_lit_num_positions"
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -53,6 +62,11 @@ class SlotDiffusionModule(L.LightningModule):
         record_forwards: Add ``forward_shapes`` to predictions.
         num_logged_samples: Decoded validation samples logged as text after each validation.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        resume: Let ``test`` and ``predict`` go on behind the predictions of an interrupted run in the same directory.
+
+    Attributes:
+        num_positions: Token positions that training has computed on all processes: padding, second views and clean
+            copies count as much as any other. A resumed run goes on counting.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class SlotDiffusionModule(L.LightningModule):
         record_forwards: bool = False,
         num_logged_samples: int = 4,
         prompt_template: str = "{query}",
+        resume: bool = False,
     ) -> None:
         super().__init__()
         self.backbone_config = backbone
@@ -89,15 +104,18 @@ class SlotDiffusionModule(L.LightningModule):
         self.record_forwards = record_forwards
         self.num_logged_samples = num_logged_samples
         self.prompt_template = prompt_template
+        self.resume = resume
         self.backbone: Backbone | None = None
         self._traits_from_checkpoint = False
         self.validation_means: TermMeans | None = None
         self.test_metrics = nn.ModuleDict()
-        self._files: dict[str, TextIO] = {}
-        self._open_files = ExitStack()
-        self._tokens_since, self._since = 0, 0.0
+        self._files: dict[str, PredictionsFile] = {}
+        self.num_positions: Tensor = torch.zeros((), dtype=torch.float64)
+        self._positions_before, self._since, self._paused = 0.0, 0.0, 0.0
+        self._step_loss: StepLoss | None = None
         self.results: dict[str, dict[str, float]] = {}
-        for decoder in self.decoders.values():
+        for name, decoder in self.decoders.items():
+            check_decoder_name(name)
             decoder.check(sampling)
 
     # --- model -----------------------------------------------------------------------------------------------
@@ -109,6 +127,9 @@ class SlotDiffusionModule(L.LightningModule):
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
         self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
+        if self.device_mesh is not None:  # the strategy shards
+            mixed = self.trainer.precision == "bf16-mixed"
+            shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
 
     @property
     def model(self) -> Backbone:
@@ -126,43 +147,89 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what it takes to generate from the checkpoint alone. Test-time options are not stored."""
         assert self.tokenizer is not None
         checkpoint[BUNDLE_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
+        checkpoint[_NUM_POSITIONS] = int(self.num_positions)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what the stored weights were trained for."""
+        """Take over what the stored weights were trained for; refuse those of another model."""
         if BUNDLE_KEY in checkpoint:
-            self.model.traits = Bundle.from_checkpoint(checkpoint, "checkpoint").traits
+            bundle = Bundle.from_checkpoint(checkpoint, "the checkpoint")
+            if self.tokenizer is not None:
+                bundle.check_tokenizer(self.tokenizer)
+            self.model.traits = bundle.traits
+        if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
+            check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
+        self.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     # --- training --------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Note what the weights will be trained for."""
+        """Check what training needs, and note what the weights will be trained for."""
+        check_kernel(self.objective.kernel, self.device)
         self.model.traits = self.objective.traits
         self.model.train()
+        self.num_positions = self.num_positions.to(self.device)
+        self._positions_before, self._since, self._step_loss = float(self.num_positions), 0.0, None
+
+    def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Key what a model draws for itself, as dropout does, to the batch: a resumed run draws the same."""
+        key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
+        torch.manual_seed(key & (1 << 63) - 1)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples alone."""
+        """Corrupt a training batch with noise that depends on seed, epoch and samples alone; pack it if asked to."""
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        return self.objective.corrupt(batch, noise, self.model.special_tokens)
+        corrupted = self.objective.corrupt(batch, noise, self.model.special_tokens)
+        if batch.rows is None:
+            return corrupted
+        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
         hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
-        return self.objective.loss(hidden, self.model.logits, corrupted)
+        return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
-        """Return the loss of a batch, and log it by terms."""
+        """Return a batch's share of its step's loss, and log the step's loss by terms with the last batch."""
         corrupted = self.corrupt(batch)
+        step = self._step_loss = self._step_of(batch, corrupted)
         loss = self.loss(corrupted)
-        total = loss.total
-        self._tokens_since += batch.input_ids.numel()
-        if self._logs_now():
-            self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
-            self.log("train/loss", total.detach(), prog_bar=True)
-            now = time.perf_counter()
-            if self._since:
-                self.log("train/tokens_per_second", self._tokens_since / (now - self._since))
-            self._tokens_since, self._since = 0, now
-        return total
+        share = step.share(loss)
+        if step.num_left == 0 and self._logs_now():
+            self._log_step(step, loss)
+        # Lightning divides by the number of accumulated batches, and gradients are averaged over processes.
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def _step_of(self, batch: ResponseBatch, corrupted: CorruptedBatch) -> StepLoss:
+        """Return what the optimizer step of a batch adds up to; the step's first batch counts them all."""
+        if batch.following is None and self._step_loss is not None and self._step_loss.num_left:
+            return self._step_loss
+        if batch.following is None and self.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "trainer.accumulate_grad_batches: expected 1 with a loader that does not look ahead, got "
+                f"{self.trainer.accumulate_grad_batches}; use InstructionDataModule's loader, or one that sets "
+                "ResponseBatch.following on the first batch of each step."
+            )
+        others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
+        step = StepLoss.of([corrupted, *others], self._over_processes)
+        self.num_positions = self.num_positions + step.num_positions
+        return step
+
+    def _over_processes(self, values: Tensor) -> Tensor:
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def _log_step(self, step: StepLoss, loss: LossOutput) -> None:
+        loss = replace(loss, sums=self._over_processes(step.sums), counts=step.counts)
+        self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
+        self.log("train/loss", loss.total, prog_bar=True)
+        self.log("train/num_positions", self.num_positions)
+        self.log("train/padding", 1 - step.num_real / step.num_positions)
+        now, num_positions = time.perf_counter(), float(self.num_positions)
+        if self._since:
+            rate = (num_positions - self._positions_before) / (now - self._since)
+            self.log("train/positions_per_second", torch.tensor(rate, dtype=torch.float64))  # not the default, bf16
+        self._positions_before, self._since = num_positions, now
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""
@@ -190,8 +257,18 @@ class SlotDiffusionModule(L.LightningModule):
 
     # --- validation ------------------------------------------------------------------------------------------
 
+    def on_validation_start(self) -> None:
+        """Stop the clock of training."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Let the clock of training run on."""
+        self._since += (time.perf_counter() - self._paused) * (self._since > 0)
+
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss at fixed mask ratios, the same in every run."""
+        if not batch.ids:  # there are fewer samples than processes
+            return
         strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
         ratio = (strata.double() + 0.5) / _NUM_STRATA
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
@@ -202,14 +279,23 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation losses and a few decoded samples."""
+        if self.trainer.world_size > 1:
+            self._know_the_terms()
         if self.validation_means is None:
             return
         means = self.validation_means.compute()
         self.validation_means = None  # made anew each time: tensors of inference mode cannot be updated outside it
         self.log("val/loss", means.pop("total").float(), prog_bar=True)
         self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero:
+        if not self.trainer.sanity_checking and self.trainer.is_global_zero and _is_whole(self.trainer.strategy):
             self._log_samples()
+
+    def _know_the_terms(self) -> None:
+        """Let a process without validation samples take part in the sums over processes; the first one has some."""
+        means = self.validation_means
+        terms = self.trainer.strategy.broadcast(means and (means.names, means.coefficients))
+        if means is None and terms is not None:
+            self.validation_means = TermMeans(*terms).to(self.device)
 
     def _log_samples(self) -> None:
         module = getattr(self.trainer, "datamodule", None)
@@ -236,19 +322,26 @@ class SlotDiffusionModule(L.LightningModule):
             name: check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
             for name, decoder in self.decoders.items()
         }
+        gather(self.model)
+        self._open({f"predictions_{name}": name for name in self.decoders})
         self.test_metrics = nn.ModuleDict({name: DecodingMetrics() for name in self.decoders}).to(self.device)
-        self._open(f"predictions_{name}" for name in self.decoders)
+        for name, metrics in self.test_metrics.items():
+            assert isinstance(metrics, DecodingMetrics)
+            metrics.restore(self._files[f"predictions_{name}"].state or {})
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
         for name, decoder in self.decoders.items():
-            output = self._decode(decoder, batch)
-            lines = self._predictions(batch, output)
+            file = self._files[f"predictions_{name}"]
+            left = _left(batch, file.done)
+            if not left.prompts:
+                continue
+            output = self._decode(decoder, left)
+            lines = self._predictions(left, output)
             metrics = self.test_metrics[name]
             assert isinstance(metrics, DecodingMetrics)
             metrics.update(output, [line["score"] or 0.0 for line in lines])
-            for line in lines:
-                write_line(self._files[f"predictions_{name}"], line)
+            file.write(lines, metrics.snapshot())
 
     def on_test_epoch_end(self) -> None:
         """Print the table of decoders and write the results."""
@@ -258,26 +351,33 @@ class SlotDiffusionModule(L.LightningModule):
             self.results[name] = metrics.compute()
             for figure, value in self.results[name].items():
                 self.log(f"test/{name}/{figure}", float(value))
-        self._open_files.close()
+        self._merge()
         if self.trainer.is_global_zero:
-            decoder_table(self.results, self.max_batch_size, marked={n for n, why in self.mismatches.items() if why})
+            decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
             self._write_results()
+            self._write_report()
+        self._forget()
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
         check_model(self.model, next(iter(self.decoders.values())), allow_mismatch=self.allow_mismatch)
-        self._open(["predictions"])
+        gather(self.model)
+        self._open({"predictions": next(iter(self.decoders))})
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, write and return its predictions."""
-        lines = self._predictions(batch, self._decode(next(iter(self.decoders.values())), batch))
-        for line in lines:
-            write_line(self._files["predictions"], line)
+        file = self._files["predictions"]
+        left = _left(batch, file.done)
+        if not left.prompts:
+            return []
+        lines = self._predictions(left, self._decode(next(iter(self.decoders.values())), left))
+        file.write(lines)
         return lines
 
     def on_predict_end(self) -> None:
         """Close the predictions file."""
-        self._open_files.close()
+        self._merge()
+        self._forget()
 
     def _decode(self, decoder: Decoder, batch: PromptBatch) -> DecodingOutput:
         training = self.model.training
@@ -321,36 +421,99 @@ class SlotDiffusionModule(L.LightningModule):
             )
         return lines
 
-    def _open(self, names: Iterable[str]) -> None:
-        directory = self.output_directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._open_files = ExitStack()
-        suffix = "" if self.trainer.world_size == 1 else f"_rank{self.trainer.global_rank}"
-        self._files = {
-            name: self._open_files.enter_context((directory / f"{name}{suffix}.jsonl").open("w", encoding="utf-8"))
-            for name in names
+    def _open(self, names: Mapping[str, str]) -> None:
+        """Open predictions files, each for a decoder by its name, when all prompts fit the model."""
+        data = getattr(self.trainer, "datamodule", None)
+        check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
+        self._directory = self.output_directory  # known to all processes only when all ask for it
+        shared = {
+            "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),
+            "sampling": asdict(self.sampling),
+            "record_forwards": self.record_forwards,
         }
+        self._files = {
+            file: PredictionsFile(
+                self._directory,
+                file,
+                {**shared, "decoder": _described(self.decoders[name])},
+                rank=self.trainer.global_rank,
+                num_ranks=self.trainer.world_size,
+                resume=self.resume,
+            )
+            for file, name in names.items()
+        }
+
+    def _merge(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self.trainer.strategy.barrier("predictions")
+        if self.trainer.is_global_zero:
+            for file in self._files.values():
+                file.merge()
+
+    def _forget(self) -> None:
+        for file in self._files.values():
+            file.forget()
 
     @property
     def output_directory(self) -> Path:
         """Where results go: the first logger's directory."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
+    @property
+    def batch_size(self) -> int:
+        """The most prompts that can share a call in a test: no more than the loader hands over."""
+        module = getattr(self.trainer, "datamodule", None)
+        return min(self.max_batch_size, getattr(module, "eval_batch_size", self.max_batch_size))
+
+    def _write_report(self) -> None:
+        """Write the page beside the results, which are safe by now whatever happens here."""
+        try:
+            page = write_report([self._directory / "results.json"])[0]
+        except (ValueError, OSError) as error:
+            warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
+        else:
+            rank_zero_info(f"report: {page}")
+
     def _write_results(self) -> None:
-        options = {n: {"class": type(d).__name__, **_options(d)} for n, d in self.decoders.items()}
+        options = {name: _described(decoder) for name, decoder in self.decoders.items()}
         results = {
             "sampling": asdict(self.sampling),
             "max_batch_size": self.max_batch_size,
+            "batch_size": self.batch_size,
             "decoders": options,
             "results": self.results,
             "mismatches": self.mismatches,
+            "environment": environment_of(self._directory, self.seed),
+            "config": config_of(self._directory),
         }
-        path = self.output_directory / "results.json"
+        path = self._directory / "results.json"
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _options(decoder: Decoder) -> Mapping[str, Any]:
-    return asdict(decoder)  # type: ignore[call-overload] - decoders are dataclasses
+def _described(decoder: Decoder) -> Mapping[str, Any]:
+    return {"class": type(decoder).__name__, **asdict(decoder)}  # type: ignore[call-overload] - a dataclass
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    """Whether one process can run the model without the others, for its weights are not sharded."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+
+
+def _left(batch: PromptBatch, done: Set[str]) -> PromptBatch:
+    """Return a batch without the prompts that are done."""
+    kept = [i for i, prompt in enumerate(batch.prompts) if prompt.id not in done]
+    return replace(batch, prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])
+
+
+def check_decoder_name(name: str) -> None:
+    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
+
+    Raises:
+        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,3 +61,139 @@ def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     with Path(path).open("w", encoding="utf-8") as file:
         for values in lines:
             write_line(file, values)
+
+
+def finished_ids(path: str | Path) -> set[str]:
+    """Return the ids in a predictions file, if it is there, and cut off a last line that was not finished.
+
+    Raises:
+        ValueError: If it is no predictions file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        return set()
+    whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
+    try:
+        ids = {str(json.loads(line)["id"]) for line in whole.split("\n") if line}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"output: expected a predictions file to go on with, got {path}; choose another one."
+        ) from error
+    if torn:
+        os.truncate(file, len(f"{whole}\n".encode()) if whole else 0)
+    return ids
+
+
+class PredictionsFile:
+    """One process's share of a predictions file, which remembers after every batch what an interrupted run has done.
+
+    Beside it lies a hidden file with the number of lines that are done and what else the caller wants to find again.
+
+    Args:
+        directory: Where the file is written.
+        name: Its name, without the ending.
+        settings: What its predictions depend on, as JSON values; a run can only be taken up under the same.
+        rank: This process's number.
+        num_ranks: Number of processes.
+        resume: Go on behind the predictions that are there.
+
+    Attributes:
+        done: Ids of the prompts that need no decoding any more.
+        state: What was last given to :meth:`write`; ``None`` at the start.
+
+    Raises:
+        ValueError: If there is nothing to resume, or something else than asked for.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        resume: bool = False,
+    ) -> None:
+        self._whole = directory / f"{name}.jsonl"
+        self._parts = [directory / f"{name}_rank{i}.jsonl" for i in range(num_ranks)] if num_ranks > 1 else []
+        self.path = self._parts[rank] if self._parts else self._whole
+        self._progress = self.path.with_name(f".{self.path.stem}.progress.json")
+        self._settings = json.loads(json.dumps({**settings, "num_processes": num_ranks}))
+        self.state: Any = None
+        self.done: set[str] = set()
+        self._num_lines = 0
+        if resume:
+            self._take_up()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
+
+    def write(self, lines: Iterable[dict[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
+        """Write a batch's predictions, then that they are done.
+
+        Raises:
+            ValueError: If they cannot be written (no space); the batches before stay done.
+        """
+        unfinished = self._progress.with_suffix(".unfinished")
+        try:
+            for values in lines:
+                write_line(self._file, values)
+                self.done.add(str(values["id"]))
+                self._num_lines += 1
+            self.state = state
+            progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
+            unfinished.write_text(json.dumps(progress), encoding="utf-8")
+            os.replace(unfinished, self._progress)
+        except OSError as error:
+            raise ValueError(
+                f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then go on with "
+                "--model.resume true and the run's --run_version; the batches before this one are kept."
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; what is done stays known."""
+        self._file.close()
+
+    def merge(self) -> None:
+        """Join the shares of all processes in order, when all are done; for one process to call."""
+        missing = [part.name for part in self._parts if not part.is_file()]
+        if not self._parts or missing:  # machines without a common directory keep their shares
+            return
+        unfinished = self._whole.with_suffix(".unfinished")
+        with unfinished.open("wb") as file:
+            for part in self._parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file)
+        os.replace(unfinished, self._whole)
+        for part in self._parts:
+            part.unlink()
+
+    def forget(self) -> None:
+        """Forget what was done, when the run is complete."""
+        self._progress.unlink(missing_ok=True)
+
+    def _take_up(self) -> None:
+        if not (self._progress.is_file() and self.path.is_file()):
+            if self._whole.is_file():
+                raise ValueError(
+                    f"resume: expected an unfinished run in {self._whole.parent}, got a finished {self._whole.name}; "
+                    "there is nothing left to do. Without resume it is made anew."
+                )
+            return
+        progress = json.loads(self._progress.read_text(encoding="utf-8"))
+        if progress["settings"] != self._settings:
+            differing = sorted(
+                key
+                for key in {*progress["settings"], *self._settings}
+                if progress["settings"].get(key) != self._settings.get(key)
+            )
+            raise ValueError(
+                f"resume: expected the settings of the unfinished {self.path.name}, got others for "
+                f"{', '.join(differing)}; set them as they were, or start anew without resume."
+            )
+        lines = self.path.read_text(encoding="utf-8").split("\n")[: progress["num_lines"]]
+        self.done = {str(json.loads(line)["id"]) for line in lines}
+        self.state, self._num_lines = progress["state"], len(lines)
+        unfinished = self.path.with_suffix(".unfinished")  # leaves out a torn last line
+        unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        os.replace(unfinished, self.path)

@@ -115,6 +115,10 @@ class ResponseBatch:
         response_lengths: Number of response tokens of each row, end of sequence included; at least 1.
         sample_keys: Stable 64-bit key of each sample (a hash of its id); noise depends on it alone.
         ids: The samples' ids.
+        rows: Row of each sample, from 0 without gaps, when several samples are to share a row in the forward pass;
+            ``None``: a row for each.
+        following: On the first batch of an optimizer step the step's other batches, over which gradients are
+            accumulated; ``None`` elsewhere.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -122,6 +126,8 @@ class ResponseBatch:
     response_lengths: Int[Tensor, " batch"]
     sample_keys: Int[Tensor, " batch"]
     ids: list[str] = field(default_factory=list)
+    rows: Int[Tensor, " batch"] | None = None
+    following: tuple[ResponseBatch, ...] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ResponseBatch:
         """Return the batch on a device."""
@@ -151,6 +157,8 @@ class CorruptedBatch:
         attention_mask: ``True`` where a query may see a key; ``None`` means plain causal attention
             over the sequence with padding on the right.
         is_masked: Which positions hold the mask token by corruption.
+        is_real: Which positions hold something of a sample and not mere padding; ``None`` where an objective does
+            not say, whose samples cannot be packed.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -163,6 +171,7 @@ class CorruptedBatch:
     coefficients: tuple[float, ...]
     attention_mask: Bool[Tensor, "batch token token"] | None = None
     is_masked: Bool[Tensor, "batch token"] | None = None
+    is_real: Bool[Tensor, "batch token"] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
         """Return the batch on a device."""

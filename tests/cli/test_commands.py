@@ -116,6 +116,67 @@ def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Pat
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
 
 
+class FakeHub:
+    """Stands for the hub; remembers what was sent."""
+
+    sent: dict[str, object]
+
+    def create_repo(self, repository: str, **options: object) -> None:
+        self.sent["created"] = (repository, options)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        self.sent["files"] = {path.name for path in Path(folder_path).iterdir()}
+
+
+def test_export_writes_a_card_from_the_run_and_uploads(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    test = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*test, "--trainer.enable_progress_bar=false"]) == 0
+    sent: dict[str, object] = {}
+    monkeypatch.setattr(FakeHub, "sent", sent, raising=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    directory, run = tmp_path / "exported", tmp_path / "quickstart" / "version_0"
+    args = ["export", f"--ckpt_path={checkpoint}", f"--output={directory}", f"--results=[{run}]"]
+    assert main([*args, "--push_to_hub=someone/adder"]) == 0
+    assert sent["created"] == ("someone/adder", {"private": True, "exist_ok": True})
+    assert {"README.md", "model.safetensors", "config.json"} <= set(sent["files"])  # type: ignore[call-overload]
+    card = (directory / "README.md").read_text()
+    figures = json.loads((run / "results.json").read_text())["results"]["refusion"]
+    assert f"| `refusion` | {figures['score']:.3f} | {figures['tokens_per_forward']:.2f} |" in card
+    assert "refusion_lit.load('someone/adder')" in card
+    assert "| objective | Hybrid(" in card
+    assert "| task | Additions(" in card
+    assert main([*args[:-1], f"--results=[{tmp_path}]", f"--output={tmp_path / 'other'}"]) == 2
+
+
+def test_a_failed_upload_leaves_the_directory_and_says_how_to_go_on(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    def fails(self: FakeHub, repository: str, **options: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(FakeHub, "create_repo", fails)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    directory = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}", "--push_to_hub=a/b"]) == 2
+    assert "push_to_hub: the upload to 'a/b' failed (no network)" in capsys.readouterr().err
+    assert (directory / "model.safetensors").is_file()
+
+
+def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_path: Path) -> None:
+    from refusion_lit.modeling.loading import save_directory
+
+    model = refusion_lit.load(checkpoint)
+    save_directory(model.backbone, model.tokenizer, tmp_path / "exported", prompt_template="{query}>")
+    assert refusion_lit.load(tmp_path / "exported").prompt_template == "{query}>"
+    assert model.prompt_template == "{query}"
+
+
 def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["generate", f"--ckpt_path={checkpoint}", "--max_new_tokens=12", "--prompt=12+34>"]
     assert main([*args, "--decoder=ReFusion", "--decoder.slot_size=4"]) == 0

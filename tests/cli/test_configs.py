@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from cli.conftest import REPOSITORY
@@ -44,6 +45,9 @@ def data_file(tmp_path: Path) -> str:
 def _overrides(name: str, data_file: str) -> list[str]:
     if name == "gsm8k_small":
         return [f"--data.task.train={data_file}", f"--data.task.test={data_file}"]
+    if name == "refusion_qwen3_8b":
+        one = ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1"]
+        return [*CPU, *one, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     if name.startswith("refusion_qwen3"):
         return [*CPU, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     return []
@@ -72,6 +76,23 @@ def test_the_qwen_config_converts_with_the_published_hyper_parameters() -> None:
     assert config["model"]["objective"]["init_args"]["slot_sizes"] == [4, 8, 16, 32]
     assert (config["data"]["batch_size"], config["data"]["max_length"]) == (4, 4096)
     assert config["model"]["backbone"]["gradient_checkpointing"] is True
+
+
+def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str, tmp_path: Path) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    architecture = CONFIGS / "architecture" / "qwen3_8b.yaml"
+    args = ["--config", str(CONFIGS / "refusion_qwen3_8b.yaml"), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
+    args += ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1", f"--data.task.train={data_file}"]
+    args += [f"--model.backbone.config={json.dumps(yaml.safe_load(architecture.read_text()))}"]
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    with torch.device("meta"):
+        cli.model.configure_model()
+    hidden, heads, key_heads, dim, inner, vocab = 4096, 32, 8, 128, 12288, 151936
+    layer = 2 * hidden * dim * (heads + key_heads) + 3 * hidden * inner + 2 * hidden + 2 * dim
+    assert sum(p.numel() for p in cli.model.parameters()) == 36 * layer + 2 * vocab * hidden + hidden
+    assert all(p.is_meta for p in cli.model.parameters())
+    assert 8.1e9 < 36 * layer + 2 * vocab * hidden < 8.3e9  # what docs/scale.md calculates with
 
 
 @pytest.mark.parametrize("folder", ["decoder", "objective"])

@@ -404,10 +404,12 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int:
     end = case.end if case.end is not None and case.end < num_slots * size else None
     if end is not None:
         num_slots = end // size + 1
-    num, slot = 0, 0
+    num, slot, planned = 0, 0, False
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
-        num += 2 + completion_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        completion = completion_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        num += 2 - planned + completion
+        planned = decoder.fused and (completion == 0 or isinstance(decoder, RecomputeKV))
         slot += chosen
     return num
 
@@ -419,8 +421,25 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
         return 0  # accepted by the verification: all tokens, or a first one that ends
     # Each round accepts one more token of each slot, up to the end in the first slot.
     num_tokens = end + 1 if end is not None and end < size else size
-    num = 2 * (num_tokens - 1) if decoder.infill == "mask" else num_tokens  # whose first forward only proposes
+    num_rounds = num_tokens - 1
+    if decoder.infill != "mask":
+        num = num_rounds + 1  # whose first forward only proposes
+    elif decoder.completion == "auto":
+        num = num_rounds + num_forwards_of_proposals(decoder, chosen, num_rounds)
+    else:
+        num = num_rounds + (1 if decoder.completion == "ahead" else num_rounds)
     return num + isinstance(decoder, RecomputeKV)
+
+
+def num_forwards_of_proposals(decoder: ReFusion, chosen: int, num_rounds: int) -> int:
+    """Return how many rounds of an ``auto`` completion propose by a forward of their own."""
+    size, num, is_proposed = decoder.slot_size, 0, False
+    for num_accepted in range(1, num_rounds + 1):
+        num += not is_proposed
+        num_open = size - num_accepted
+        fed = chosen * (size - max(num_accepted - 1, 0))
+        is_proposed = chosen * num_open * (num_open - 1) // 2 <= decoder.forward_cost + fed
+    return num
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:

@@ -99,6 +99,19 @@ def test_workers_change_neither_batches_nor_resuming(
     assert fit(tmp_path, folder / f"step={step}.ckpt", data_module(num_workers=1)) == seen[step:]
 
 
+def test_packed_rows_are_resumed_too(tmp_path: Path) -> None:
+    def data() -> InstructionDataModule:
+        task = Additions(num_train=60, num_validation=2, num_test=2)
+        return InstructionDataModule(task, CharacterTokenizer(), batch_size=2, max_length=128, pack_length=256)
+
+    seen = fit(tmp_path / "a", data=data())
+    first = [ids for epoch, ids in seen if epoch == 0]
+    assert len(first) > 2
+    assert seen[len(first)][1] != first[0]
+    for step in (2, len(first) + 1):
+        assert fit(tmp_path / str(step), tmp_path / "a" / f"step={step}.ckpt", data()) == seen[step:]
+
+
 def test_an_epoch_cut_short_is_resumed_in_the_next_one(tmp_path: Path) -> None:
     seen = fit(tmp_path / "a", limit_train_batches=4)
     for step in (3, 4, 5):

@@ -87,7 +87,7 @@ def test_kept_entries_lie_where_the_branches_wrote_them() -> None:
     completion = completion_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
     written = []
     for slot in completion.slots:
-        branch = completion.branch(slot, slot.tokens)
+        branch = completion.branch(completion.proposed(slot))
         assert branch.visible[0] == (0, CONTEXT)
         assert list(branch.positions) == [slot.start + i for i in range(SIZE)]
         written.append(list(range(branch.write_at, branch.write_at + SIZE)))

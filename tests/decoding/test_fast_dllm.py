@@ -57,7 +57,7 @@ def test_a_plain_loop_with_a_factor_gives_the_same(factor: float, cache: Any) ->
 
 @each_cache
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("per_block", [2, 3, 9])
+@pytest.mark.parametrize("per_block", [2, 5, 9])
 def test_a_plain_loop_with_steps_gives_the_same(per_block: int, shifted: bool, cache: Any) -> None:
     decoder = FastDLLM(block_length=7, threshold=None, steps=per_block * 3, shifted=shifted, cache=cache)
     rule = by_quota(per_block, alone=int(shifted and cache != "none"))
@@ -135,6 +135,10 @@ def num_chosen(decoder: FastDLLM, confidences: list[float]) -> int:
     return len(decoder._choose(state, confidences, 16))
 
 
+def test_a_confidence_equal_to_the_threshold_is_enough() -> None:
+    assert num_chosen(FastDLLM(threshold=0.75), [0.5, 0.75, 0.875, 0.75]) == 3
+
+
 @given(
     confidences=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     bounds=st.lists(st.floats(0, 5), min_size=2, max_size=2).map(sorted),
@@ -168,11 +172,13 @@ def test_with_a_cache_a_shifted_block_begins_with_its_first_token_alone() -> Non
 
 
 def test_stopping_at_the_end_gives_the_same_text() -> None:
-    for block in (4, 32):
-        full = run(FastDLLM(block_length=block), 32)
-        stopped = run(FastDLLM(block_length=block, stop_at_eos=True), 32)
+    for cache in CACHES:
+        full, stopped = (
+            run(FastDLLM(block_length=8, cache=cache, stop_at_eos=stops), 64, PROMPTS[:2]) for stops in (False, True)
+        )
         assert [r.token_ids for r in full] == [r.token_ids for r in stopped]
-        assert all(s.num_forwards <= f.num_forwards for s, f in zip(stopped, full, strict=True))
+        assert all(r.finish_reason == "eos" for r in full)
+        assert all(s.num_forwards < f.num_forwards for s, f in zip(stopped, full, strict=True))
 
 
 @pytest.mark.parametrize(

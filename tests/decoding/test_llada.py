@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fakes import tiny_backbone
 from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model
 from refusion_lit.decoding import GenerationCallback, LLaDA, ModelMismatchError, RowOutput, RowState, decode
 from refusion_lit.decoding.llada import most_certain, step_quota
+from refusion_lit.decoding.requests import Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 ORDERS = ("low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy")
@@ -141,17 +143,18 @@ def test_a_random_order_prefers_no_place() -> None:
     assert all(firsts[len(PROMPTS[0]) + place] == pytest.approx(100, abs=30) for place in range(4))
 
 
-def test_an_order_with_temperature_draws_places_by_the_softmax_of_their_certainty() -> None:
-    temperature = 0.25
-    values, _ = forward(fed(PROMPTS[0], [None] * 4))
-    values[:, [0, 2]] = -torch.inf
-    values[:, 19:] = -torch.inf
-    chances = (values[len(PROMPTS[0]) :].softmax(-1).amax(-1) / temperature).softmax(-1)
-    rows = many(LLaDA(order="maskgit_plus", order_temperature=temperature, steps=2), 4, 400)
-    assert all(len(row.trace[0].accepted) == 1 for row in rows)
-    firsts = Counter(row.trace[0].accepted[0] for row in rows)
-    for place, chance in enumerate(chances.tolist()):
-        assert firsts[len(PROMPTS[0]) + place] / 400 == pytest.approx(chance, abs=0.075)
+def test_an_order_with_temperature_draws_places_without_replacement() -> None:
+    certainties, temperature, num = [0.9, 0.7, 0.3, 0.2, 0.0], 0.3, 6000
+    decoder = LLaDA(order="maskgit_plus", order_temperature=temperature, steps=2)
+    sampling, reading = SamplingParams(max_new_tokens=5), Reading(statistics={"filtered": certainties})
+    found: Counter[frozenset[int]] = Counter()
+    for i in range(num):
+        state = decoder.begin(Prompt(token_ids=(3,), id=str(i)), sampling, model().special_tokens)
+        found[frozenset(decoder._choose(state, range(5), reading))] += 1
+    chances = (torch.tensor(certainties) / temperature).softmax(-1).tolist()
+    for i, j in combinations(range(5), 2):  # half of the schedule uncovers int(2.5) places
+        pair = chances[i] * chances[j] * (1 / (1 - chances[i]) + 1 / (1 - chances[j]))
+        assert found[frozenset((i, j))] / num == pytest.approx(pair, abs=0.02)
 
 
 @pytest.mark.parametrize("order", ORDERS)

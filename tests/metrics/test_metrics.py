@@ -42,6 +42,7 @@ def test_figures_are_ratios_of_totals() -> None:
     assert figures["positions_per_token"] == pytest.approx(140 / 41)
     assert figures["paper_tokens_per_forward"] == pytest.approx(2.5)
     assert (figures["num_prompts"], figures["num_unfinished"], figures["num_calls"]) == (3, 1, 10)
+    assert (figures["calls_per_batch"], figures["num_batches"]) == (5, 2)
 
 
 def test_a_single_batch_is_timed() -> None:
@@ -68,6 +69,14 @@ def test_latency_quantiles_are_within_a_bin() -> None:
     figures = metrics.compute()
     assert figures["latency_median"] == pytest.approx(0.50, rel=0.05)
     assert figures["latency_p95"] == pytest.approx(0.95, rel=0.05)
+
+
+def test_latency_leaves_the_warm_up_batch_out() -> None:
+    metrics = DecodingMetrics(warm_up=1)
+    metrics.update(_output([_row(1, 1, seconds=50.0)] * 9, seconds=50.0), [1.0] * 9)
+    assert metrics.compute()["latency_median"] == pytest.approx(50.0, rel=0.05)  # nothing else to tell of
+    metrics.update(_output([_row(1, 1, seconds=0.2)], seconds=0.2), [1.0])
+    assert metrics.compute()["latency_p95"] == pytest.approx(0.2, rel=0.05)
 
 
 def test_states_add_up_over_processes() -> None:

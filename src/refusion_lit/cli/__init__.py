@@ -16,16 +16,29 @@ usage: refusion-lit COMMAND [OPTIONS]
   test       decode a test set with every decoder named in the config, and print them side by side
   predict    write predictions as JSON lines
   generate   answer prompts from a checkpoint, a directory or a hub id
+  chat       talk to a model and see in which order it decodes
+  trace      watch a decode, forward by forward; writes an HTML page
+  report     compare finished tests: a page, plots, tables for papers
   score      score a predictions file again       refusion-lit score predictions.jsonl --task Gsm8k --task.test FILE
   evaluate   run tasks of the lm-evaluation-harness
   export     turn a checkpoint into a Hugging Face directory
+  sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
 
-_OWN = {"generate": "refusion_lit.cli.generate", "export": "refusion_lit.cli.export", "init": "refusion_lit.cli.init",
-        "score": "refusion_lit.cli.score", "evaluate": "refusion_lit.cli.evaluate"}  # fmt: skip
+_OWN = {
+    "generate": "refusion_lit.cli.generate",
+    "chat": "refusion_lit.cli.chat",
+    "trace": "refusion_lit.cli.trace",
+    "score": "refusion_lit.cli.score",
+    "evaluate": "refusion_lit.cli.evaluate",
+    "export": "refusion_lit.cli.export",
+    "sweep": "refusion_lit.cli.sweep",
+    "init": "refusion_lit.cli.init",
+    "report": "refusion_lit.cli.report",
+}
 _LIGHTNING = ("fit", "validate", "test", "predict")
 
 
@@ -48,7 +61,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        return _fail(str(error))
+        from refusion_lit.cli.parser import shorten
+
+        return _fail(shorten(" ".join(str(error).split())))
     except OSError as error:
         return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:

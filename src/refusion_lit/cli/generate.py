@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowOutput, RowState
+from refusion_lit.cli.session import add_model_options, load_model_of, sampling_of
+from refusion_lit.decoding import GenerationCallback, RowOutput, RowState
+from refusion_lit.predictions import finished_ids
 
 
 @dataclass(frozen=True)
@@ -31,24 +33,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
     output = "where to write JSON lines; standard output by default"
     parser.add_argument("--output", type=str, default=None, help=output)
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True,
-                        help="class of the decoder, or a YAML file like those in configs/decoder")  # fmt: skip
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens a response at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus, with a temperature above 0")
-    parser.add_argument("--top_k", type=int | None, default=None, help="most probable tokens kept, likewise")
-    parser.add_argument("--stop", type=list[str], default=[], help="strings that end a response")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    add_model_options(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
-    parser.add_argument("--dtype", type=Literal["float32", "float64", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
-    parser.add_argument("--attention", type=Literal["causal", "bidirectional", "block_causal"] | None, default=None,
-                        help="attention pattern of a directory that does not name its own")  # fmt: skip
-    parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
+    budget = "positions a forward at most, padding included; changes no token"
+    parser.add_argument("--max_tokens_per_forward", type=int | None, default=None, help=budget)
+    parser.add_argument("--resume", type=bool, default=False, help="skip the prompts whose ids are in --output")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
-    parser.add_argument("--allow_mismatch", type=bool, default=False, help="only warn where the model does not fit")
-    parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
-    parser.add_argument("--trust_remote_code", type=bool, default=False, help="let the source run its own Python code")
     return parser
 
 
@@ -69,38 +59,25 @@ def run(args: list[str]) -> int:
     for request in requests:
         if not request.prompt:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
-    _generate(options, requests)
+    if options.resume:
+        if options.output is None:
+            raise ValueError("resume: expected --output, whose answers are not made again; give it.")
+        done = finished_ids(options.output)
+        requests = [request for request in requests if request.id not in done]
+    if requests:
+        _generate(options, requests)
     return 0
 
 
 def _generate(options: Namespace, requests: list[_Request]) -> None:
-    from refusion_lit.api import cut_at_stop, load
-    from refusion_lit.modeling.loading import BackboneConfig
+    from refusion_lit.api import cut_at_stop
     from refusion_lit.predictions import prediction, write_line
-    from refusion_lit.types import SamplingParams
 
-    sampling = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=tuple(options.stop),
-    )
-    options.decoder.check(sampling)
-    if options.trust_remote_code:
-        sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
-    overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
-    model = load(
-        options.ckpt_path,
-        dtype=options.dtype,
-        device=options.device,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        overrides=overrides,
-    )
+    sampling = sampling_of(options)
+    model = load_model_of(options)
     interactive = options.prompts is None and options.output is None
-    output = Path(options.output).open("w", encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
+    mode = "a" if options.resume else "w"
+    output = Path(options.output).open(mode, encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
 
     class _Writer(GenerationCallback):
         def on_finished(self, index: int, output_row: RowOutput) -> None:
@@ -123,6 +100,7 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
             decoder=options.decoder,
             sampling=sampling,
             batch_size=options.batch_size,
+            max_tokens_per_forward=options.max_tokens_per_forward,
             ids=[request.id for request in requests],
             callbacks=[watcher],
             allow_mismatch=options.allow_mismatch,
@@ -173,7 +151,7 @@ def _read(source: str) -> Iterator[_Request]:
     else:
         path = Path(source)
         if not path.is_file():
-            raise ValueError(f"prompts: expected a file, got {source}, which does not exist.")
+            raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,20 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
+from refusion_lit.checkpoints import AtomicCheckpointIO, SaveOnSignal, newest_checkpoint
 from refusion_lit.cli.environment import write_environment
-from refusion_lit.cli.parser import OneLineLightningParser
+from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.sharded import is_sharded_checkpoint
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "run", "tasks"]  # imported so that short class names resolve
 
@@ -29,20 +36,31 @@ _EXPECTED = (
     "Experiment logs directory .* exists and is not empty",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "The dirpath has changed from",
+    "Checkpoint directory .* exists and is not empty",
     "The .* does not have many workers",
     "The number of training batches",
     "Trying to infer the `batch_size`",
+    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
+)
+
+
+_HOW_TO_GO_ON = (
+    "finished batches are on disk, go on with the same command and --run_version VERSION --model.resume true "
+    "(fit: --ckpt_path last)"
 )
 
 
 class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory."""
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note the run's directory on all processes: asking for it waits for all of them."""
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Write ``environment.json`` beside the config."""
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        seed = self.config.get("seed_everything")
-        write_environment(directory, seed)
+        """Write ``environment.json`` beside the config; called on the first process alone."""
+        write_environment(self._directory, self.config.get("seed_everything"))
 
 
 class RefusionCLI(LightningCLI):
@@ -64,33 +82,67 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Parse; a decoder may be given by its file."""
+        super().parse_arguments(parser, with_component_files(args, "model.decoders"))
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
+        """Make the trainer, with checkpoints written whole or not at all, also when a signal ends the training."""
+        trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
+        if trainer.strategy._checkpoint_io is None:  # none that the user chose
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        return trainer
 
     def before_instantiate_classes(self) -> None:
         """Choose the run's directory, and take architecture and tokenizer from a given checkpoint."""
         config = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand == "test":
             config.verbose = False  # our table says it, and more
+        if "weights_only" in config:
+            config.weights_only = True  # our checkpoints need no more
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        if config.get("ckpt_path") == "last":
+            config.ckpt_path = self._last(config)
         if config.trainer.logger in (None, True):
             version = config.run_version
             folder = Path(config.runs_dir) / config.run_name
             if version is None:
                 version = _next_version(folder)
+            _prepare_directory(folder / version)
             shared = {"save_dir": config.runs_dir, "name": config.run_name, "version": version}
+            flushed = {**shared, "flush_logs_every_n_steps": 1}  # so that a killed run leaves its losses
             config.trainer.logger = [
-                Namespace(class_path=f"{cls.__module__}.{cls.__name__}", init_args=Namespace(**shared))
-                for cls in (TensorBoardLogger, CSVLogger)
+                Namespace(class_path=f"{cls.__module__}.{cls.__name__}", init_args=Namespace(**options))
+                for cls, options in ((TensorBoardLogger, shared), (CSVLogger, flushed))
             ]
         source = config.get("ckpt_path")
         if self.subcommand in ("test", "predict", "validate") and source:
             self._use_source(config, str(source))
 
+    def _last(self, config: Namespace) -> str | None:
+        """Return the newest checkpoint of the run's name, or of its version where one is named."""
+        folder = Path(config.runs_dir) / config.run_name
+        named = folder / config.run_version if config.run_version else folder
+        folders = [named if any(named.rglob("*.ckpt")) else folder]
+        for callback in config.trainer.callbacks or []:
+            dirpath = callback.get("init_args", Namespace()).get("dirpath")
+            folders += [Path(dirpath)] if dirpath else []
+        path = newest_checkpoint(folders)
+        if path is not None:
+            return str(path)
+        if self.subcommand != "fit":
+            raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folder}, found none; give its path.")
+        sys.stderr.write(f"ckpt_path: no checkpoint in {folder} yet, training starts at the beginning\n")
+        return None
+
     def _use_source(self, config: Namespace, source: str) -> None:
         """Let a checkpoint decide what model it is; everything else stays with config and command line."""
         if is_checkpoint_file(source):
+            _check_sharding(config, source)
             bundle = Bundle.from_checkpoint(read_checkpoint(source), source)
             config.data.tokenizer = Namespace(
                 class_path="refusion_lit.data.tokenizers.StoredTokenizer",
@@ -99,7 +151,7 @@ class RefusionCLI(LightningCLI):
             config.model.backbone.source = None
             config.model.backbone.config = bundle.backbone_config().config
             return
-        if source in ("best", "last", "hpc"):
+        if source in ("best", "hpc"):
             return
         config.data.tokenizer = Namespace(
             class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
@@ -108,6 +160,34 @@ class RefusionCLI(LightningCLI):
         config.model.backbone.source = source
         config.model.backbone.config = {}
         config.ckpt_path = None
+
+
+def _check_sharding(config: Namespace, source: str) -> None:
+    """Refuse a sharded checkpoint where the strategy cannot read one."""
+    strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
+    if is_sharded_checkpoint(source) and not strategy.endswith("ModelParallelStrategy"):
+        raise ValueError(
+            f"ckpt_path: {source} is a sharded checkpoint, which the strategy {strategy} cannot read. Turn it into a "
+            "directory with `refusion-lit export`, or test with the strategy ModelParallelStrategy."
+        )
+
+
+class _ParseOnly(RefusionCLI):
+    """Makes the parsers, and parses, seeds and builds nothing."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002
+        self.config = Namespace(subcommand=None)
+
+    def _set_seed(self) -> None: ...
+
+    def before_instantiate_classes(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+
+def parse_only() -> LightningArgumentParser:
+    """Return the parser of all subcommands of the Trainer."""
+    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=[], seed_everything_default=0).parser
 
 
 def _next_version(folder: Path) -> str:
@@ -122,8 +202,59 @@ def _next_version(folder: Path) -> str:
     return version
 
 
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in str(record.msg)
+
+
+def _prepare_directory(directory: Path) -> None:
+    """Make a run's directory before any work, and keep the losses of an earlier run in it from the logger.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) != 0:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
+        ) from error
+    metrics = directory / "metrics.csv"
+    if metrics.is_file():
+        number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
+        metrics.rename(directory / f"metrics_before_{number}.csv")
+
+
 def run(args: list[str]) -> int:
     """Run a subcommand of the Trainer."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    try:
+        return _run(args)
+    except SIGTERMException as stopped:
+        message = getattr(stopped, "message", f"stopped by SIGTERM; {_HOW_TO_GO_ON}")
+        return _fail(message, int(stopped.code or 143))
+    except RuntimeError as error:
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        return _fail("another process of this run has ended; its own error says why", 1)
+    except SystemExit as stopped:
+        if not isinstance(stopped.__context__, KeyboardInterrupt):
+            raise
+        return _fail(f"interrupted; {_HOW_TO_GO_ON}", 130)
+
+
+def _fail(message: str, code: int) -> int:
+    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason  # pyright: ignore[reportFunctionMemberAccess]
+        sys.stderr.write(f"refusion-lit: error: {message}\n")
+    return code
+
+
+def _run(args: list[str]) -> int:
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
     for pattern in _EXPECTED:

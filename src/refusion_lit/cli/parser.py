@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -17,13 +21,14 @@ _UNKNOWN = (
     re.compile(r"Group '[^']*' does not accept nested key '(?P<name>[^']+)'"),
     re.compile(r"does not accept (?:nested )?key '(?P<name>[^']+)'"),
     re.compile(r"Option '(?P<name>[^']+)' is not accepted"),
+    re.compile(r"does not accept option '(?P<name>[^']+)'"),
 )
 _CLASS = re.compile(
     r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: )"
     r"(?P<name>[\w.]+)"
 )
 _UNION = re.compile(
-    r"(?P<key>[\w.]+): Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
+    r"(?P<key>[\w.]+: )?Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
 )
 
 
@@ -35,7 +40,7 @@ class _OneLineErrors:
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing pages of usage."""
         text = " ".join(str(message).split())
-        raise UsageError(f"{_shorten(text)}{self._hint(text)}") from ex
+        raise UsageError(f"{shorten(text)}{self._hint(text)}") from ex
 
     def _hint(self, text: str) -> str:
         if "did you mean" in text:
@@ -57,7 +62,11 @@ class _OneLineErrors:
     def _known_options(self) -> list[str]:
         from dataclasses import fields, is_dataclass
 
-        names = [action.dest for action in self._actions if action.dest not in ("help", None)]  # type: ignore[attr-defined]
+        actions = list(self._actions)  # type: ignore[attr-defined]
+        for action in self._actions:  # type: ignore[attr-defined]
+            for parser in (getattr(action, "_name_parser_map", None) or {}).values():  # those of the subcommands
+                actions += getattr(parser, "_actions", [])
+        names = [action.dest for action in actions if action.dest not in ("help", None)]
         options = {field.name for cls in _component_classes() if is_dataclass(cls) for field in fields(cls)}
         return sorted({*names, *options})
 
@@ -68,6 +77,43 @@ class OneLineParser(_OneLineErrors, ArgumentParser):
 
 class OneLineLightningParser(_OneLineErrors, LightningArgumentParser):
     """Lightning's parser with one-line errors."""
+
+
+def with_component_files(args: Sequence[str], group: str) -> list[str]:
+    """Replace ``--GROUP.NAME FILE.yaml`` by the file's content, which jsonargparse does for options but not in dicts.
+
+    Args:
+        args: Arguments of a command.
+        group: Option whose value is a dict of components, such as ``model.decoders``.
+
+    Returns:
+        The arguments, with JSON in place of the files.
+
+    Raises:
+        ValueError: If a file is missing or holds no component.
+    """
+    option = re.compile(rf"--{re.escape(group)}\.[^.=]+")
+    expanded, rest = [], list(args)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not equals and option.fullmatch(name) and rest and rest[0].endswith((".yaml", ".yml")):
+            equals, value = "=", rest.pop(0)
+        if option.fullmatch(name) and value.endswith((".yaml", ".yml")):
+            value = json.dumps(_read_component(Path(value), name))
+        expanded.append(f"{name}{equals}{value}")
+    return expanded
+
+
+def _read_component(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist.")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or "class_path" not in values:
+        raise ValueError(f"{name}: expected a component (class_path and init_args) in {path}, got something else.")
+    return values
 
 
 def _component_classes() -> list[type]:
@@ -91,10 +137,10 @@ def _class_names() -> list[str]:
     return sorted({cls.__name__ for cls in _component_classes()})
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     """Drop the parser's own prologue and what follows the essential sentence."""
     text = re.sub(r"^Parser key \"([^\"]+)\": ", r"\1: ", text)
     union = _UNION.match(text)
     if union:
-        text = f"{union['key']}: {union['first']}"
+        text = f"{union['key'] or ''}{union['first']}"
     return text if len(text) <= 700 else f"{text[:700]} ..."

@@ -32,16 +32,25 @@ class EncodedPrompt:
     prompt_ids: Sequence[int]
 
 
-def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> ResponseBatch:
-    """Pad examples on the right to the longest of them."""
-    width = max(len(sample) for sample in samples)
-    rows = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
+def collate_responses(
+    samples: Sequence[EncodedExample], pad_token_id: int, *, rows: Sequence[int] | None = None
+) -> ResponseBatch:
+    """Pad examples on the right to the longest of them; none give an empty batch.
+
+    Args:
+        samples: What to put together.
+        pad_token_id: The padding.
+        rows: Number of the row of each sample when samples are packed.
+    """
+    width = max((len(sample) for sample in samples), default=0)
+    padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
     return ResponseBatch(
-        input_ids=torch.tensor(rows),
-        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples]),
-        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples]),
-        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples]),
+        input_ids=torch.tensor(padded, dtype=torch.long).reshape(len(padded), width),
+        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long),
+        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
+        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
         ids=[sample.id for sample in samples],
+        rows=None if rows is None else torch.tensor(rows),
     )
 
 

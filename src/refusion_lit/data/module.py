@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import tokenizers
@@ -22,7 +22,9 @@ from refusion_lit.data.collate import (
     collate_responses,
 )
 from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader
+from refusion_lit.data.evaluation import EvaluationBatches
+from refusion_lit.data.packing import PackedBatches, pack_samples
+from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader, StepLoader
 from refusion_lit.data.store import EncodedStore, encode_all, store_key
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
 from refusion_lit.tasks.base import Split, Task
@@ -59,13 +61,13 @@ class _Lazy(Dataset[EncodedExample]):
         return len(example.query) + len(example.response)
 
 
-class _Batches(Dataset[ResponseBatch]):
+class _Batches(Dataset[Any]):
     """Batches by the indices of their samples."""
 
-    def __init__(self, samples: _Lazy | EncodedStore, collate: Callable[[list[EncodedExample]], ResponseBatch]) -> None:
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - two kinds
         self._samples, self._collate = samples, collate
 
-    def __getitem__(self, index: list[int]) -> ResponseBatch:
+    def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
         return self._collate([self._samples[i] for i in index])
 
 
@@ -87,12 +89,16 @@ class InstructionDataModule(L.LightningDataModule):
     Args:
         task: Where the examples come from, and how responses are scored.
         tokenizer: Where the tokenizer comes from.
-        batch_size: Training samples a batch, on each process.
+        batch_size: Training samples a batch, on each process; with ``pack_length``, rows of several samples.
         eval_batch_size: Samples a batch in validation, and prompts a batch in test and prediction.
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
             encoded as it is drawn, one is an error.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
-        length_grouped: Batch samples of similar lengths, which saves padding.
+        length_grouped: Batch samples of similar lengths, which saves padding; without effect on packed samples.
+        pack_length: Put several training samples in a row of at most so many tokens, at least ``max_length``; none sees
+            another, and no loss changes. An objective that lengthens its sequences lengthens the rows. Attention
+            over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa' and little with
+            'flex_attention'. ``None``: one sample a row.
         malformed: What to do with a sample that cannot be encoded: stop with an ``error``, or ``skip`` and count it.
         num_workers: Processes that encode batches. Changes no batch.
         seed: Seeds the order of the training samples.
@@ -114,6 +120,7 @@ class InstructionDataModule(L.LightningDataModule):
         max_length: int = 512,
         prompt_template: str = "{query}",
         length_grouped: bool = True,
+        pack_length: int | None = None,
         malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
         seed: int = 0,
@@ -125,12 +132,18 @@ class InstructionDataModule(L.LightningDataModule):
         for option, value in sizes.items():
             if value < 1:
                 raise ValueError(f"data.{option}: expected an integer of at least 1, got {value}; set it to 1 or more.")
+        if pack_length is not None and pack_length < max_length:
+            raise ValueError(
+                f"data.pack_length: expected at least max_length, which is {max_length}, got {pack_length}; "
+                "raise it, lower max_length, or set it to null."
+            )
         if "{query}" not in prompt_template:
             raise ValueError(f"data.prompt_template: expected a text with {{query}} in it, got {prompt_template!r}.")
         self.task = task
         self.tokenizer_source = tokenizer
         self.batch_size, self.eval_batch_size, self.max_length = batch_size, eval_batch_size, max_length
         self.prompt_template, self.length_grouped, self.malformed = prompt_template, length_grouped, malformed
+        self.pack_length = pack_length
         self.num_workers, self.seed, self.max_eval_prompts = num_workers, seed, max_eval_prompts
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
@@ -151,45 +164,69 @@ class InstructionDataModule(L.LightningDataModule):
             self._encoded("train")
             self._encoded("validation")
 
-    def train_dataloader(self) -> DataLoader[ResponseBatch] | DataLoader[EncodedExample]:
+    def train_dataloader(self) -> StepLoader:
         """Return shuffled training batches; the same for any number of workers."""
         data = self._encoded("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
-            return DataLoader(data, batch_size=self.batch_size, collate_fn=self._collate)
-        batches = LengthGroupedBatches(
-            len(data),
+            loader = StepLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
+            loader.num_left_in_step = self._num_left_in_step
+            return loader
+        batches, num, length_of = self._training_batches(data)
+        order = LengthGroupedBatches(
+            num,
             self.batch_size,
-            data.length if self.length_grouped else None,
+            length_of,
             seed=self.seed,
             rank=self.trainer.global_rank if self.trainer is not None else 0,
             num_ranks=self.trainer.world_size if self.trainer is not None else 1,
         )
-        return ResumableLoader(
-            _Batches(data, self._collate),
-            sampler=batches,
+        loader = ResumableLoader(
+            batches,
+            sampler=order,
             batch_size=None,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
+        loader.num_left_in_step = self._num_left_in_step
+        return loader
+
+    def _training_batches(
+        self, data: _Lazy | EncodedStore
+    ) -> tuple[Dataset[ResponseBatch], int, Callable[[int], int] | None]:
+        """Return batches by the numbers of their rows, how many rows there are, and what to sort them by."""
+        if self.pack_length is None:
+            return _Batches(data, self._collate), len(data), data.length if self.length_grouped else None
+        lengths = [data.length(i) for i in range(len(data))]
+        rows = pack_samples(lengths, self.pack_length, seed=self.seed)
+        padding = 1 - sum(lengths) / (len(rows) * self.pack_length)
+        rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
+        return PackedBatches(data, rows, self._collate.keywords["pad_token_id"]), len(rows), None
+
+    def _num_left_in_step(self, index: int) -> int:
+        """Return how many batches are accumulated from a batch of the epoch on; the epoch's last step may be short."""
+        if self.trainer is None:
+            return 1
+        num_accumulated = self.trainer.accumulate_grad_batches
+        return int(min(num_accumulated - index % num_accumulated, max(self.trainer.num_training_batches - index, 1)))
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return validation batches, for the loss."""
-        return DataLoader(
-            self._encoded("validation"),
-            batch_size=self.eval_batch_size,
-            num_workers=self.num_workers,
-            collate_fn=self._collate,
-        )
+        return self._in_order(self._encoded("validation"), self._collate)
 
     def test_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
+        return self._in_order(self._test_prompts(), collate_prompts)
+
+    def prompt_lengths(self) -> dict[str, int]:
+        """Return the number of tokens of each prompt of the test split by its example's id."""
+        prompts = self._test_prompts()
+        return {(prompt := prompts[i]).example.id: len(prompt.prompt_ids) for i in range(len(prompts))}
+
+    def _test_prompts(self) -> _Prompts:
         examples = self.task.examples("test")
         if self.max_eval_prompts is not None:
             examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
-        data = _Prompts(examples, self.built_tokenizer, self.prompt_template)
-        return DataLoader(
-            data, batch_size=self.eval_batch_size, num_workers=self.num_workers, collate_fn=collate_prompts
-        )
+        return _Prompts(examples, self.built_tokenizer, self.prompt_template)
 
     def predict_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return the test split's prompts."""
@@ -200,6 +237,20 @@ class InstructionDataModule(L.LightningDataModule):
         examples = self.task.examples("validation")
         prompts = _Prompts(examples, self.built_tokenizer, self.prompt_template)
         return collate_prompts([prompts[i] for i in range(min(count, len(prompts)))])
+
+    def _in_order(self, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+        """Return batches of all samples in order; processes share them without repeating any."""
+        num_ranks = self.trainer.world_size if self.trainer is not None else 1
+        if num_ranks == 1 or getattr(self.trainer, "overfit_batches", 0):
+            return DataLoader(data, batch_size=self.eval_batch_size, num_workers=self.num_workers, collate_fn=collate)
+        assert self.trainer is not None
+        share = EvaluationBatches(
+            len(data),  # type: ignore[arg-type] - all of ours have a length
+            self.eval_batch_size,
+            rank=self.trainer.global_rank,
+            num_ranks=num_ranks,
+        )
+        return DataLoader(_Batches(data, collate), sampler=share, batch_size=None, num_workers=self.num_workers)
 
     @property
     def _collate(self) -> partial[ResponseBatch]:
@@ -216,7 +267,7 @@ class InstructionDataModule(L.LightningDataModule):
                 raise ValueError(f"data.task: expected examples in the {split} split, got none; give it some.")
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode beforehand, and their lengths are bounded by their options.
-            if is_generated and len(examples) > _LAZY_ABOVE:
+            if is_generated and len(examples) > _LAZY_ABOVE and self.pack_length is None:
                 self._splits[split] = _Lazy(examples, self._encode, self.max_length)
             else:
                 cache_dir = None if is_generated else self.cache_dir

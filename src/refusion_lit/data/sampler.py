@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -81,25 +82,49 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
                 yield batch[self.rank :: self.num_replicas].tolist()
 
 
-class ResumableLoader(DataLoader[ResponseBatch]):
+class StepLoader(DataLoader[ResponseBatch]):
+    """A loader that shows the first batch of every optimizer step the step's other batches.
+
+    Losses are means over all batches of a step, whose counts must be known before the first backward pass.
+
+    Attributes:
+        num_left_in_step: Returns, for the index of a batch in the epoch, how many batches its step has from there on.
+    """
+
+    num_left_in_step: Callable[[int], int] = staticmethod(lambda _: 1)
+    _num_yielded = 0
+
+    def __iter__(self) -> Iterator[ResponseBatch]:  # type: ignore[override]
+        """Yield batches; a step's batches are fetched together."""
+        self._num_yielded = self._start()
+        batches = super().__iter__()
+        while step := list(islice(batches, self.num_left_in_step(self._num_yielded))):
+            step[0].following = tuple(step[1:])
+            for batch in step:
+                self._num_yielded += 1
+                yield batch
+
+    def _start(self) -> int:
+        """Return the index of the first batch."""
+        return 0
+
+
+class ResumableLoader(StepLoader):
     """A loader over :class:`LengthGroupedBatches` that a checkpoint in mid-epoch continues at the next batch.
 
     Lightning stores and restores the state of a loader that has these two methods.
     """
 
     sampler: LengthGroupedBatches  # type: ignore[assignment] - narrower than any loader's
-    _num_yielded = 0
     _resumed: tuple[int, int] | None = None
 
-    def __iter__(self) -> Iterator[ResponseBatch]:  # type: ignore[override]
-        """Yield batches; nothing happens before the first is asked for, when the epoch has been set."""
+    def _start(self) -> int:
+        """Find where to go on; called when the first batch is asked for, and the epoch has been set."""
         epoch, num_seen = self._resumed or (None, 0)
         self._resumed = None
         # A checkpoint written at the end of an epoch is resumed in the next one, from its beginning.
-        self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
-        for batch in super().__iter__():
-            self._num_yielded += 1
-            yield batch
+        self.sampler.start = num_seen if epoch == self.sampler.epoch else 0
+        return self.sampler.start
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training is: the epoch and this rank's batches handed out in it."""

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from refusion_lit.modeling.loading import ensure_mask_token
+from refusion_lit.modeling.loading import ensure_mask_token, warn_of_remote_code
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 
@@ -127,6 +127,8 @@ class PretrainedTokenizer(TokenizerSource):
             ValueError: If it cannot be loaded, has no end-of-sequence token, comes without a ``tokenizer.json``, or
                 names another mask token than the ``mask_token_id`` of the config beside it.
         """
+        if self.trust_remote_code:
+            warn_of_remote_code(self.source)
         options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.source, **options)

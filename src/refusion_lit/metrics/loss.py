@@ -12,12 +12,16 @@ from refusion_lit.types import LossOutput
 class TermMeans(Metric):
     """Mean of every term of a loss: total of the sums over total of the counts, not a mean of batch means.
 
+    Several processes give what one process gives over all samples, however they share them.
+
     Args:
         names: The terms, in the order of :attr:`LossOutput.names`.
         coefficients: Factor of each term in ``total``.
     """
 
     full_state_update = False
+    # A process without samples adds nothing, which is no reason for torchmetrics to warn.
+    update_called = True  # pyright: ignore[reportAssignmentType]
     sums: Tensor
     counts: Tensor
 

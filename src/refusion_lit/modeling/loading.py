@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ disable_progress_bar()  # a bar for every load would be printed between a progra
 
 AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
 _NEW_MASK = "mask_token_is_new"
+_TEMPLATE = "prompt_template"
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -125,6 +128,8 @@ class BackboneConfig:
             values.setdefault("bos_token_id", None)
             return AutoConfig.for_model(**values)
         config: Any
+        if self.trust_remote_code:
+            warn_of_remote_code(self.source)
         try:
             config, unknown = AutoConfig.from_pretrained(
                 self.source,
@@ -136,7 +141,7 @@ class BackboneConfig:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"backbone.source: expected a Hugging Face directory or hub id, got {self.source!r}, which cannot be "
-                f"loaded ({_first_line(error)}). Check the path, or the id and the network."
+                f"loaded ({reason_of(error)}). Check the path, or the id and the network."
             ) from error
         for name in unknown:
             near = get_close_matches(name, config.to_dict(), n=1)
@@ -152,18 +157,29 @@ class BackboneConfig:
     def _pretrained(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
         assert self.source is not None
         try:
-            return AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.source,
                 config=config,
                 revision=self.revision,
                 dtype=getattr(torch, self.dtype),
                 attn_implementation=self.attn_implementation,
                 trust_remote_code=self.trust_remote_code,
+                weights_only=True,
+                output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # readers of formats have errors of their own for damaged files
             raise ValueError(
-                f"backbone.source: the weights of {self.source!r} cannot be loaded ({_first_line(error)})."
+                f"backbone.source: the weights of {self.source!r} cannot be loaded ({reason_of(error)}). They may be "
+                "truncated or of another architecture than config.json says; fetch them again."
             ) from error
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:  # transformers would leave them random
+            raise ValueError(
+                f"backbone.source: expected all weights in {self.source!r}, got none for {missing[0]} and "
+                f"{len(missing) - 1} more. Fetch them again, or set random_init: true to train from random weights."
+            )
+        return model
 
 
 @contextmanager
@@ -208,8 +224,14 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int | N
         setattr(tokenizer, _NEW_MASK, True)
 
 
-def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
-    """Write a Hugging Face directory: safetensors, config with ``mask_token_id`` and traits, tokenizer.
+def save_directory(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    *,
+    prompt_template: str = "{query}",
+) -> None:
+    """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the weights first.
 
@@ -225,9 +247,14 @@ def save_directory(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direc
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
-    model.config.refusion_lit = backbone.traits.to_dict()
+    model.config.refusion_lit = {**backbone.traits.to_dict(), _TEMPLATE: prompt_template}
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def prompt_template_of(backbone: Backbone) -> str:
+    """Return how a query becomes a prompt, as the directory that a backbone was loaded from says."""
+    return (getattr(backbone.config, "refusion_lit", None) or {}).get(_TEMPLATE, "{query}")
 
 
 def _mean_initialise(model: PreTrainedModel, start: int, stop: int) -> None:
@@ -270,5 +297,18 @@ def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
     return backbone.config.to_dict()
 
 
-def _first_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return why something could not be read, in one line; torch's advice to load code after all is left out."""
+    if isinstance(error, UnpicklingError):
+        if "unsupported" in str(error).lower():
+            return "it holds more than tensors and plain values, which could run code when it is loaded"
+        return "it is not what torch.save writes"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def warn_of_remote_code(source: str) -> None:
+    """Say what ``trust_remote_code`` means before anything runs."""
+    warnings.warn(
+        f"trust_remote_code: Python code that comes with {source} will run on this machine with all your rights.",
+        stacklevel=3,
+    )

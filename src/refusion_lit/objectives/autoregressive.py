@@ -48,4 +48,5 @@ class Autoregressive(Objective):
             counts=is_labelled.sum()[None].float(),
             coefficients=(1.0,),
             is_masked=torch.zeros_like(in_response),
+            is_real=places < (batch.prompt_lengths + batch.response_lengths)[:, None],
         )

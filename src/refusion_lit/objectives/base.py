@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.cross_entropy import Head, chunked_cross_entropy
+from refusion_lit.objectives.cross_entropy import Head, Kernel, chunked_cross_entropy
 from refusion_lit.types import CorruptedBatch, LossOutput, ModelTraits, ResponseBatch, SpecialTokens
 
 
@@ -24,15 +24,19 @@ class Objective(ABC):
     Attributes:
         chunk_size: Labelled positions whose logits the loss holds at a time, at least 1; ``None``: as many
             as fit in 64 MB. Changes memory and speed, not the loss.
+        kernel: What computes head and cross-entropy when training: ``torch``, in chunks, or ``liger``, a fused kernel
+            of liger-kernel (``pip install refusion-lit[liger]``) for GPUs. Changes the loss by rounding alone.
     """
 
     chunk_size: int | None = None
+    kernel: Kernel = "torch"
 
     def __post_init__(self) -> None:
         """Check the options; subclasses extend it."""
         require_option(
             self.chunk_size is None or self.chunk_size >= 1, "chunk_size", "at least 1, or null", self.chunk_size
         )
+        require_option(self.kernel in ("torch", "liger"), "kernel", "'torch' or 'liger'", self.kernel)
 
     @property
     @abstractmethod
@@ -69,7 +73,8 @@ class Objective(ABC):
 
         Args:
             hidden: Hidden states for ``corrupted``, in its order.
-            head: Turns hidden states ``[token, hidden]`` into logits ``[token, vocab]``.
+            head: Turns hidden states ``[token, hidden]`` into logits ``[token, vocab]``; a linear layer for a kernel
+                other than torch's.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
 
         Returns:
@@ -83,6 +88,7 @@ class Objective(ABC):
             corrupted.terms,
             num_terms=len(corrupted.term_names),
             chunk_size=self.chunk_size,
+            kernel=self.kernel,
         )
         return LossOutput(
             sums=sums,

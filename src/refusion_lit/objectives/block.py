@@ -42,7 +42,7 @@ class BlockMasked(Objective):
 
     Deliberate differences: t is stratified over a sample's blocks, in random order, and not over the batch's
     (a sample's noise may not depend on its neighbours); blocks are not redrawn when their masked fraction falls
-    outside [t_min, t_max]; samples are not packed; a sample whose length the block size divides gets no block of
+    outside [t_min, t_max]; a sample whose length the block size divides gets no block of
     padding.
 
     Attributes:
@@ -128,6 +128,7 @@ class BlockMasked(Objective):
             coefficients=(1.0,),
             attention_mask=three_part_mask(num_tokens, self.block_size, lengths.repeat(num_views)),
             is_masked=functional.pad(is_masked, (0, num_tokens)),
+            is_real=(places < lengths[:, None]).repeat(num_views, 2),
         )
 
     def _with_whole_blocks(

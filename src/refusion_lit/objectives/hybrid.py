@@ -96,4 +96,5 @@ class Hybrid(Objective):
             counts=torch.stack((num_clean, torch.full_like(num_clean, len(layout.labels)))).float(),
             coefficients=(self.ar_weight, self.mdm_weight),
             is_masked=layout.is_masked,
+            is_real=layout.is_real,
         )

@@ -80,9 +80,10 @@ class Masked(Objective):
         is_masked = in_response & (noise.uniform("token_mask", len(places)) < probability[:, None])
 
         lengths = batch.prompt_lengths + batch.response_lengths
+        is_real = places < lengths[:, None]
         weights = (1 / probability)[:, None]
         if self.cart_p is not None:
-            weights = cart_weights(~is_masked & (places < lengths[:, None]), self.cart_p)
+            weights = cart_weights(~is_masked & is_real, self.cart_p)
         weights = (weights / batch.response_lengths[:, None]).float().where(is_masked, 0.0)
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         if self.shifted:
@@ -94,10 +95,11 @@ class Masked(Objective):
             weights=weights,
             terms=torch.zeros_like(labels),
             term_names=("mdm",),
-            counts=torch.full((1,), float(len(labels)), device=labels.device),
+            counts=labels.new_full((1,), len(labels)).float(),  # float32 also where training in bf16 is the default
             coefficients=(1.0,),
             attention_mask=order_mask(torch.zeros_like(labels), lengths),
             is_masked=is_masked,
+            is_real=is_real,
         )
 
     def _lengthened(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> ResponseBatch:
@@ -119,6 +121,6 @@ def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Flo
         sharpness: p of the geometric law, in (0, 1]; 1 counts direct neighbours only.
     """
     places = torch.arange(is_clean.shape[1], device=is_clean.device)
-    distance = (places[:, None] - places).abs()
+    distance = (places[:, None] - places).abs().double()
     kernel = sharpness * (1 - sharpness) ** (distance - 1).clamp(min=0)
     return 0.5 * is_clean.float() @ kernel.float().masked_fill(distance == 0, 0.0)

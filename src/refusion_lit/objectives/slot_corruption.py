@@ -24,12 +24,14 @@ class SlotLayout:
         position_ids: Place of each token in the text.
         labels: Own token at masked positions, the slot's next token at clean ones, else ``IGNORE_INDEX``.
         is_masked: Which positions belong to masked slots.
+        is_real: Which positions are no padding.
     """
 
     input_ids: Int[Tensor, "batch token"]
     position_ids: Int[Tensor, "batch token"]
     labels: Int[Tensor, "batch token"]
     is_masked: Bool[Tensor, "batch token"]
+    is_real: Bool[Tensor, "batch token"] | None = None
 
 
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
@@ -81,6 +83,7 @@ def corrupt_slots(
         position_ids=order,
         labels=labels.gather(1, order),
         is_masked=is_masked.gather(1, order),
+        is_real=~is_padding,  # which stays behind
     )
 
 

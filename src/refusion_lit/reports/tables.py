@@ -14,6 +14,7 @@ _COLUMNS = (
     ("tokens_per_second", "tokens/s", "{:.0f}"),
     ("num_forwards", "forwards", "{:d}"),
     ("num_calls", "calls", "{:d}"),
+    ("calls_per_batch", "calls/batch", "{:.1f}"),
     ("tokens_per_call", "tokens/call", "{:.2f}"),
     ("positions_per_token", "positions/token", "{:.1f}"),
     ("latency_median", "latency p50 s", "{:.3f}"),
@@ -49,3 +50,16 @@ def decoder_table(
 
 def _caption(marked: Set[str]) -> str | None:
     return "* the model was not trained for this decoder" if marked else None
+
+
+def markdown_table(results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset()) -> str:
+    """Return decoders side by side as a Markdown table; arguments as for :func:`decoder_table`."""
+    titles = ["decoder", *(title for _, title, _ in _COLUMNS)]
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(_COLUMNS)}"]
+    for name, figures in results.items():
+        cells = [form.format(figures[key]) for key, _, form in _COLUMNS]
+        mark = r" \*" if name in marked else ""
+        lines.append(f"| `{name}`{mark} | {' | '.join(cells)} |")
+    if marked:
+        lines += ["", f"\\{_caption(marked)}"]
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""Decode without end and watch memory: it must stay flat.
+
+usage: python benchmarks/soak.py [--minutes 60] [--model tests/goldens/models/additions-clean]
+
+Every round decodes new prompts with every decoder at random options, batch sizes and temperatures in one process.
+Resident memory is read every minute; the first tenth of the time is warm-up. Written to benchmarks/results/soak.json:
+the curve, and the slope of a straight line through it, in MB an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import refusion_lit
+from refusion_lit.cli.environment import environment
+from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, FastDLLM, LLaDA, RecomputeKV, ReFusion
+from refusion_lit.tasks import Additions
+from refusion_lit.types import SamplingParams
+
+
+def decoders(rng: random.Random) -> list[Decoder]:
+    """Draw one decoder of each family."""
+    slots: dict[str, Any] = {
+        "slot_size": rng.choice([2, 4, 8, 16]),
+        "num_serial_blocks": rng.choice([1, 2]),
+        "slot_threshold": rng.choice([0.3, 0.6, 0.9, 1.0]),
+        "token_threshold": rng.choice([0.3, 0.9, 1.0]),
+    }
+    return [
+        ReFusion(**slots),
+        RecomputeKV(**slots),
+        LLaDA(steps=rng.choice([8, 16])),
+        FastDLLM(block_length=rng.choice([8, 16, 32]), cache=rng.choice(["none", "prefix", "dual"])),
+        BlockDiffusion(block_size=rng.choice([4, 8]), threshold=rng.choice([0.3, 0.9])),
+        Autoregressive(),
+    ]
+
+
+def resident_megabytes() -> float:
+    """Return the process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def main() -> None:
+    """Run and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--model", default="tests/goldens/models/additions-clean")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".* does not fit this model")
+    torch.set_num_threads(1)
+    model = refusion_lit.load(args.model)
+    rng = random.Random(args.seed)
+    queries = Additions(num_train=1000, num_validation=1, num_test=1).examples("train")
+    curve: list[tuple[float, float]] = []
+    start = last = time.monotonic()
+    num_decodes = num_tokens = 0
+    while time.monotonic() - start < args.minutes * 60:
+        for decoder in decoders(rng):
+            chosen = [queries[rng.randrange(1000)].query for _ in range(rng.choice([1, 3, 16]))]
+            sampling = SamplingParams(max_new_tokens=64, temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1000))
+            answers = model.generate(
+                chosen, decoder=decoder, sampling=sampling, batch_size=rng.choice([1, 4, 16]), allow_mismatch=True
+            )
+            num_decodes += len(answers)
+            num_tokens += sum(answer.num_tokens for answer in answers)
+        if time.monotonic() - last >= min(60, args.minutes * 60 / 20):
+            gc.collect()
+            last = time.monotonic()
+            curve.append(((last - start) / 60, resident_megabytes()))
+    steady = [(m, mb) for m, mb in curve if m >= args.minutes / 10]
+    slope = float(np.polyfit([m / 60 for m, _ in steady], [mb for _, mb in steady], 1)[0])
+    result = {
+        "minutes": args.minutes,
+        "num_decodes": num_decodes,
+        "num_tokens": num_tokens,
+        "megabytes_an_hour": round(slope, 2),
+        "lowest_megabytes": round(min(mb for _, mb in steady), 1),
+        "highest_megabytes": round(max(mb for _, mb in steady), 1),
+        "curve": [[round(m, 2), round(mb, 1)] for m, mb in curve],
+        "environment": environment(args.seed, sys.argv),
+    }
+    path = Path(__file__).parent / "results" / "soak.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{num_decodes} decodes, {slope:.2f} MB an hour\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""An objective that hides the last token of each response and nothing else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import Objective
+from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastToken(Objective):
+    """Predict the last response token from all before it."""
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Causal attention; a mask predicts itself."""
+        return ModelTraits(attention="causal", predictions=("mask",))
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,  # noqa: ARG002 - nothing is drawn
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: Tensor | None = None,  # noqa: ARG002 - nothing is drawn
+    ) -> CorruptedBatch:
+        """Mask the last token of every response."""
+        places = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        last = batch.prompt_lengths + batch.response_lengths - 1
+        is_masked = places == last[:, None]
+        labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
+        return CorruptedBatch(
+            input_ids=batch.input_ids.masked_fill(is_masked, special_tokens.mask_token_id),
+            position_ids=places.expand_as(labels),
+            labels=labels,
+            weights=is_masked.float(),
+            terms=torch.zeros_like(labels),
+            term_names=("last",),
+            counts=torch.full((1,), float(len(labels))),
+            coefficients=(1.0,),
+            is_masked=is_masked,
+        )

@@ -1,0 +1,103 @@
+"""Draws the pictures of the documentation; run it from anywhere after a change: python docs/pictures.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CELL = 34
+COLOURS = {"prompt": "#dfe3ea", "known": "#9fd3c7", "mask": "#ffffff", "draft": "#ffe08a", "rejected": "#f3a6a0"}
+TARGET = Path(__file__).parent / "img"
+
+
+def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start") -> str:
+    """Return a line of text."""
+    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+
+
+def cell(x: float, y: float, label: str, kind: str) -> str:
+    """Return one token: its text, and its place in the answer below it."""
+    name, _, place = label.partition("@")
+    dashes = ' stroke-dasharray="3 2"' if kind == "mask" else ""
+    box = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{COLOURS[kind]}" stroke="#555"{dashes}/>'
+    middle = x + CELL / 2
+    return box + text(middle, y + 16, name, 13, "middle") + text(middle, y + 29, place, 9, "middle")
+
+
+def row(y: float, caption: str, groups: list[tuple[str, list[str]]]) -> str:
+    """Return a caption and groups of tokens from left to right in sequence order."""
+    parts, x = [text(8, y + 21, caption)], 250.0
+    for kind, labels in groups:
+        for label in labels:
+            parts.append(cell(x, y, label, kind))
+            x += CELL
+        x += 8
+    return "".join(parts)
+
+
+def picture(name: str, width: int, height: int, title: str, parts: list[str]) -> None:
+    """Write one file."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}" '
+        f'font-family="system-ui, sans-serif"><rect width="{width}" height="{height}" fill="#fbfbfb"/>'
+    )
+    (TARGET / name).write_text(head + "".join(parts) + "</svg>\n", encoding="utf-8")
+
+
+def decoding() -> None:
+    """One round of ReFusion with three slots of three tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [f"M@{i}" for i in range(3, 12)]
+    parts = [
+        row(10, "1  plan: draft every slot", [prompt, *[("mask", masks[i : i + 3]) for i in (0, 3, 6)]]),
+        row(62, "2  take slots 1 and 3, verify", [prompt, ("draft", ["a@3", "b@4", "c@5"]),
+                                                 ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"])]),
+        row(114, "3  slot 1 stays, slot 3 goes back", [prompt, ("known", ["a@3", "b@4", "c@5"])]),
+        row(166, "4  next plan: two slots remain", [prompt, ("known", ["a@3", "b@4", "c@5"]),
+                                                    ("mask", masks[3:6]), ("mask", masks[6:])]),
+        text(8, 222, "small figures: position in the text. Order in the row: order in the sequence, which is what", 12),
+        text(8, 238, "attention follows. Green and grey keys and values are computed once and reused for good.", 12),
+    ]  # fmt: skip
+    picture("decoding.svg", 700, 250, "One round of ReFusion", parts)
+
+
+def training() -> None:
+    """The layout of a training sequence."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    first, second = ("known", ["a@3", "b@4", "c@5"]), ("known", ["d@6", "e@7", "f@8"])
+    third, masked = ("known", ["g@9", "h@10", "$@11"]), ("mask", ["M@6", "M@7", "M@8"])
+    parts = [
+        row(10, "sample, in slots of three", [prompt, first, second, third]),
+        row(62, "fed: clean slots first, shuffled", [prompt, third, first, masked]),
+        row(114, "targets", [("prompt", ["", "", ""]), ("draft", ["h", "$", ""]), ("draft", ["b", "c", ""]),
+                             ("draft", ["d", "e", "f"])]),
+        text(8, 170, "clean slots learn the next token of their slot, masked slots learn their own tokens", 12),
+    ]  # fmt: skip
+    picture("training.svg", 700, 182, "The hybrid objective's sequence", parts)
+
+
+def attention() -> None:
+    """Who sees whom, in the four families."""
+    size, num = 14, 8
+    patterns = (
+        ("causal (ReFusion, autoregressive)", lambda query, key: key <= query),
+        ("bidirectional (LLaDA, Fast-dLLM)", lambda query, key: key < num + query),
+        ("block-causal, blocks of 2", lambda query, key: key // 2 <= query // 2),
+    )
+    parts = []
+    for index, (name, sees) in enumerate(patterns):
+        left = 20 + index * 225
+        parts.append(text(left, 20, name, 12))
+        for query in range(num):
+            for key in range(num):
+                colour = "#3b8f7f" if sees(query, key) else "#eeeeee"
+                x, y = left + key * size, 32 + query * size
+                parts.append(f'<rect x="{x}" y="{y}" width="{size - 1}" height="{size - 1}" fill="{colour}"/>')
+    parts.append(text(20, 164, "rows: the token that looks; columns: the token that is seen", 12))
+    picture("attention.svg", 700, 176, "Attention patterns", parts)
+
+
+if __name__ == "__main__":
+    TARGET.mkdir(exist_ok=True)
+    decoding()
+    training()
+    attention()

@@ -1,0 +1,251 @@
+"""``refusion-lit chat``: talk to a model and see in which order it decodes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from jsonargparse import Namespace
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.session import add_model_options, load_model_of, piece_of, sampling_of, slot_size_of
+from refusion_lit.decoding import GenerationCallback, RowState
+from refusion_lit.traces import Trace, page, trace_of, write_trace
+from refusion_lit.traces.display import visible, visible_lines
+from refusion_lit.traces.document import write_whole
+from refusion_lit.traces.terminal import round_style
+from refusion_lit.traces.timeline import timeline
+
+if TYPE_CHECKING:
+    from refusion_lit.api import TextModel
+
+_HELP = """\
+/help          this
+/reset         forget the conversation
+/history       show it
+/trace FILE    write the last answer's trace (.html or .json)
+/quit          leave; so does the end of input
+"""
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``chat``."""
+    parser = OneLineParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
+    parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
+    parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
+    history = "earlier turns (question and answer) that the model sees at most; all by default"
+    parser.add_argument("--history", type=int | None, default=None, help=history)
+    parser.add_argument("--show_order", type=bool, default=True, help="show which forward decoded what")
+    add_model_options(parser, max_new_tokens=256)
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Run the loop.
+
+    Raises:
+        ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
+    """
+    parser = build_parser()
+    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    if options.history is not None and options.history < 0:
+        raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
+    sampling_of(options)
+    model = load_model_of(options)
+    chat = Chat(model, options, Console())
+    chat.check()
+    if not model.tokenizer.chat_template:
+        sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
+    for line in _lines(chat.console):
+        try:
+            if not chat.take(line):
+                break
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+        except OSError as error:
+            sys.stderr.write(f"{error.filename or 'file'}: {error.strerror or error}\n")
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted; the question is not kept\n")
+    return 0
+
+
+def _lines(console: Console):  # noqa: ANN202 - a generator of lines
+    """Read lines until the end of input; prompt for them at a terminal only."""
+    asking = sys.stdin.isatty()
+    if asking:
+        import readline  # noqa: F401 - editing of the line
+
+        console.print("/help lists the commands", style="dim")
+    while True:
+        try:
+            line = input("> ") if asking else sys.stdin.readline()
+        except EOFError:
+            return
+        if not asking and not line:
+            return
+        if line.strip():
+            yield line.rstrip("\r\n")
+
+
+class Chat:
+    """A conversation.
+
+    Args:
+        model: The model.
+        options: The command's options.
+        console: Where answers are shown.
+    """
+
+    def __init__(self, model: TextModel, options: Namespace, console: Console) -> None:
+        self.model, self.options, self.console = model, options, console
+        self.sampling = sampling_of(options)
+        self.turns: list[tuple[str, str]] = []
+        self.last: Trace | None = None
+
+    def check(self) -> None:
+        """Refuse a model that the decoder cannot run on, before the first question.
+
+        Raises:
+            ValueError: With the reasons.
+        """
+        from refusion_lit.decoding.engine import check_model
+
+        if not self.options.allow_mismatch:
+            check_model(self.model.backbone, self.options.decoder)
+
+    def take(self, line: str) -> bool:
+        """Do what a line says: a command, or a question to answer; return whether to go on.
+
+        Raises:
+            ValueError: If it cannot be done; the conversation stays as it was.
+        """
+        if not line.startswith("/"):
+            self.ask(line)
+            return True
+        command, _, rest = line.partition(" ")
+        if command == "/quit":
+            return False
+        if command == "/help":
+            self._print(_HELP.rstrip())
+        elif command == "/reset":
+            self.turns.clear()
+        elif command == "/history":
+            for question, answer in self.turns:
+                self._print(f"> {visible_lines(question)}\n{visible_lines(answer)}")
+        elif command == "/trace":
+            self._write(rest.strip())
+        else:
+            raise ValueError(f"{visible(command)}: no such command; /help lists them.")
+        return True
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """Return what the model is shown: system message, the last turns, the question."""
+        limit = self.options.history
+        turns = self.turns if limit is None else self.turns[len(self.turns) - min(limit, len(self.turns)) :]
+        messages = [] if self.options.system is None else [{"role": "system", "content": self.options.system}]
+        for asked, answered in turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*messages, {"role": "user", "content": question}]
+
+    def ask(self, question: str) -> str:
+        """Answer a question and remember both.
+
+        Raises:
+            ValueError: If it cannot be encoded.
+        """
+        from refusion_lit.api import cut_at_stop
+        from refusion_lit.data.encoding import encode_prompt
+        from refusion_lit.decoding import decode
+        from refusion_lit.types import Prompt
+
+        model, options = self.model, self.options
+        ids = encode_prompt(model.tokenizer, question, model.prompt_template, self.messages(question))
+        piece = piece_of(model)
+        live = Live(console=self.console, auto_refresh=False, transient=True)
+        watching = options.show_order and self.console.is_terminal
+        with live:
+            output = decode(
+                model.backbone,
+                options.decoder,
+                [Prompt(token_ids=tuple(ids), id=str(len(self.turns)))],
+                self.sampling,
+                callbacks=[_Watch(live, piece)] if watching else [],
+                detokenize=model.detokenize,
+                allow_mismatch=options.allow_mismatch,
+                trace=True,
+            )
+        row = output.rows[0]
+        answer = cut_at_stop(model.detokenize(row.token_ids), self.sampling.stop)
+        self.last = trace_of(
+            row,
+            prompt=question,
+            response=answer,
+            prompt_length=len(ids),
+            decoder=type(options.decoder).__name__,
+            slot_size=slot_size_of(options.decoder),
+            piece=piece,
+        )
+        self.turns.append((question, answer))
+        self._print(visible_lines(answer))
+        if options.show_order:
+            self.console.print(order_line(self.last, plain=not self.console.is_terminal), soft_wrap=True)
+        pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
+        self.console.print(pace, style="dim", highlight=False, markup=False)
+        return answer
+
+    def _write(self, name: str) -> None:
+        if self.last is None:
+            raise ValueError("/trace: expected an answer to trace, got none yet; ask something first.")
+        path = Path(name)
+        if path.suffix not in (".html", ".json"):
+            raise ValueError(f"/trace: expected a file that ends in .html or .json, got {visible(name)!r}; name one.")
+        if path.suffix == ".json":
+            write_trace(self.last, path)
+        else:
+            write_whole(path, page(self.last))
+        self._print(f"wrote {path}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Watch(GenerationCallback):
+    """Shows the canvas as it fills: text by the forward that decoded it, dots where nothing is final."""
+
+    def __init__(self, live: Live, piece: Callable[[int], str]) -> None:
+        self._live, self._piece = live, piece
+
+    def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
+        text = Text()
+        final = [place for place, masked in enumerate(state.is_masked) if not masked]
+        for place in range(max(final, default=-1) + 1):
+            if state.is_masked[place]:
+                text.append("·", "dim")
+            else:
+                style = round_style(state.commit_rounds[place], state.num_forwards)
+                text.append(visible(self._piece(state.tokens[place])), style)
+        self._live.update(text, refresh=True)
+
+
+def order_line(trace: Trace, *, plain: bool) -> Text:
+    """Return an answer's tokens with the number of the forward that decoded them, each run of one forward together.
+
+    Args:
+        trace: The decode.
+        plain: Only brackets, no colours.
+    """
+    line = timeline(trace)
+    text = Text("order: ", "" if plain else "dim")
+    before = -1
+    for token, number in zip(trace.token_ids, line.final_forwards(), strict=False):
+        style = "" if plain or not number else round_style(number, trace.num_forwards)
+        if number != before:
+            text.append(f"[{number}]", "" if plain else "dim")
+            before = number
+        text.append(visible(trace.piece(token)), style)
+    return text

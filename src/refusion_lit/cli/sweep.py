@@ -1,0 +1,154 @@
+"""``refusion-lit sweep``: many runs that differ in some options, and one table of their results."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, cast
+
+import yaml
+from jsonargparse import Namespace
+
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.suggestions import nearest
+from refusion_lit.sweeps import Sweep, describe, plan
+from refusion_lit.sweeps import run as run_sweep
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``sweep``."""
+    parser = OneLineParser(prog="refusion-lit sweep", description="Run points that differ in some options.")
+    parser.add_argument("-c", "--config", type=str, required=True, help="the sweep's YAML file")
+    parser.add_argument("--directory", type=str | None, default=None, help="where everything goes")
+    parser.add_argument("--resume", action="store_true", help="go on after a kill, or with further points")
+    parser.add_argument("--dry_run", action="store_true", help="list the points with their commands, run nothing")
+    parser.add_argument("--num_workers", type=int | None, default=None, help="points that run at the same time")
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Run a sweep.
+
+    Returns:
+        0 if all points finished, 1 if some failed, 130 when interrupted.
+
+    Raises:
+        ValueError: If the sweep is wrong; nothing has run then.
+    """
+    options = build_parser().parse_args(args)
+    file = Path(options.config)
+    sweep = read_sweep(file, options.num_workers)
+    directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
+    if options.dry_run:
+        points = plan(sweep, file.resolve().parent, resolver())
+        print(describe(directory, points))
+        return 0
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        result = run_sweep(
+            sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume
+        )
+    except KeyboardInterrupt:
+        print(f"interrupted; to go on: refusion-lit sweep {_again(args)}", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(f"results in {' and '.join(str(path) for path in result.files)}")
+    if len(result.files) == 1:
+        print("no results.parquet without pyarrow: pip install 'refusion-lit[data]'", file=sys.stderr)
+    _report(directory)
+    if result.failed:
+        print(
+            f"{len(result.failed)} points failed: {', '.join(result.failed)}; their logs are in "
+            f"{directory}/points/ID/log.txt. To run them again: refusion-lit sweep {_again(args)}",
+            file=sys.stderr,
+        )
+    return 1 if result.failed else 0
+
+
+def _report(directory: Path) -> None:
+    """Write the page of all finished points; their results are safe by now whatever happens here."""
+    from refusion_lit.reports.write import write_report
+
+    try:
+        print(f"report: {write_report([directory])[0]}")
+    except (ValueError, OSError) as error:
+        print(f"no report: {error}", file=sys.stderr)
+
+
+def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
+    """Read a sweep's YAML file.
+
+    Args:
+        file: The file.
+        num_workers: Takes the place of the launcher's own.
+
+    Raises:
+        ValueError: If it is missing or wrong.
+    """
+    if not file.is_file():
+        raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist.")
+    parser = OneLineParser(prog="refusion-lit sweep")
+    parser.add_class_arguments(Sweep, "sweep")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: {file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"config: expected a sweep's options in {file}, got {type(values).__name__}.")
+    names = [field.name for field in fields(Sweep)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
+    if num_workers is not None:
+        launcher: Any = values.get("launcher") or "Local"
+        launcher = {"class_path": launcher} if isinstance(launcher, str) else dict(launcher)
+        launcher["init_args"] = {**(launcher.get("init_args") or {}), "num_workers": num_workers}
+        values["launcher"] = launcher
+    parsed = cast("Namespace", parser.parse_object({"sweep": values}))
+    return cast("Namespace", parser.instantiate_classes(parsed)).sweep
+
+
+def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """Return a function that parses a config with the subcommand's own parser and fills in every default."""
+    from refusion_lit.cli.lightning import parse_only
+    from refusion_lit.decoding import Decoder
+    from refusion_lit.objectives import Objective
+    from refusion_lit.types import SamplingParams
+
+    parser = parse_only()
+    # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
+    kinds = {"decoders": dict[str, Decoder], "objective": Objective, "sampling": SamplingParams}
+    strategies = OneLineParser(prog="refusion-lit sweep")
+    for name, kind in kinds.items():
+        strategies.add_argument(f"--{name}", type=kind)
+
+    def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.yaml"
+            file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+            parsed = parser.parse_args([subcommand, f"--config={file}"])
+        parsed[subcommand].pop("config", None)
+        resolved = yaml.safe_load(parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
+        if resolved["trainer"].get("logger") not in (None, True):
+            raise ValueError(
+                "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "
+                "puts them; leave it out."
+            )
+        strategies.instantiate_classes(strategies.parse_object({n: resolved["model"][n] for n in kinds}))
+        return resolved
+
+    return resolve
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a signal handler's signature
+    raise KeyboardInterrupt
+
+
+def _again(args: list[str]) -> str:
+    return " ".join([*args, *([] if "--resume" in args else ["--resume"])])

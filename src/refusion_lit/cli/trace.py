@@ -1,0 +1,109 @@
+"""``refusion-lit trace``: watch a decode in the terminal, and write it as an HTML page or as JSON."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Literal, cast
+
+from jsonargparse import Namespace
+from rich.console import Console
+
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.session import add_model_options, load_model_of, piece_of, sampling_of, slot_size_of
+from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_of, trace_statistics
+from refusion_lit.traces import write_trace as write_json
+from refusion_lit.traces.document import write_whole
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``trace``."""
+    parser = OneLineParser(prog="refusion-lit trace", description="Watch a decode, forward by forward.")
+    parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint, directory or hub id")
+    parser.add_argument("--prompt", type=str | None, default=None, help="what is decoded")
+    parser.add_argument("--trace_file", type=str | None, default=None, help="a trace saved as JSON, instead of both")
+    parser.add_argument("--output", type=str | None, default=None, help="file to write; trace.html by default")
+    parser.add_argument("--format", type=Literal["html", "json"] | None, default=None,
+                        help="what to write; by default as the output's name says, or html")  # fmt: skip
+    parser.add_argument("--seconds_per_forward", type=float, default=0.4, help="pace of the animation")
+    add_model_options(parser)
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Show and write a trace.
+
+    Raises:
+        ValueError: If an option, the model or the saved trace is wrong.
+    """
+    parser = build_parser()
+    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    _check(options)
+    output, kind = _output(options)
+    trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
+    console = Console()
+    animate(trace, console=console, seconds_per_forward=options.seconds_per_forward)
+    print_statistics(trace_statistics([trace]), console=console)
+    if kind == "json":
+        write_json(trace, output)
+    else:
+        write_whole(output, page(trace))
+    sys.stderr.write(f"wrote {output}\n")
+    return 0
+
+
+def _check(options: Namespace) -> None:
+    if options.trace_file is not None:
+        if options.ckpt_path is not None or options.prompt is not None:
+            raise ValueError("trace_file: expected it alone, got a model or a prompt too; give one or the other.")
+    elif options.ckpt_path is None or options.prompt is None:
+        raise ValueError("prompt: expected --ckpt_path with --prompt, or --trace_file; give one or the other.")
+    elif not options.prompt:
+        raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
+    pace = options.seconds_per_forward
+    if not (math.isfinite(pace) and pace >= 0):
+        raise ValueError(f"seconds_per_forward: expected a number of at least 0, got {pace}; set it to 0 or more.")
+
+
+def _output(options: Namespace) -> tuple[Path, str]:
+    """Return where to write and what, having made sure that it can be."""
+    suffix = "" if options.output is None else Path(options.output).suffix.lower()
+    kind = options.format or ("json" if suffix == ".json" else "html")
+    output = Path(options.output or f"trace.{kind}")
+    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        raise ValueError(f"output: expected a file in a directory that can be written, got {output}; make it first.")
+    if options.trace_file is not None and output.resolve() == Path(options.trace_file).resolve():
+        raise ValueError(f"output: expected another file than --trace_file, got {output}; choose another name.")
+    return output, kind
+
+
+def _decode(options: Namespace) -> Trace:
+    sampling = sampling_of(options)
+    model = load_model_of(options)
+    from refusion_lit.api import cut_at_stop
+    from refusion_lit.data.encoding import encode_prompt
+    from refusion_lit.decoding import decode
+    from refusion_lit.types import Prompt
+
+    ids = encode_prompt(model.tokenizer, options.prompt, model.prompt_template)
+    output = decode(
+        model.backbone,
+        options.decoder,
+        [Prompt(token_ids=tuple(ids), id="0")],
+        sampling,
+        detokenize=model.detokenize,
+        allow_mismatch=options.allow_mismatch,
+        trace=True,
+    )
+    row = output.rows[0]
+    return trace_of(
+        row,
+        prompt=options.prompt,
+        response=cut_at_stop(model.detokenize(row.token_ids), sampling.stop),
+        prompt_length=len(ids),
+        decoder=type(options.decoder).__name__,
+        slot_size=slot_size_of(options.decoder),
+        piece=piece_of(model),
+    )

@@ -1,0 +1,61 @@
+"""Which samples share a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.noise import stable_key
+from refusion_lit.types import ResponseBatch
+
+_GROUP = 4096
+"""Samples that are packed with one another; larger groups waste less, smaller ones mix lengths more."""
+
+
+def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
+    """Share samples out over rows: best fit, longest first, within groups of samples drawn by lot.
+
+    Args:
+        lengths: Tokens of each sample, none above ``pack_length``.
+        pack_length: Tokens a row at most.
+        seed: Seeds the lot; the rows are the same in every epoch.
+
+    Returns:
+        The indices of each row's samples; every sample is in one row.
+    """
+    order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
+    rows: list[list[int]] = []
+    for first in range(0, len(order), _GROUP):
+        room: list[tuple[int, int]] = []  # (tokens left, number of the row), in order
+        for sample in sorted(order[first : first + _GROUP], key=lambda i: -lengths[i]):
+            place = bisect_left(room, (lengths[sample], -1))
+            left, row = room.pop(place) if place < len(room) else (pack_length, len(rows))
+            if row == len(rows):
+                rows.append([])
+            rows[row].append(sample)
+            insort(room, (left - lengths[sample], row))
+    return rows
+
+
+class PackedBatches(Dataset[ResponseBatch]):
+    """Batches by the numbers of their rows.
+
+    Args:
+        samples: What is packed.
+        rows: The samples of each row.
+        pad_token_id: Fills up batches.
+    """
+
+    def __init__(self, samples: Dataset[EncodedExample], rows: list[list[int]], pad_token_id: int) -> None:
+        self._samples, self._rows, self._pad_token_id = samples, rows, pad_token_id
+
+    def __getitem__(self, index: list[int]) -> ResponseBatch:
+        """Return a batch of rows."""
+        rows = [self._rows[i] for i in index]
+        samples = [self._samples[i] for row in rows for i in row]
+        numbers = [number for number, row in enumerate(rows) for _ in row]
+        return collate_responses(samples, self._pad_token_id, rows=numbers)

@@ -1,0 +1,8 @@
+"""Sweeps: many runs that differ in some options, each in its own process and folder, and one table of results."""
+
+from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
+from refusion_lit.sweeps.points import Point, plan
+from refusion_lit.sweeps.running import SweepResult, describe, run
+from refusion_lit.sweeps.spec import Sweep
+
+__all__ = ["Launcher", "Local", "Point", "Slurm", "Sweep", "SweepResult", "describe", "plan", "run"]

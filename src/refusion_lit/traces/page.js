@@ -1,0 +1,168 @@
+
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const get = (id) => document.getElementById(id);
+  const count = data.rounds.length;
+  const NAMES = { d: "drafted", r: "rejected", a: "accepted" };
+  // Stops of a ramp that the common kinds of colour blindness see in the same order: dark blue to yellow.
+  const STOPS = [[0, 34, 78], [42, 63, 109], [87, 92, 109], [125, 124, 120], [165, 156, 116], [210, 192, 96], [254, 232, 56]];
+  let now = 0, timer = null, focused = 0;
+
+  function colour(forward) {
+    const at = count < 2 ? 0 : (forward - 1) / (count - 1) * (STOPS.length - 1);
+    const low = Math.min(Math.floor(at), STOPS.length - 2), part = at - low;
+    return STOPS[low].map((value, i) => Math.round(value + (STOPS[low + 1][i] - value) * part));
+  }
+  function paint(element, forward) {
+    const rgb = colour(forward);
+    const linear = rgb.map((v) => (v / 255 <= 0.04045 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+    const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+    element.style.setProperty("--round", `rgb(${rgb})`);
+    element.style.setProperty("--on-round", light > 0.179 ? "#000" : "#fff");
+  }
+  const percent = (p) => (p === null ? "unknown" : `${(100 * p).toFixed(p > 0.9995 ? 2 : 1)} %`);
+  const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+
+  const cells = Array.from({ length: data.num_places }, (_, place) => {
+    const cell = document.createElement("span");
+    cell.tabIndex = place === 0 ? 0 : -1;
+    cell.setAttribute("role", "img");
+    cell.dataset.place = place;
+    const end = document.createElement("br"); // behind a token that ends a line
+    end.hidden = true;
+    cell.append(document.createElement("span"));
+    get("text").append(cell, end);
+    return cell;
+  });
+  let shown = [];
+
+  function stateAfter(forwards) {
+    const places = new Array(data.num_places).fill(null);
+    for (let r = 0; r < forwards; r += 1)
+      for (const [place, piece, probability, status, drafts] of data.rounds[r].changes)
+        places[place] = { text: data.pieces[piece], probability, status, drafts, forward: r + 1 };
+    return places;
+  }
+  function describe(place) {
+    const state = shown[place];
+    const head = `place ${place + 1}, slot ${Math.floor(place / data.slot_size) + 1}: `;
+    if (!state) return `${head}masked`;
+    const again = state.drafts > 1 ? `, drafted ${state.drafts} times` : "";
+    const beyond = place >= data.num_tokens ? ", behind the end of the response" : "";
+    return `${head}“${state.text}” ${NAMES[state.status]} by forward ${state.forward}, certainty ${percent(state.probability)}${again}${beyond}`;
+  }
+  function draw(place) {
+    const cell = cells[place], state = shown[place];
+    const names = ["token", state ? NAMES[state.status] : "masked"];
+    if (place % data.slot_size === 0 && data.slot_size > 1) names.push("slot");
+    if (state && state.status === "a" && state.forward === now) names.push("new");
+    if (state && state.status !== "a" && state.drafts > 1) names.push("again");
+    if (place >= data.num_tokens) names.push("beyond");
+    cell.className = names.join(" ");
+    cell.firstChild.textContent = state ? state.text : "·";
+    cell.nextSibling.hidden = !(state && state.text.endsWith("↵"));
+    cell.dataset.forward = state && state.status === "a" ? state.forward : "";
+    cell.dataset.drafts = state ? state.drafts : "";
+    if (state && state.status === "a") paint(cell, state.forward);
+    const text = describe(place);
+    cell.setAttribute("aria-label", text);
+    cell.title = text;
+  }
+  function show(forwards) {
+    now = Math.max(0, Math.min(count, forwards));
+    shown = stateAfter(now);
+    cells.forEach((_, place) => draw(place));
+    const tally = { a: 0, d: 0, r: 0, p: 0, n: 0 };
+    for (const state of shown) {
+      if (!state) continue;
+      tally[state.status] += 1;
+      if (state.status === "a" && state.forward === now) tally.n += 1;
+      if (state.status !== "a" && state.drafts > 1) tally.p += 1;
+    }
+    const entry = now ? data.rounds[now - 1] : null;
+    const scores = entry && entry.num_scores ? `; ${many(entry.num_scores, "token")} verified, lowest ${percent(entry.lowest_score)}` : "";
+    const head = entry ? `Forward ${now} of ${count}, ${entry.phase} (${entry.shape.join(" × ")})${scores}` : `Before the first of ${many(count, "forward")}`;
+    get("status").textContent = `${head}. ${many(tally.a, "token")} accepted (${tally.n} now), ${tally.d} drafted, ${tally.r} rejected, ${tally.p} re-planned.`;
+    const slider = get("slider");
+    slider.value = now;
+    slider.setAttribute("aria-valuetext", entry ? `forward ${now}, ${entry.phase}` : "before the first forward");
+    paint(get("legend-new"), Math.max(now, 1));
+    if (document.activeElement && document.activeElement.dataset.place) get("detail").textContent = describe(focused);
+  }
+  function play(on) {
+    clearInterval(timer);
+    timer = null;
+    if (on) {
+      if (now >= count) show(0);
+      timer = setInterval(() => { show(now + 1); if (now >= count) play(false); }, 600);
+    }
+    get("play").textContent = on ? "❚❚" : "▶";
+    get("play").setAttribute("aria-pressed", String(on));
+    get("play").setAttribute("aria-label", on ? "Pause (space)" : "Play (space)");
+  }
+  function step(to) { play(false); show(to); }
+  function focus(place) {
+    cells[focused].tabIndex = -1;
+    focused = Math.max(0, Math.min(cells.length - 1, place));
+    cells[focused].tabIndex = 0;
+    cells[focused].focus();
+  }
+
+  get("slider").max = count;
+  get("slider").addEventListener("input", (event) => step(Number(event.target.value)));
+  get("first").addEventListener("click", () => step(0));
+  get("back").addEventListener("click", () => step(now - 1));
+  get("next").addEventListener("click", () => step(now + 1));
+  get("last").addEventListener("click", () => step(count));
+  get("play").addEventListener("click", () => play(timer === null));
+  for (const name of ["mouseover", "focusin"])
+    get("text").addEventListener(name, (event) => {
+      const cell = event.target.closest(".token");
+      if (!cell) return;
+      const place = cell.dataset.place;
+      if (name === "focusin") focused = Number(place);
+      get("detail").textContent = describe(Number(place));
+    });
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    const tokens = cells.length && event.shiftKey;
+    const keys = {
+      ArrowRight: () => (tokens ? focus(focused + 1) : step(now + 1)),
+      ArrowLeft: () => (tokens ? focus(focused - 1) : step(now - 1)),
+      Home: () => (tokens ? focus(0) : step(0)),
+      End: () => (tokens ? focus(cells.length - 1) : step(count)),
+      " ": () => play(timer === null),
+    };
+    // A focused button is pressed by the space bar as everywhere.
+    if (!keys[event.key] || (event.key === " " && event.target.tagName === "BUTTON")) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+
+  get("summary").textContent = `${data.decoder}: ${many(data.num_tokens, "token")} in ${many(count, "forward")} (${data.statistics.tokens_per_forward.toFixed(2)} tokens/forward), ${data.seconds} s, ended by ${data.finish_reason}`;
+  get("prompt").textContent = data.prompt;
+  get("response").textContent = data.response;
+  get("scale-end").textContent = `forward ${count}`;
+  const context = get("ramp").getContext("2d");
+  for (let x = 0; x < 256; x += 1) {
+    context.fillStyle = `rgb(${colour(1 + x / 255 * Math.max(count - 1, 0))})`;
+    context.fillRect(x, 0, 1, 12);
+  }
+  paint(get("legend-old"), 1);
+  function row(table, name, value) {
+    const line = get(table).insertRow();
+    line.insertCell().textContent = name;
+    line.insertCell().textContent = value;
+  }
+  const figures = data.statistics;
+  row("statistics", "forwards", figures.num_forwards);
+  row("statistics", "tokens per forward", figures.tokens_per_forward.toFixed(2));
+  row("statistics", "acceptance length (tokens a round)", figures.mean_acceptance_length.toFixed(2));
+  if (data.slot_size > 1) row("statistics", "slots a round", figures.mean_slots_per_round.toFixed(2));
+  row("statistics", data.slot_size > 1 ? "slots out of order" : "tokens out of order", `${figures.num_slots_out_of_order} of ${figures.num_slots} (${(100 * figures.share_out_of_order).toFixed(0)} %)`);
+  row("statistics", "drafts", figures.num_drafts);
+  row("statistics", "drafts rejected and re-planned", figures.num_replanned);
+  for (const [phase, number] of figures.phases) row("phases", phase, number);
+  show(count);
+})();

@@ -1,0 +1,110 @@
+"""``chat``: history, order of decoding, commands."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import Namespace
+from rich.console import Console
+
+from refusion_lit.api import load
+from refusion_lit.cli import main
+from refusion_lit.cli.chat import Chat, build_parser, order_line
+from refusion_lit.data import encoding
+from refusion_lit.traces import read_trace
+from traces.samples import plan_and_verify
+
+MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ ';' if m['role'] != 'user' else '>' }}{% endfor %}"
+
+
+def talk(text: str, args: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return main(["chat", "--max_new_tokens=32", *args])
+
+
+def make_chat(template: str | None, *args: str) -> Chat:
+    model = load(MODEL)
+    model.tokenizer.chat_template = template
+    parser = build_parser()
+    options: Any = parser.instantiate_classes(parser.parse_args([f"--ckpt_path={MODEL}", "--max_new_tokens=16", *args]))
+    assert isinstance(options, Namespace)
+    return Chat(model, options, Console(file=io.StringIO(), width=200))
+
+
+def test_questions_are_answered_in_turn_with_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "t.json"
+    lines = (
+        f"12+34,56+78>\n\n/trace {trace}\n/trace {tmp_path / 't.html'}\n/nonsense\nzz\n/trace x.txt\n34+12>\n/quit\n9"
+    )
+    assert talk(lines, [f"--ckpt_path={MODEL}"], monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("12+34=46;56+78=134;\norder: [")
+    assert shown.out.count("forwards") == 2
+    for message in ("no chat template", "/nonsense: no such command", "no token for 'z'", "ends in .html or .json"):
+        assert message in shown.err
+    assert read_trace(trace).response == "12+34=46;56+78=134;"
+    assert (tmp_path / "t.html").is_file()
+
+
+def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = make_chat(TEMPLATE, "--system=1")
+    prompts = []
+    monkeypatch.setattr(
+        encoding, "encode_prompt", lambda *args, real=encoding.encode_prompt: prompts.append(real(*args)) or prompts[-1]
+    )
+    first = chat.ask("12+34")
+    second = chat.ask("5+6")
+    decoded = [chat.model.tokenizer.decode(ids).replace(" ", "") for ids in prompts]
+    assert decoded == ["1;12+34>", f"1;12+34>{first};5+6>".replace(" ", "")]
+    assert chat.turns == [("12+34", first), ("5+6", second)]
+    chat.take("/reset")
+    assert chat.messages("7") == [{"role": "system", "content": "1"}, {"role": "user", "content": "7"}]
+
+
+@pytest.mark.parametrize(("history", "kept"), [(0, []), (1, ["c", "d"]), (5, ["a", "b", "c", "d"])])
+def test_history_can_be_limited(history: int, kept: list[str]) -> None:
+    chat = make_chat(TEMPLATE, f"--history={history}")
+    chat.turns = [("a", "b"), ("c", "d")]
+    assert [message["content"] for message in chat.messages("e")] == [*kept, "e"]
+
+
+def test_a_refused_question_leaves_the_conversation_as_it_was() -> None:
+    chat = make_chat(TEMPLATE)
+    chat.ask("1+2")
+    before = list(chat.turns)
+    with pytest.raises(ValueError, match="no token for"):
+        chat.take("zz")
+    assert chat.turns == before
+
+
+def test_the_canvas_is_shown_while_it_fills() -> None:
+    chat = make_chat(None)
+    file = io.StringIO()
+    chat.console = Console(file=file, force_terminal=True, width=100, color_system="truecolor")
+    chat.ask("12+34,56+78>")
+    assert "\x1b[30;48;2;" in file.getvalue()  # black on a round's colour
+
+
+def test_the_order_groups_what_one_forward_decoded() -> None:
+    assert order_line(plan_and_verify(), plain=True).plain == "order: [4]eb[2]cd"
+
+
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for args in (["--history=-1"], ["--max_new_tokens=0"], ["--decoder.slot_size=0"]):
+        assert talk("1", [f"--ckpt_path={MODEL}", *args], monkeypatch) == 2
+        assert args[0][2:].split("=")[0].rsplit(".", 1)[-1] in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_the_first_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    assert talk("", [f"--ckpt_path={tmp_path / 'model'}", "--attention=bidirectional"], monkeypatch) == 2
+    assert "ReFusion does not fit this model" in capsys.readouterr().err

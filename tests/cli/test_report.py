@@ -1,0 +1,56 @@
+"""``refusion-lit report``, and the report that a test ends with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import QUICKSTART, TINY
+from refusion_lit.cli import main
+
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+def test_a_test_ends_with_a_report_that_can_be_made_again(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    args += ["--data.eval_batch_size=5", "--trainer.enable_progress_bar=false"]
+    assert main(args) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    results = json.loads((run / "results.json").read_text())
+    assert results["batch_size"] == 5  # the loader hands over no more
+    assert results["results"]["refusion"]["num_batches"] == 3
+    assert results["environment"]["seed"] == 0
+    assert {"command", "git", "hardware", "packages"} <= results["environment"].keys()
+    assert results["config"]["data"]["eval_batch_size"] == 5
+    page = (run / "report" / "report.html").read_bytes()
+    assert (run / "report" / "tradeoff.png").is_file()
+    capsys.readouterr()
+    assert main(["report", str(run), "--format=all"]) == 0
+    written = capsys.readouterr().out
+    assert [name for name in ("report.html", "table.md", "table.tex", "tradeoff.png") if name not in written] == []
+    assert (run / "report" / "report.html").read_bytes() == page
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["missing"], "RUN: expected a folder"),
+        ([".", "--format=pdf"], "format: expected some of html, markdown, latex; got pdf"),
+        ([".", "--num_resamples=0"], "num_resamples: expected at least 1"),
+        ([".", "--basline=x"], "did you mean 'baseline'"),
+        ([], "runs"),
+    ],
+)
+def test_errors_are_one_line(
+    options: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert expected in error
+    assert len(error.splitlines()) == 1

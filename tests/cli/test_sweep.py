@@ -1,0 +1,153 @@
+"""Sweeps as a user runs them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
+from refusion_lit.cli.lightning import parse_only
+from refusion_lit.cli.parser import with_component_files
+from refusion_lit.cli.sweep import read_sweep, resolver
+from refusion_lit.sweeps import plan
+
+TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
+
+
+def _write(folder: Path, **values: object) -> str:
+    file = folder / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"base": [QUICKSTART], **values}))
+    return str(file)
+
+
+def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = _write(
+        tmp_path,
+        subcommands=["fit", "test"],
+        options=TINY_OPTIONS,
+        entries=[
+            {"model.decoders.refusion.slot_size": 4},
+            {"model.decoders.refusion.slot_size": 8, "fit.trainer.strategy": "no_such_strategy"},
+        ],
+    )
+    arguments = ["sweep", "--config", sweep, "--directory", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    assert "1 points failed" in said.err
+    with (tmp_path / "out" / "results.csv").open() as file:
+        good, bad = csv.DictReader(file)
+    assert (good["model.decoders.refusion.slot_size"], good["decoder"], good["status"]) == ("4", "refusion", "finished")
+    folder = Path(good["folder"])
+    figures = json.loads((folder / "test" / "results.json").read_text())
+    assert figures["decoders"]["refusion"]["slot_size"] == 4
+    assert float(good["tokens_per_forward"]) == figures["results"]["refusion"]["tokens_per_forward"]
+    assert json.loads((folder / "test" / "environment.json").read_text())["seed"] == 0
+    resolved = yaml.safe_load((folder / "test" / "config.yaml").read_text())
+    assert resolved["ckpt_path"] == str(folder / "fit" / "checkpoints" / "last.ckpt")
+    assert bad["status"] == "failed"
+    assert "no_such_strategy" in bad["error"]
+    assert main(arguments) == 2
+    assert "add --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"model.decoders.refusion.slot_sice": [4]}, "slot_size"),
+        ({"model.sampling.max_new_tokns": [4]}, "max_new_tokens"),
+        ({"data.batch_size": [8, "many"]}, "data.batch_size=many"),
+        ({"model.decoders.refusion.slot_size": [4, 0]}, "slot_size=0"),
+        ({"model.sampling.max_new_tokens": [0]}, "max_new_tokens=0"),
+        ({"trainer.logger": [False]}, "trainer.logger: expected none"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(
+    grid: dict[str, list[object]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["sweep", "--config", _write(tmp_path, grid=grid), "--directory", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"point {next(iter(grid))}=" in error
+    assert len(error.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_dry_run_of_the_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = REPOSITORY / "experiments" / "quickstart_sweep" / "sweep.yaml"
+    assert main(["sweep", "--config", str(example), "--dry_run", "--directory", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "[6/6]" in text
+    assert text.count(" -m refusion_lit.cli test --config=") == 6
+    assert not (tmp_path / "out").exists()
+
+
+def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
+    (tmp_path / "llada.yaml").write_text((REPOSITORY / "configs" / "decoder" / "llada.yaml").read_text())
+    entries = [
+        {"model.decoders.main": "./llada.yaml", "model.sampling.max_new_tokens": 32},
+        {"model.decoders.main": {"class_path": "Autoregressive"}, "model.sampling.max_new_tokens": 16},
+    ]
+    file = Path(_write(tmp_path, entries=entries, launcher="Local"))
+    sweep = read_sweep(file, num_workers=3)
+    assert sweep.launcher.num_workers == 3  # type: ignore[attr-defined]
+    llada, autoregressive = (point.configs["test"]["model"] for point in plan(sweep, tmp_path, resolver()))
+    assert llada["decoders"]["main"]["class_path"].endswith("LLaDA")
+    assert llada["decoders"]["main"]["init_args"]["block_length"] == 32
+    assert (llada["sampling"]["max_new_tokens"], autoregressive["sampling"]["max_new_tokens"]) == (32, 16)
+    assert autoregressive["decoders"]["main"]["class_path"].endswith("Autoregressive")
+    assert llada["decoders"].keys() == {"refusion", "main"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grid: [1]", "grid"),
+        ("gird: {a: [1]}", "did you mean 'grid'"),
+        ("num_samples: 0", "num_samples: expected at least 1"),
+        ("launcher: Locl", "Locl"),
+        ("a: [", "is not YAML"),
+        ("- 1", "expected a sweep's options"),
+    ],
+)
+def test_a_wrong_sweep_file_is_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text)
+    assert main(["sweep", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(REPOSITORY / "configs" / "decoder" / "llada.yaml")
+    for args in ([f"--model.decoders.x={file}"], ["--model.decoders.x", file]):
+        expanded = with_component_files(["test", "--config", QUICKSTART, *args], "model.decoders")
+        decoders = parse_only().parse_args(expanded).test.model.decoders
+        assert decoders["x"].class_path.endswith("LLaDA")
+        assert decoders["x"].init_args.block_length == 32
+        assert decoders["refusion"].class_path.endswith("ReFusion")
+    assert main(["test", "--config", QUICKSTART, "--model.decoders.x", str(tmp_path / "no.yaml")]) == 2
+    assert "--model.decoders.x: expected the YAML file" in capsys.readouterr().err
+    (tmp_path / "other.yaml").write_text("steps: 3")
+    assert main(["test", "--config", QUICKSTART, f"--model.decoders.x={tmp_path / 'other.yaml'}"]) == 2
+    assert "expected a component" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("refusion_lit.cli.sweep.run_sweep", interrupted)
+    file = _write(tmp_path)
+    assert main(["sweep", "--config", file]) == 130
+    assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""``trace``: from a checkpoint to a page, and from a saved trace."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from refusion_lit.cli import main
+from refusion_lit.traces import read_trace, trace_statistics
+
+MODELS = Path(__file__).parents[1] / "goldens" / "models"
+CAUSAL, BIDIRECTIONAL = str(MODELS / "additions-mid"), str(MODELS / "additions-bidirectional")
+PROMPT = "12+34,56+78>"
+
+
+def test_a_trace_is_written_and_shown_again_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, html = tmp_path / "t.json", tmp_path / "t.html"
+    model = ["trace", "--ckpt_path", CAUSAL, "--prompt", PROMPT, "--max_new_tokens=32"]
+    assert main([*model, "--output", str(saved)]) == 0
+    first = capsys.readouterr().out
+    assert main(["trace", "--trace_file", str(saved), "--output", str(html)]) == 0
+    assert capsys.readouterr().out == first
+    trace = read_trace(saved)
+    assert trace.response == "12+34=46;56+78=134;"
+    assert f"forward {trace.num_forwards}/{trace.num_forwards}" in first
+    assert html.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "model", "options"),
+    [
+        ("Autoregressive", CAUSAL, []),
+        ("ReFusion", CAUSAL, ["--decoder.infill=autoregressive"]),
+        ("RecomputeKV", CAUSAL, []),
+        ("BlockDiffusion", BIDIRECTIONAL, ["--decoder.block_size=8"]),
+        ("LLaDA", BIDIRECTIONAL, ["--attention=bidirectional", "--decoder.steps=16", "--decoder.block_length=16"]),
+        ("FastDLLM", BIDIRECTIONAL, ["--attention=bidirectional", "--decoder.block_length=16"]),
+    ],
+)
+def test_every_decoder_has_a_trace(decoder: str, model: str, options: list[str], tmp_path: Path) -> None:
+    args = ["trace", "--ckpt_path", model, "--prompt", PROMPT, "--max_new_tokens=16", f"--decoder={decoder}", *options]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not fit this model")
+        assert main([*args, "--allow_mismatch=true", "--output", str(tmp_path / "t.json")]) == 0
+    trace = read_trace(tmp_path / "t.json")
+    figures = trace_statistics([trace])
+    assert trace.decoder == decoder
+    assert figures.num_forwards == sum(figures.forwards_by_phase.values()) == len(trace.rounds)
+    assert sum(figures.acceptance_lengths) >= figures.num_tokens > 0
+    if decoder == "Autoregressive":
+        assert figures.num_slots_out_of_order == 0
+        assert set(figures.acceptance_lengths) == {1}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "prompt: expected --ckpt_path with --prompt"),
+        (["--prompt=x"], "prompt: expected --ckpt_path with --prompt"),
+        (["--ckpt_path=x", "--prompt="], "empty prompt"),
+        (["--trace_file=x", "--prompt=x"], "trace_file: expected it alone"),
+        (["--trace_file=nowhere.json"], "trace_file: expected a saved trace"),
+        (["--trace_file=x", "--seconds_per_forward=-1"], "seconds_per_forward"),
+        (["--trace_file=x", "--seconds_per_forward=nan"], "seconds_per_forward"),
+        (["--trace_file=x", "--output=nowhere/t.html"], "output: expected a file in a directory"),
+        (["--trace_file=x.json", "--output=x.json"], "output: expected another file"),
+        (["--trace_file=x", "--format=pdf"], "format"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_trace_leaves_an_earlier_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"format": "refusion-lit-trace", "version": 1}))
+    (tmp_path / "t.html").write_text("earlier")
+    assert main(["trace", "--trace_file", str(tmp_path / "t.json"), "--output", str(tmp_path / "t.html")]) == 2
+    assert "t.json: rounds: expected a list, got None" in capsys.readouterr().err
+    assert (tmp_path / "t.html").read_text() == "earlier"

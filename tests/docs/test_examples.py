@@ -1,0 +1,57 @@
+"""The examples of the documentation keep what the contract asks of any decoder, objective and task."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fakes import tiny_backbone
+from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.decoding import decode
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.tasks import SPLITS
+from refusion_lit.types import Prompt, SamplingParams
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def load(name: str, cls: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, cls)
+
+
+def test_the_decoder_answers_with_one_forward_each() -> None:
+    prompts = [Prompt(token_ids=(5, 6, 7), id="a"), Prompt(token_ids=(4,), id="b")]
+    output = decode(tiny_backbone(), load("one_shot", "OneShot")(), prompts, SamplingParams(max_new_tokens=6))
+    assert [row.num_forwards for row in output.rows] == [1, 1]
+    assert all(1 <= row.num_tokens <= 6 for row in output.rows)
+
+
+def test_the_objective_hides_the_last_tokens() -> None:
+    backbone = tiny_backbone()
+    samples = [EncodedExample("a", (5, 6), (7, 8, 1)), EncodedExample("b", (5,), (9, 1))]
+    batch = collate_responses(samples, pad_token_id=0)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    objective = load("last_token", "LastToken")()
+    corrupted = objective.corrupt(batch, noise, backbone.special_tokens)
+    assert corrupted.is_masked.nonzero().tolist() == [[0, 4], [1, 2]]
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+    loss = objective.loss(hidden, backbone.logits, corrupted)
+    by_hand = torch.stack([-backbone.logits(hidden[i, at]).log_softmax(-1)[1] for i, at in ((0, 4), (1, 2))]).mean()
+    torch.testing.assert_close(loss.total.to(by_hand.dtype), by_hand)
+
+
+def test_the_task_has_splits_of_its_own() -> None:
+    task = load("reversal", "Reversal")(num_examples=50)
+    queries = [{example.query for example in task.examples(split)} for split in SPLITS]
+    assert len(set.union(*queries)) == sum(map(len, queries))
+    example = task.examples("test")[0]
+    assert task.score(example, example.query[:-1][::-1]) == 1
+    assert task.score(example, example.query[:-1]) == 0

@@ -1,0 +1,56 @@
+"""Commands in processes of their own, forked from the test's so that they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import QUICKSTART, TINY
+from refusion_lit.cli import main
+
+
+def start(args: list[str], log: Path, before: Callable[[], None] | None = None) -> BaseProcess:
+    """Run a command in a process; what it prints goes to a file, its exit code is the process's."""
+
+    def work() -> None:
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        if before is not None:
+            before()
+        try:
+            code = main(args)
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
+
+
+def finished(process: BaseProcess) -> int | None:
+    """Wait for a process; its exit code, negative for a signal."""
+    process.join(60)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
+@pytest.fixture(scope="session")
+def fit_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return a short training with accumulation, dropout, validation and many checkpoints."""
+    overlay = tmp_path_factory.mktemp("overlay") / "often.yaml"
+    overlay.write_text(
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+        "init_args: {save_last: true, every_n_train_steps: 3}}]}"
+    )
+    return [
+        "fit", "--config", QUICKSTART, "--config", str(overlay), *TINY, "--trainer.max_steps=40",
+        "--trainer.val_check_interval=14", "--trainer.accumulate_grad_batches=2",
+        "--model.backbone.config.attention_dropout=0.1", "--model.warmup_steps=5", "--trainer.num_sanity_val_steps=0",
+        "--model.num_logged_samples=0", "--data.task.num_train=96",
+    ]  # fmt: skip

@@ -1,0 +1,215 @@
+"""Every row of docs/bad_input.md: one clear line, an exit code that is not zero, no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, checkpoint, trained  # noqa: F401 - fixtures
+from refusion_lit.cli import main
+from robustness.test_safe_loading import RunsCode
+
+DOCUMENT = (REPOSITORY / "docs" / "bad_input.md").read_text(encoding="utf-8").partition("## While it runs")[0]
+ROWS = {name: message.replace("\\|", "|") for name, message in re.findall(r"^\| (.+?) \| `(.+)` \|$", DOCUMENT, re.M)}
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+GENERATE = ["generate", "--max_new_tokens=24", "--decoder.slot_size=8"]
+TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+@dataclass
+class Place:
+    """Where a case may write, and a good checkpoint to spoil."""
+
+    folder: Path
+    checkpoint: str
+
+    def text(self, name: str, text: str, encoding: str = "utf-8") -> Path:
+        path = self.folder / name
+        path.write_bytes(text.encode(encoding))
+        return path
+
+    def prompts(self, text: str, name: str = "prompts.jsonl", encoding: str = "utf-8") -> list[str]:
+        return [*GENERATE, f"--ckpt_path={MODEL}", f"--prompts={self.text(name, text, encoding)}"]
+
+    def generate(self, source: object, *options: str) -> list[str]:
+        return [*GENERATE, "--prompt=12+34>", f"--ckpt_path={source}", *options]
+
+    def fit(self, *options: str) -> list[str]:
+        return ["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={self.folder / 'runs'}", *options]
+
+    def test(self, *options: str) -> list[str]:
+        runs = f"--runs_dir={self.folder / 'runs'}"
+        return ["test", "--config", QUICKSTART, *TEST, runs, f"--ckpt_path={self.checkpoint}", *options]
+
+    def data(self, text: str, *options: str, encoding: str = "utf-8") -> list[str]:
+        """Return a training on a file, which nothing of the quickstart's task reaches."""
+        config = self.folder / "data.yaml"
+        file = self.text("rows.jsonl", text, encoding)
+        task = {"class_path": "InstructionFiles", "init_args": {"train": str(file), "validation_fraction": 0.0}}
+        values = {"task": task, "tokenizer": {"class_path": "CharacterTokenizer", "init_args": {"characters": "abé"}}}
+        config.write_text(json.dumps({"data": values}))
+        tiny = [option for option in TINY if "data.task" not in option]
+        runs = f"--runs_dir={self.folder / 'runs'}"
+        return ["fit", "--config", QUICKSTART, *tiny, runs, "--config", str(config), *options]
+
+    def directory(self, change: Callable[[Path], object]) -> list[str]:
+        copy = self.folder / "model"
+        shutil.copytree(MODEL, copy)
+        change(copy)
+        return self.generate(copy)
+
+    def bytes_of_checkpoint(self, change: Callable[[bytes], bytes]) -> list[str]:
+        path = self.folder / "bad.ckpt"
+        path.write_bytes(change(Path(self.checkpoint).read_bytes()))
+        return self.generate(path)
+
+    def changed_checkpoint(self, change: Callable[[dict], object]) -> list[str]:
+        values = torch.load(self.checkpoint, weights_only=True)
+        change(values)
+        torch.save(values, self.folder / "bad.ckpt")
+        return self.generate(self.folder / "bad.ckpt")
+
+
+def _without(directory: Path, name: str) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    key = next(key for key in weights if name in key)
+    save_file({k: v for k, v in weights.items() if k != key}, path, {"format": "pt"})
+
+
+def _cut(directory: Path, name: str) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    key = next(key for key in weights if name in key)
+    save_file({**weights, key: weights[key][:-1].clone()}, path, {"format": "pt"})
+
+
+def _half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _damage_header(path: Path) -> None:
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def _config(directory: Path, **values: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _own_code(directory: Path) -> None:
+    _config(directory, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    (directory / "own.py").write_text(f"open({str(directory / 'ran')!r}, 'w').close()\n")
+
+
+def _pickled(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": RunsCode(directory / "ran")}, directory / "pytorch_model.bin")
+
+
+CASES: dict[str, Callable[[Place], list[str]]] = {
+    "an empty prompt": lambda p: [*GENERATE, f"--ckpt_path={MODEL}", "--prompt="],
+    "an empty prompt in a file": lambda p: p.prompts('{"prompt": "12+34>"}\n{"prompt": ""}\n'),
+    "an empty prompts file": lambda p: p.prompts("\n"),
+    "a prompts file that does not exist": lambda p: [*GENERATE, f"--ckpt_path={MODEL}", "--prompts=none.txt"],
+    "a broken JSON line in a prompts file": lambda p: p.prompts('{"prompt": "12+34>"}\n{"prompt":\n'),
+    "a JSON line without a prompt": lambda p: p.prompts('{"query": "12+34>"}\n'),
+    "a prompts file in another encoding": lambda p: p.prompts("12+34é>\n", "prompts.txt", "latin-1"),
+    "a prompt longer than the context": lambda p: p.prompts("12+34," * 100 + "\n", "prompts.txt"),
+    "a test prompt longer than the context": lambda p: [
+        *p.test("--model.backbone.config.max_position_embeddings=16", "--model.sampling.max_new_tokens=8")[:-2],
+        f"--ckpt_path={p.changed_checkpoint(_short_context)[-1].removeprefix('--ckpt_path=')}",
+        "--model.sampling.max_new_tokens=8",
+        "--model.decoders.refusion.num_serial_blocks=1",
+    ],
+    "a special token's name, not in the alphabet": lambda p: p.prompts("12<|mask|>+34>\n", "prompts.txt"),
+    "a response file that cannot be written": lambda p: p.generate(MODEL, f"--output={p.folder}/none/out.jsonl"),
+    "a data file that does not exist": lambda p: p.data("", f"--data.task.train={p.folder}/none.jsonl"),
+    "an empty data file": lambda p: p.data(""),
+    "a field of another name": lambda p: p.data('{"qurey": "a", "response": "b"}'),
+    "a field of another type": lambda p: p.data('{"query": "a", "response": 3}'),
+    "an empty response": lambda p: p.data('{"query": "a", "response": " "}'),
+    "a broken JSON line in a data file": lambda p: p.data('{"query": "a", "response": "b"}\n{"query"'),
+    "a data file in another encoding": lambda p: p.data('{"query": "é", "response": "b"}', encoding="latin-1"),
+    "only samples longer than the limit": lambda p: p.data('{"query": "aaaa", "response": "b"}', "--data.max_length=4"),
+    "a generated sample longer than the limit": lambda p: p.fit("--data.task.num_train=30000", "--data.max_length=60"),
+    "an unknown command": lambda p: ["trian"],
+    "an unknown decoder": lambda p: p.generate(MODEL, "--decoder=ReFuson"),
+    "an unknown option of a decoder": lambda p: p.generate(MODEL, "--decoder.slot_sise=3"),
+    "an unknown option of the trainer": lambda p: p.fit("--trainer.max_stepz=3"),
+    "a value out of range": lambda p: p.fit("--model.decoders.refusion.slot_threshold=1.5"),
+    "an impossible combination of options": lambda p: p.generate(MODEL, "--decoder.num_serial_blocks=4"),
+    "a prompt and a prompts file": lambda p: p.generate(MODEL, "--prompts=x"),
+    "a decoder that the model was not trained for": lambda p: p.generate(MODEL, "--decoder=LLaDA"),
+    "more samples a batch than there are": lambda p: p.fit("--data.batch_size=65"),
+    "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
+    "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
+    "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
+    "going on from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
+    "a truncated checkpoint": lambda p: p.bytes_of_checkpoint(lambda data: data[: len(data) // 2]),
+    "a checkpoint of zeros": lambda p: p.bytes_of_checkpoint(lambda data: bytes(len(data))),
+    "a checkpoint of another program": lambda p: p.changed_checkpoint(lambda values: values.pop("refusion_lit")),
+    "a checkpoint of a newer version": lambda p: p.changed_checkpoint(
+        lambda values: values["refusion_lit"].update(format=99, version="9.0")
+    ),
+    "a checkpoint whose description is damaged": lambda p: p.changed_checkpoint(
+        lambda values: values["refusion_lit"].update(traits="{")
+    ),
+    "going on from a checkpoint of another architecture": lambda p: p.fit(
+        "--model.backbone.config.hidden_size=24", f"--ckpt_path={p.checkpoint}"
+    ),
+    "going on from a checkpoint with another tokenizer": lambda p: p.fit(
+        "--data.tokenizer.characters=0123456789+,;=>-", f"--ckpt_path={p.checkpoint}"
+    ),
+    "a truncated safetensors file": lambda p: p.directory(lambda d: _half(d / "model.safetensors")),
+    "a safetensors file with a damaged header": lambda p: p.directory(
+        lambda d: _damage_header(d / "model.safetensors")
+    ),
+    "a safetensors file that lacks a weight": lambda p: p.directory(lambda d: _without(d, "q_proj")),
+    "weights of another shape": lambda p: p.directory(lambda d: _cut(d, "q_proj")),
+    "a directory without weights": lambda p: p.directory(lambda d: (d / "model.safetensors").unlink()),
+    "a directory without a tokenizer": lambda p: p.directory(lambda d: (d / "tokenizer.json").unlink()),
+    "a directory of an unknown architecture": lambda p: p.directory(lambda d: _config(d, model_type="unheard")),
+    "a checkpoint that runs code": lambda p: p.changed_checkpoint(
+        lambda values: values.update(callbacks=RunsCode(p.folder / "ran"))
+    ),
+    "weights that run code": lambda p: p.directory(_pickled),
+    "a directory that brings its own code": lambda p: p.directory(_own_code),
+}
+
+
+def _short_context(values: dict) -> None:
+    bundle = values["refusion_lit"]
+    bundle["architecture"] = json.dumps(json.loads(bundle["architecture"]) | {"max_position_embeddings": 16})
+
+
+def test_the_tables_and_the_cases_have_the_same_rows() -> None:
+    assert list(ROWS) == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row(
+    name: str,
+    checkpoint: str,  # noqa: F811 - the fixture
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = CASES[name](Place(tmp_path, checkpoint))
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of configs it does not know
+        assert main(args) == 2
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("refusion-lit: error:")]
+    assert ROWS[name] in line
+    assert "Traceback" not in error
+    assert not list(tmp_path.rglob("ran"))

@@ -1,0 +1,197 @@
+"""A training that is killed at any moment and resumed ends bit for bit where one that was not killed ends."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from refusion_lit.cli import main
+from robustness.conftest import finished, start
+
+NUM_STEPS = 40
+
+
+def _losses(run: Path) -> dict[int, str]:
+    """Return the losses as they stand in the files of all versions; a step that was done twice must agree."""
+    found: dict[int, str] = {}
+    for path in sorted(run.glob("version_*/metrics*.csv")):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                if row.get("train/loss"):
+                    assert found.setdefault(int(row["step"]), row["train/loss"]) == row["train/loss"]
+    return found
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return sorted(run.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def _assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            _assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(found, expected, strict=True):
+            _assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, fit_args: list[str]) -> tuple[dict[int, str], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert main([*fit_args, f"--runs_dir={folder}"]) == 0  # here, so that the processes find everything imported
+    run = folder / "quickstart"
+    return _losses(run), _state(run / "version_0" / "checkpoints" / "last.ckpt")
+
+
+def _assert_like_unbroken(run: Path, unbroken: tuple[dict[int, str], dict[str, Any]]) -> None:
+    losses, state = unbroken
+    found = _losses(run)
+    assert len(losses) == NUM_STEPS
+    assert found.items() <= losses.items()
+    assert max(found) == max(losses)
+    last = _state(_checkpoints(run)[-1])
+    for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+        _assert_equal(last[key], state[key])
+
+
+def _die_while_writing(number: int) -> None:
+    """Let the process kill itself when half of a checkpoint is written."""
+    save, count = torch.save, 0
+
+    def dying(values: Any, file: Any) -> None:
+        nonlocal count
+        count += 1
+        save(values, file)
+        if count == number:
+            file.truncate(file.tell() // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = dying
+
+
+def test_killed_at_random_moments_and_while_writing(
+    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]]
+) -> None:
+    draw = random.Random(0)
+    args = [*fit_args, f"--runs_dir={tmp_path}", "--ckpt_path=last"]
+    run = tmp_path / "quickstart"
+    num_kills = 0
+    for attempt in range(6):
+        writing = attempt % 3 == 1
+        process = start(args, tmp_path / "log", (lambda: _die_while_writing(draw.randint(1, 4))) if writing else None)
+        metrics = run / f"version_{attempt}" / "metrics.csv"
+        while not writing and process.is_alive() and not metrics.is_file():
+            time.sleep(0.005)
+        if not writing:
+            time.sleep(draw.uniform(0, 0.15))
+            process.kill()
+        num_kills += finished(process) == -signal.SIGKILL
+        for path in _checkpoints(run):
+            _state(path)  # never a torn one
+    assert num_kills >= 4
+    assert finished(start(args, tmp_path / "log")) == 0
+    _assert_like_unbroken(run, unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_and_training_goes_on(
+    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]], number: signal.Signals
+) -> None:
+    args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--ckpt_path=last"]
+    run = tmp_path / "quickstart"
+    process = start(args, tmp_path / "log")
+    while process.is_alive() and not (run / "v" / "metrics.csv").is_file():
+        time.sleep(0.005)
+    os.kill(process.pid or 0, number)
+    assert finished(process) == 128 + number
+    said = (tmp_path / "log").read_text()
+    assert f"refusion-lit: error: stopped by {number.name} after step" in said
+    assert "Traceback" not in said
+    saved = run / "v" / "checkpoints" / "last.ckpt"
+    assert 0 < _state(saved)["global_step"] < NUM_STEPS
+    assert finished(start(args, tmp_path / "log")) == 0
+    assert (run / "v" / "metrics_before_1.csv").is_file()  # the losses until then
+    (run / "v").rename(run / "version_0")
+    _assert_like_unbroken(run, unbroken)
+    assert len(_losses(run)) == NUM_STEPS
+
+
+def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path: Path, fit_args: list[str]) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+
+    def enter_job() -> None:
+        job = {"JOB_ID": "7", "JOB_NAME": "x", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+        os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
+        os.environ["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
+        os.chdir(tmp_path)
+
+    process = start([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v"], tmp_path / "log", enter_job)
+    run = tmp_path / "quickstart" / "v"
+    while process.is_alive() and not (run / "metrics.csv").is_file():
+        time.sleep(0.005)
+    os.kill(process.pid or 0, signal.SIGUSR1)
+    assert finished(process) == 128 + signal.SIGUSR1
+    assert "job 7 is queued again" in (tmp_path / "log").read_text()
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert 0 < _state(run / "checkpoints" / "last.ckpt")["global_step"] < NUM_STEPS
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before(tmp_path: Path, fit_args: list[str]) -> None:
+    def fill_up() -> None:
+        save, count = torch.save, 0
+
+        def limited(values: Any, file: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 3:  # each checkpoint is written twice, once as the last one
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+            save(values, file)
+
+        torch.save = limited
+
+    args = [*fit_args, f"--runs_dir={tmp_path}"]
+    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    said = (tmp_path / "log").read_text()
+    assert said.count("refusion-lit: error:") == 1
+    assert "cannot be written (File too large)" in said
+    assert "earlier checkpoints are as they were" in said
+    folder = tmp_path / "quickstart" / "version_0" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
+    assert all(_state(path)["global_step"] == 3 for path in folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, fit_args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([*fit_args, f"--runs_dir={tmp_path / 'file'}"]) == 2
+    assert "runs_dir: expected a directory that can be written" in capsys.readouterr().err
+
+
+def test_no_checkpoint_yet(tmp_path: Path, fit_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*fit_args[1:3], f"--runs_dir={tmp_path}", "--ckpt_path=last"]
+    assert main(["test", *args]) == 2
+    assert "expected a checkpoint for 'last'" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""A ``test``, ``predict`` or ``generate`` that is broken off keeps what is done, and goes on with the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import REPOSITORY
+from refusion_lit.cli import main
+from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.predictions import PredictionsFile
+from robustness.conftest import finished, start
+from robustness.test_two_processes import MODEL, OPTIONS
+
+NUM_PROMPTS = 9
+TIMES = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
+
+
+def _args(command: str, folder: Path, version: str, *options: str) -> list[str]:
+    args = [command, *OPTIONS, f"--data.task.num_test={NUM_PROMPTS}", f"--ckpt_path={MODEL}", f"--runs_dir={folder}"]
+    return [*args, "--run_name=r", f"--run_version={version}", *options]
+
+
+def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], None]:
+    """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
+
+    def patch() -> None:
+        decode, count = SlotDiffusionModule._decode, 0
+
+        def interrupted(self: SlotDiffusionModule, decoder: Any, batch: Any) -> Any:
+            nonlocal count
+            count += type(decoder).__name__ == place[0]
+            if (type(decoder).__name__, count) == place:
+                os.kill(os.getpid(), number)
+            return decode(self, decoder, batch)
+
+        SlotDiffusionModule._decode = interrupted
+
+    return patch
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_text().splitlines()]
+
+
+def _figures(run: Path) -> dict[str, dict[str, Any]]:
+    results = json.loads((run / "results.json").read_text())["results"]
+    return {n: {k: v for k, v in figures.items() if k not in TIMES} for n, figures in results.items()}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert main(_args("test", folder, "v")) == 0
+    return folder / "r" / "v"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("decoder", ["ReFusion", "Autoregressive"])
+def test_test_goes_on_and_its_figures_are_those_of_all(
+    tmp_path: Path, unbroken: Path, number: signal.Signals, decoder: str
+) -> None:
+    run, log = tmp_path / "r" / "v", tmp_path / "log"
+    args = _args("test", tmp_path, "v")
+    code = finished(start(args, log, _signal_at((decoder, 3), number)))
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert "--model.resume true" in log.read_text()
+        assert "Traceback" not in log.read_text()
+    # Two prompts a batch; a SIGTERM ends behind the batch.
+    before = _lines(run / "predictions_refusion.jsonl")
+    assert len(before) == (6 if decoder == "Autoregressive" or number == signal.SIGTERM else 4)
+    with (run / "predictions_refusion.jsonl").open("a") as file:
+        file.write('{"id": "torn')
+    assert main([*args, "--model.resume=true"]) == 0
+    for name in ("refusion", "other"):
+        assert _lines(run / f"predictions_{name}.jsonl") == _lines(unbroken / f"predictions_{name}.jsonl")
+    assert _figures(run) == _figures(unbroken)
+    assert not list(run.glob(".*"))
+
+
+def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = _args("predict", tmp_path, "v")
+    assert finished(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
+    assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
+    assert (
+        "expected the settings of the unfinished predictions.jsonl, got others for sampling" in capsys.readouterr().err
+    )
+    assert main([*args, "--model.resume=true"]) == 0
+    ids = [line["id"] for line in _lines(tmp_path / "r" / "v" / "predictions.jsonl")]
+    assert len(ids) == len(set(ids)) == NUM_PROMPTS
+    assert main([*args, "--model.resume=true"]) == 2
+    assert "there is nothing left to do" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:
+    def fill_up() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        write, count = PredictionsFile.write, 0
+
+        def limited(self: PredictionsFile, lines: Any, state: Any = None) -> None:
+            nonlocal count
+            count += 1
+            if count == 4:
+                size = self.path.stat().st_size + 100  # the next line does not fit
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            write(self, lines, state)
+
+        PredictionsFile.write = limited
+
+    args = _args("test", tmp_path, "v")
+    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    said = (tmp_path / "log").read_text()
+    assert said.count("refusion-lit: error:") == 1
+    assert "cannot be written (File too large)" in said
+    assert main([*args, "--model.resume=true"]) == 0
+    assert _figures(tmp_path / "r" / "v") == _figures(unbroken)
+
+
+def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
+    from refusion_lit.decoding import RowOutput  # noqa: F401 - loaded before the fork
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, 6)))
+    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+    args = ["generate", f"--ckpt_path={model}", f"--prompts={prompts}", "--max_new_tokens=16", "--batch_size=1"]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "output.jsonl"
+    assert main([*args, f"--output={whole}"]) == 0
+
+    def interrupt() -> None:
+        from refusion_lit import predictions
+
+        write, count = predictions.write_line, 0
+
+        def interrupted(file: Any, values: Any) -> None:
+            nonlocal count
+            count += 1
+            write(file, values)
+            if count == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        predictions.write_line = interrupted
+
+    assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
+    assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()
+    assert len(_lines(output)) == 3
+    with output.open("a") as file:
+        file.write('{"id": "3", "pro')
+    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert _lines(output) == _lines(whole)
+    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert _lines(output) == _lines(whole)

@@ -1,0 +1,104 @@
+"""Two real processes that share samples in any way give the figures of one process over all of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from refusion_lit.decoding import DecodingOutput, RowOutput
+from refusion_lit.metrics import DecodingMetrics, TermMeans
+from refusion_lit.types import LossOutput
+
+NUM_BATCHES = 7
+SHARES = {  # which batches each of two processes has
+    "even": ([0, 1, 2, 3], [4, 5, 6]),
+    "uneven": ([0, 1, 2, 3, 4, 6], [5]),
+    "second has none": (list(range(NUM_BATCHES)), []),
+    "first has none": ([], list(range(NUM_BATCHES))),
+}
+
+
+def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
+    """Return a batch of drawn counts; the sums over batches are exact, because all are small multiples of 1/64."""
+    draw = random.Random(index)
+    rows = [
+        RowOutput(
+            id=f"{index}.{i}",
+            token_ids=[3] * draw.randint(1, 20),
+            finish_reason=draw.choice(["eos", "length", "unfinished"]),
+            num_forwards=draw.randint(1, 9),
+            num_positions=draw.randint(10, 90),
+            seconds=draw.randint(1, 640) / 64,
+            round_ratios=[draw.randint(1, 16) / 4 for _ in range(3)],
+        )
+        for i in range(draw.randint(1, 9))
+    ]
+    output = DecodingOutput(
+        rows=rows, num_calls=draw.randint(5, 20), num_positions=99, seconds=draw.randint(64, 640) / 64
+    )
+    loss = LossOutput(
+        sums=torch.tensor([draw.randint(0, 99) / 8, draw.randint(0, 99) / 8]),
+        counts=torch.tensor([float(draw.randint(0, 9)), float(draw.randint(1, 9))]),
+        coefficients=(1.0, 0.5),
+        names=("ar", "mdm"),
+    )
+    return output, [draw.randint(0, 4) / 4 for _ in rows], loss
+
+
+def _figures(batches: list[int], warm_up: int) -> dict[str, Any]:
+    decoding, means = DecodingMetrics(warm_up=warm_up), TermMeans(("ar", "mdm"), (1.0, 0.5))
+    for output, scores, loss in map(_batch, batches):
+        decoding.update(output, scores)
+        means.update(loss)
+    return {**decoding.compute(), **{name: float(value) for name, value in means.compute().items()}}
+
+
+def _process(rank: int, folder: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {
+        f"{name}, warm-up {warm_up}": _figures(shares[rank], warm_up)
+        for name, shares in SHARES.items()
+        for warm_up in (0, 1)
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.start_processes(_process, (str(folder),), nprocs=2, start_method="fork")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_every_figure_is_that_of_one_process(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
+    alone = _figures(list(range(NUM_BATCHES)), warm_up=0)
+    assert ranks[0][f"{name}, warm-up 0"] == ranks[1][f"{name}, warm-up 0"] == alone
+    assert alone["latency_p95"] > alone["latency_median"] > 0
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_each_process_leaves_out_its_own_first_batch(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
+    timed = [_batch(i)[0] for share in SHARES[name] for i in share[1:]]
+    num_tokens = sum(len(row.token_ids) for output in timed for row in output.rows)
+    expected = num_tokens / sum(output.seconds for output in timed)
+    assert expected != _figures(list(range(NUM_BATCHES)), warm_up=0)["tokens_per_second"]
+    for rank in ranks:
+        assert rank[f"{name}, warm-up 1"]["tokens_per_second"] == pytest.approx(expected, rel=1e-12)
+        timed = {"tokens_per_second", "latency_median", "latency_p95"}
+        others = {key: value for key, value in rank[f"{name}, warm-up 1"].items() if key not in timed}
+        assert others.items() <= rank[f"{name}, warm-up 0"].items()
+
+
+def test_quantiles_are_those_of_the_sorted_latencies(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    seconds = sorted(row.seconds for i in range(NUM_BATCHES) for row in _batch(i)[0].rows)
+    for name, q in (("latency_median", 0.5), ("latency_p95", 0.95)):
+        exact = seconds[max(int(-(-q * len(seconds) // 1)) - 1, 0)]
+        assert ranks[0]["uneven, warm-up 0"][name] == pytest.approx(exact, rel=0.05)

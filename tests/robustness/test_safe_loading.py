@@ -1,0 +1,101 @@
+"""Nothing that a checkpoint or a directory brings along is run, whichever way it is loaded."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+import refusion_lit
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.checkpoints import AtomicCheckpointIO
+from refusion_lit.cli import main
+from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.modeling.loading import BackboneConfig
+
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+
+
+class RunsCode:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture
+def malicious(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a checkpoint that would leave a trace, and the trace."""
+    trace = tmp_path / "ran"
+    path = tmp_path / "malicious.ckpt"
+    torch.save({"state_dict": {}, "refusion_lit": {"architecture": "{}", "traits": RunsCode(trace)}}, path)
+    return path, trace
+
+
+def test_the_trap_works(malicious: tuple[Path, Path]) -> None:
+    path, trace = malicious
+    torch.load(path, weights_only=False)
+    assert trace.is_dir()
+
+
+@pytest.mark.parametrize("weights_only", [None, False, True])
+def test_lightning_loads_data_only_whatever_it_asks_for(
+    malicious: tuple[Path, Path], weights_only: bool | None
+) -> None:
+    path, trace = malicious
+    with pytest.raises(ValueError, match="could run code"):
+        AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    assert not trace.exists()
+
+
+def test_the_command_line_installs_it_and_leaves_a_chosen_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.lit_module import SlotDiffusionModule
+
+    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+    args = ["--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"]
+    chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
+    for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
+        cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=[*args, *options], run=False)
+        assert type(cli.trainer.strategy.checkpoint_io) is expected
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "export", "generate", "python"])
+def test_no_way_in(
+    malicious: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path, trace = malicious
+    options = {
+        "fit": ["--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"],
+        "test": ["--config", QUICKSTART, f"--runs_dir={tmp_path}"],
+        "export": [f"--output={tmp_path / 'out'}"],
+        "generate": ["--prompt=12+34>"],
+    }
+    if command == "python":
+        with pytest.raises(ValueError, match="could run code"):
+            refusion_lit.load(path)
+    else:
+        assert main([command, *options[command], f"--ckpt_path={path}"]) == 2
+        assert "could run code" in capsys.readouterr().err
+    assert not trace.exists()
+
+
+def test_trusting_code_is_off_and_says_what_it_means() -> None:
+    assert BackboneConfig(source="x").trust_remote_code is False
+    assert PretrainedTokenizer(source="x").trust_remote_code is False
+    with pytest.warns(UserWarning, match="Python code that comes with .* will run on this machine"):
+        tokenizer = PretrainedTokenizer(source=str(MODEL), trust_remote_code=True).build(None)
+    with pytest.warns(UserWarning, match="with all your rights"):
+        BackboneConfig(source=str(MODEL), trust_remote_code=True).build(tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BackboneConfig(source=str(MODEL)).build(tokenizer)

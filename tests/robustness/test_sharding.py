@@ -1,0 +1,100 @@
+"""Sharded weights: the same training as whole ones, checkpoints that load elsewhere, and nothing run from them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.conftest import QUICKSTART
+from refusion_lit.bundle import load_model, read_checkpoint
+from refusion_lit.cli import main
+
+SMALL = [
+    "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",
+    "--data.task.num_train=64", "--data.task.num_validation=3", "--data.task.num_test=3", "--model.warmup_steps=1",
+    "--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=2",
+    "--trainer.enable_progress_bar=false", "--num_threads=1", "--run_name=r",
+]  # fmt: skip
+SHARDED = [
+    "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
+    "--trainer.strategy.tensor_parallel_size=1",
+]
+
+
+def _command(*args: str) -> str:
+    """Run a command in processes of its own, which the strategy's launcher starts by itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "refusion_lit.cli", *args], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three steps on two processes with sharded weights."""
+    folder = tmp_path_factory.mktemp("sharded")
+    two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
+    _command("fit", *SMALL, *two, f"--runs_dir={folder}", "--run_version=fit")
+    return folder / "r" / "fit" / "checkpoints" / "last.ckpt"
+
+
+def test_sharded_training_gives_the_weights_of_replicated_training(sharded: Path, tmp_path: Path) -> None:
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp_fork"]
+    assert main(["fit", *SMALL, *two, f"--runs_dir={tmp_path}", "--run_version=ddp"]) == 0
+    replicated = tmp_path / "r" / "ddp" / "checkpoints" / "last.ckpt"
+    weights = []
+    for name, checkpoint in (("a", sharded), ("b", replicated)):
+        assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / name}"]) == 0
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: Path, tmp_path: Path) -> None:
+    args = ["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]
+    one = ["--trainer.devices=1", *SHARDED, "--trainer.strategy.data_parallel_size=1", "--run_version=one"]
+    _command(*args, *one)
+    assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
+    exported = ["test", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
+    assert main(exported) == 0
+    files = [(tmp_path / "r" / run / "predictions_refusion.jsonl").read_text() for run in ("one", "whole")]
+    texts = [[line.split('"seconds"')[0] for line in file.splitlines()] for file in files]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 3
+
+
+def test_the_wrong_strategy_is_refused_with_a_way_out(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]) == 2
+    assert "is a sharded checkpoint" in capsys.readouterr().err
+
+
+def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.ckpt"
+    shutil.copytree(sharded, torn)
+    (torn / "meta.pt").unlink()
+    with pytest.raises(ValueError, match=r"lacks meta\.pt"):
+        read_checkpoint(torn)
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    hostile = tmp_path / "hostile.ckpt"
+    shutil.copytree(sharded, hostile)
+    (hostile / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ValueError, match="cannot be read safely"):
+        load_model(hostile)
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,110 @@
+"""Validation, ``test`` and ``predict`` on two processes: each sample once, the figures of one process, one file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.multiprocessing import ProcessRaisedException
+
+from cli.conftest import QUICKSTART, REPOSITORY
+from refusion_lit.cli import main
+from refusion_lit.data.evaluation import EvaluationBatches
+
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+OPTIONS = [
+    "--config", QUICKSTART, "--trainer.enable_progress_bar=false", "--model.sampling.max_new_tokens=48",
+    "--model.decoders.refusion.num_serial_blocks=1", "--model.decoders.other=Autoregressive",
+    "--model.allow_mismatch=true", "--data.task.num_train=16", "--data.eval_batch_size=2", "--num_threads=1",
+]  # fmt: skip
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp_fork"]
+
+
+@given(num_samples=st.integers(0, 40), batch_size=st.integers(1, 5), num_ranks=st.integers(1, 5))
+@example(num_samples=1, batch_size=1, num_ranks=2)
+@example(num_samples=5, batch_size=2, num_ranks=2)
+def test_every_sample_once_in_order_and_equally_many_batches(num_samples: int, batch_size: int, num_ranks: int) -> None:
+    ranks = [EvaluationBatches(num_samples, batch_size, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert [i for rank in ranks for batch in rank for i in batch] == list(range(num_samples))
+    assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
+    sizes = [len(batch) for rank in ranks for batch in rank]
+    assert max(sizes) <= batch_size + (num_ranks > 1)
+    if num_samples >= num_ranks:
+        assert min(sizes) >= 1
+    if num_ranks == 1 and num_samples:
+        assert sizes == [batch_size] * (num_samples // batch_size) + [num_samples % batch_size] * (
+            num_samples % batch_size > 0
+        )
+
+
+def _run(folder: Path, command: str, num: int, *options: str) -> Path:
+    args = [command, *OPTIONS, f"--data.task.num_test={num}", f"--data.task.num_validation={num}"]
+    version = "-".join([command, str(num), *(["two"] if TWO[0] in options else [])])
+    args += [f"--ckpt_path={MODEL}", f"--runs_dir={folder}", "--run_name=r", f"--run_version={version}", *options]
+    assert main(args) == 0
+    return folder / "r" / version
+
+
+def _without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num", [1, 5])
+def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: int) -> None:
+    alone, both = _run(tmp_path, "test", num), _run(tmp_path, "test", num, *TWO)
+    assert {path.name for path in both.iterdir() if "tfevents" not in path.name} == {
+        "config.yaml", "environment.json", "hparams.yaml", "metrics.csv", "results.json",
+        "predictions_other.jsonl", "predictions_refusion.jsonl",
+    }  # fmt: skip
+    results = [json.loads((run / "results.json").read_text())["results"] for run in (alone, both)]
+    for decoder in ("refusion", "other"):
+        name = f"predictions_{decoder}.jsonl"
+        assert _without_times(_lines(both / name)) == _without_times(_lines(alone / name))
+        assert len(_lines(both / name)) == num
+        one, two = (values[decoder] for values in results)
+        of_calls = {"num_calls", "tokens_per_call"}  # which a batch shares, and two processes have other batches
+        of_time = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
+        for figure in one.keys() - of_calls - of_time:
+            assert two[figure] == pytest.approx(one[figure], rel=1e-12), figure
+        assert two["num_prompts"] == num
+        assert decoder == "other" or num == 1 or two["score"] > 0
+
+
+def test_predict_writes_one_file(tmp_path: Path) -> None:
+    alone, both = (_run(tmp_path, "predict", 3, *options) for options in ([], TWO))
+    assert _without_times(_lines(both / "predictions.jsonl")) == _without_times(_lines(alone / "predictions.jsonl"))
+
+
+@pytest.mark.parametrize("num", [1, 5])
+def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> None:
+    losses = []
+    for options in ([], TWO):
+        with (_run(tmp_path, "validate", num, *options) / "metrics.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        losses.append({key: float(value) for key, value in row.items() if key.startswith("val/")})
+    assert losses[0].keys() == {"val/loss", "val/ar", "val/mdm"}
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_failing_process_ends_all_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refusion_lit.lit_module import SlotDiffusionModule
+
+    step = SlotDiffusionModule.test_step
+
+    def failing(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            raise ValueError("data: the second process cannot go on")
+        step(self, batch, batch_idx)
+
+    monkeypatch.setattr(SlotDiffusionModule, "test_step", failing)
+    with pytest.raises(ProcessRaisedException, match="the second process cannot go on"):
+        _run(tmp_path, "test", 6, *TWO)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from refusion_lit.sweeps import Sweep, plan
+from refusion_lit.sweeps.points import overlay, set_option
+from sweeps.conftest import resolve
+
+
+def test_a_plain_name_below_a_component_is_an_init_arg() -> None:
+    config: dict[str, Any] = {"decoders": {"main": {"class_path": "ReFusion"}}, "callbacks": [{"class_path": "C"}]}
+    set_option(config, "decoders.main.slot_size", 4)
+    set_option(config, "callbacks.0.init_args.every", 2)
+    set_option(config, "data.task.num", 3)
+    assert config == {
+        "decoders": {"main": {"class_path": "ReFusion", "init_args": {"slot_size": 4}}},
+        "callbacks": [{"class_path": "C", "init_args": {"every": 2}}],
+        "data": {"task": {"num": 3}},
+    }
+    set_option(config, "decoders.main.class_path", "LLaDA")
+    assert config["decoders"]["main"] == {"class_path": "LLaDA"}
+    with pytest.raises(ValueError, match=r"group of options at data\.task\.num"):
+        set_option(config, "data.task.num.more", 1)
+
+
+def test_overlay_merges_groups_and_replaces_components() -> None:
+    below = {"a": {"class_path": "A", "init_args": {"x": 1, "y": 2}}, "b": {"c": 1}}
+    assert overlay(below, {"a": {"init_args": {"x": 5}}, "b": {"d": 2}}) == {
+        "a": {"class_path": "A", "init_args": {"x": 5, "y": 2}},
+        "b": {"c": 1, "d": 2},
+    }
+    assert overlay(below, {"a": {"class_path": "B"}})["a"] == {"class_path": "B"}
+
+
+def test_identity_is_what_a_point_resolves_to(tmp_path: Path) -> None:
+    def ids(**options: Any) -> list[str]:
+        return [point.id for point in plan(Sweep(**options), tmp_path, resolve)]
+
+    first = ids(options={"x": 1})
+    assert ids(options={"x": 1, "seconds": 0}) == first  # a default that is spelled out
+    assert ids(grid={"x": [2, 1, 1]})[1:] == first  # how a value came about; a value given twice is one point
+    assert ids(options={"x": 1, "runs_dir": "elsewhere"}) == first  # where it lands
+    assert ids(options={"x": 1, "seed_everything": 1}) != first
+    assert ids(options={"x": 1}, subcommands=["fit", "test"]) != first
+
+
+def test_options_of_one_subcommand_and_paths_beside_the_sweep_file(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("x: 1\ngroup: {a: 1}\n")
+    (tmp_path / "decoder.yaml").write_text("class_path: LLaDA\ninit_args: {steps: 4}\n")
+    sweep = Sweep(
+        base=["base.yaml"],
+        subcommands=["fit", "test"],
+        options={"fit.x": 2, "test.x": 3, "group.file": "./some.txt", "group.name": "some.txt"},
+        grid={"group.decoder": ["./decoder.yaml"]},
+    )
+    (point,) = plan(sweep, tmp_path, resolve)
+    assert (point.configs["fit"]["x"], point.configs["test"]["x"]) == (2, 3)
+    assert point.configs["test"]["group"] == {
+        "a": 1,
+        "file": str(tmp_path / "some.txt"),
+        "name": "some.txt",
+        "decoder": yaml.safe_load((tmp_path / "decoder.yaml").read_text()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": {"x": [1], "y": [2]}}, "point x=1, y=2: y is not expected"),
+        ({"base": ["none.yaml"]}, "base: expected a YAML file"),
+        ({"options": {"fit.x": 1}}, "fit.x: expected a subcommand of this sweep"),
+        ({"options": {"group": "./none.yaml"}}, "point base: value: expected a YAML file"),
+    ],
+)
+def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(Sweep(**options), tmp_path, resolve)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from refusion_lit.sweeps import Launcher, Local, Slurm, Sweep, SweepResult, describe, plan, run
+from refusion_lit.sweeps.files import read_json, take_lock
+from sweeps.conftest import resolve
+
+
+def _run(tmp_path: Path, command: list[str], journal: Path, *, resume: bool = False, **options: Any) -> SweepResult:
+    options["options"] = {"journal": str(journal), **options.get("options", {})}
+    return run(
+        Sweep(**options),
+        directory=tmp_path / "sweep",
+        resolve=resolve,
+        resume=resume,
+        command=command,
+        console=Console(file=io.StringIO()),
+    )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _until(condition: Any) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("what was waited for did not come")
+
+
+@pytest.mark.parametrize("launcher", [Local(num_workers=2), Slurm(num_workers=2, cluster="local")])
+def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journal: Path, launcher: Launcher) -> None:
+    if isinstance(launcher, Slurm):
+        pytest.importorskip("submitit")
+    result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, launcher=launcher)
+    assert [(row["x"], row["decoder"], row["score"]) for row in result.rows] == [
+        (x, decoder, sign * x**2) for x in (1, 2, 3) for decoder, sign in (("a", 1), ("b", -1))
+    ]
+    assert {(row["status"], row["seed"], row["error"]) for row in result.rows} == {("finished", 0, None)}
+    assert not result.failed
+    assert sorted(line.split()[1] for line in journal.read_text().splitlines()) == ["1", "2", "3"]
+    with (tmp_path / "sweep" / "results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [(row["point"], row["x"], row["score"]) for row in table] == [
+        (row["point"], str(row["x"]), str(row["score"])) for row in result.rows
+    ]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert parquet.read_table(tmp_path / "sweep" / "results.parquet").to_pylist() == result.rows
+
+
+def test_test_takes_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
+    result = _run(tmp_path, command, journal, options={"x": 3}, subcommands=["fit", "test"])
+    assert [line.split()[0] for line in journal.read_text().splitlines()] == ["fit", "test"]
+    assert [row["score"] for row in result.rows] == [10, -10]
+
+
+def test_a_failed_point_is_reported_and_the_rest_go_on(tmp_path: Path, command: list[str], journal: Path) -> None:
+    result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, options={"broken": 2})
+    assert len(result.failed) == 1
+    assert [(row["x"], row["status"]) for row in result.rows] == [
+        (1, "finished"), (1, "finished"), (2, "failed"), (3, "finished"), (3, "finished"),
+    ]  # fmt: skip
+    error = result.rows[2]["error"]
+    assert "exit code 1" in error
+    assert "x is broken" in error
+    again = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 3]}, options={"broken": 2})
+    assert again.failed == result.failed
+    assert journal.read_text().count("test 2 ") == 2
+    assert journal.read_text().count("test 1 ") == 1
+
+
+def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str], journal: Path) -> None:
+    _run(tmp_path, command, journal, grid={"x": [1, 2]})
+    with pytest.raises(ValueError, match="exists; add --resume"):
+        _run(tmp_path, command, journal, grid={"x": [1, 2]})
+    grown = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 4]})
+    assert grown.num_reused == 2
+    assert [line.split()[1] for line in journal.read_text().splitlines()] == ["1", "2", "4"]
+    assert [row["x"] for row in grown.rows] == [1, 1, 2, 2, 4, 4]
+
+
+def test_nothing_runs_where_a_point_is_wrong(tmp_path: Path, command: list[str], journal: Path) -> None:
+    with pytest.raises(ValueError, match="point x=1, y=2"):
+        _run(tmp_path, command, journal, grid={"x": [1], "y": [2]})
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_two_sweeps_do_not_share_a_directory(tmp_path: Path, command: list[str], journal: Path) -> None:
+    lock = take_lock(tmp_path / "sweep" / "lock")
+    assert lock is not None
+    with lock, pytest.raises(ValueError, match="where a sweep is running"):
+        _run(tmp_path, command, journal, resume=True, options={"x": 1})
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from sweeps.conftest import resolve
+from refusion_lit.sweeps import Sweep, Local, run
+sweep = Sweep(options={{"journal": {journal!r}, "seconds": 60}}, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
+run(sweep, directory={directory!r}, resolve=resolve, command={command!r})
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, command: list[str], journal: Path) -> subprocess.Popen[bytes]:
+    """Return a sweep in a process of its own, with both points at work."""
+    tests = str(Path(__file__).parents[1])
+    directory = str(tmp_path / "sweep")
+    text = DRIVER.format(tests=tests, journal=str(journal), directory=directory, command=command)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, env=environment)
+    _until(lambda: len(journal.read_text().splitlines()) == 2)
+    return process
+
+
+def test_an_interrupt_stops_whole_process_groups(driver: subprocess.Popen[bytes], journal: Path) -> None:
+    pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
+    assert all(map(_alive, pids))
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(timeout=20) != 0
+    _until(lambda: not any(map(_alive, pids)))
+
+
+def test_resume_after_a_kill_stops_what_was_left_and_runs_it_again(
+    driver: subprocess.Popen[bytes], tmp_path: Path, command: list[str], journal: Path
+) -> None:
+    pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
+    driver.kill()
+    driver.wait(timeout=20)
+    assert all(map(_alive, pids))
+    outcomes = [read_json(path) for path in (tmp_path / "sweep" / "points").glob("*/outcome.json")]
+    assert outcomes == []
+
+    def quick(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        return {**resolve(subcommand, config), "seconds": 60}  # the same points as the driver's
+
+    # The same points, by a command that does not wait.
+    fake = Path(command[1])
+    fake.write_text(fake.read_text().replace("time.sleep(", "int("))
+    sweep = Sweep(options={"journal": str(journal)}, grid={"x": [1, 2]})
+    result = run(
+        sweep, directory=tmp_path / "sweep", resolve=quick, resume=True, command=command,
+        console=Console(file=io.StringIO()),
+    )  # fmt: skip
+    assert not any(map(_alive, pids))
+    assert not result.failed
+    assert len(list((tmp_path / "sweep" / "points").iterdir())) == 2
+    assert [row["score"] for row in result.rows] == [1, -1, 4, -4]
+
+
+def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journal: Path) -> None:
+    # The command kills its whole group, as a machine that runs out of memory may.
+    command = [sys.executable, "-c", "import os, signal; print('last words', flush=True); os.killpg(0, signal.SIGKILL)"]
+    result = _run(tmp_path, command, journal, options={"x": 1})
+    assert len(result.failed) == 1
+    assert "exit code -9" in result.rows[0]["error"]
+    assert "last words" in result.rows[0]["error"]
+
+
+def test_description_lists_points_with_their_commands(tmp_path: Path, command: list[str], journal: Path) -> None:
+    _run(tmp_path, command, journal, grid={"x": [1]})
+    points = plan(Sweep(options={"journal": str(journal)}, grid={"x": [1, 5]}), tmp_path, resolve)
+    text = describe(tmp_path / "sweep", points, command)
+    assert f"[1/2] {points[0].id} (finished) x=1" in text
+    assert f"[2/2] {points[1].id} (to run) x=5" in text
+    assert f"test --config={tmp_path}/sweep/points/{points[1].id}/test.yaml" in text
+    stored = json.loads((tmp_path / "sweep" / "points" / points[0].id / "point.json").read_text())
+    assert " ".join(stored["commands"]["test"]) in text
+
+
+def test_slurm_is_refused_where_there_is_none(
+    tmp_path: Path, command: list[str], journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="without srun; use Local"):
+        _run(tmp_path, command, journal, options={"x": 1}, launcher=Slurm())

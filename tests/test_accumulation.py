@@ -1,0 +1,216 @@
+"""Gradients accumulated over batches and processes are those of one batch that holds all samples of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor
+
+from refusion_lit import SlotDiffusionModule
+from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.sampler import StepLoader
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.tasks import Additions
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+LEARNING_RATE = 0.5
+SAMPLES = [
+    EncodedExample(f"sample {i}", [3 + i % 5] * (1 + i % 4), [3 + (i * j) % 11 for j in range(1, 3 + 3 * i % 29)])
+    for i in range(12)
+]
+
+
+class FixedBatches(InstructionDataModule):
+    """Batches of the samples in order, dealt out over ranks."""
+
+    def __init__(self, batch_size: int, rows: list[int] | None = None) -> None:
+        super().__init__(Additions(num_train=1, num_validation=1, num_test=1), CharacterTokenizer(), batch_size)
+        self.rows = rows
+
+    def train_dataloader(self) -> StepLoader:
+        mine = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
+        batches = [
+            collate_responses(mine[i : i + self.batch_size], pad_token_id=0, rows=self.rows)
+            for i in range(0, len(mine), self.batch_size)
+        ]
+        loader = StepLoader(batches, batch_size=None)
+        loader.num_left_in_step = self._num_left_in_step
+        return loader
+
+
+class Recorded(SlotDiffusionModule):
+    """Writes its weights at the end: other processes share no memory."""
+
+    path: Path
+
+    def on_train_end(self) -> None:
+        torch.save(
+            {name: p.detach() for name, p in self.model.named_parameters()}, f"{self.path}.{self.trainer.global_rank}"
+        )
+
+
+def _module(objective: Objective, path: Path) -> Recorded:
+    module = Recorded(
+        BackboneConfig(config=TINY),
+        CharacterTokenizer().build(Additions(num_train=1, num_validation=1, num_test=1)),
+        objective,
+        optimizer=lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=LEARNING_RATE),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+    )
+    module.path = path
+    return module
+
+
+def _fitted(
+    folder: Path, objective: Objective, *, batch_size: int, rows: list[int] | None = None, **options: object
+) -> dict[str, Tensor]:
+    module = _module(objective, folder / "weights")
+    callbacks = [*options.pop("callbacks", ()), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+    trainer = L.Trainer(
+        accelerator="cpu", precision="64-true", max_epochs=1, logger=False, limit_val_batches=0, callbacks=callbacks,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, FixedBatches(batch_size, rows))
+    return torch.load(folder / "weights.0")
+
+
+def _by_hand(folder: Path, objective: Objective, steps: Sequence[Sequence[EncodedExample]]) -> dict[str, Tensor]:
+    """One batch a step and plain gradient descent."""
+    module = _module(objective, folder)
+    module.configure_model()
+    model = module.model.double()
+    for samples in steps:
+        batch = collate_responses(samples, pad_token_id=0)
+        noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+        corrupted = objective.corrupt(batch, noise, model.special_tokens)
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        gradients = torch.autograd.grad(objective.loss(hidden, model.logits, corrupted).total, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= LEARNING_RATE * gradient
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Hybrid(slot_sizes=(2, 4)), Autoregressive(), Masked(), BlockMasked(block_size=4), Hybrid(mdm_weight=0.3)],
+    ids=["hybrid", "autoregressive", "masked", "block", "weighted"],
+)
+def test_four_batches_of_two_are_one_of_eight_and_the_last_step_may_be_short(
+    tmp_path: Path, objective: Objective
+) -> None:
+    found = _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=4)
+    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:8], SAMPLES[8:]]))
+
+
+def test_packed_rows_are_one_batch_as_well(tmp_path: Path) -> None:
+    objective = Hybrid(slot_sizes=(2, 4))
+    found = _fitted(tmp_path, objective, batch_size=3, rows=[0, 1, 0], accumulate_grad_batches=3)
+    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:9], SAMPLES[9:]]))
+
+
+def test_a_mean_of_means_would_be_seen(tmp_path: Path) -> None:
+    """The tolerance tells the right loss from the usual mistake."""
+    objective = Autoregressive()
+    right = _by_hand(tmp_path, objective, [SAMPLES[:4]])
+    start = _by_hand(tmp_path, objective, [])
+    halves = [_by_hand(tmp_path, objective, [SAMPLES[i : i + 2]]) for i in (0, 2)]
+    wrong = {name: (halves[0][name] + halves[1][name]) / 2 for name in start}
+    with pytest.raises(AssertionError):
+        _assert_equal(wrong, right)
+
+
+def test_an_epoch_cut_short_and_a_changing_number_of_batches(tmp_path: Path) -> None:
+    objective = Hybrid(slot_sizes=(2, 4))
+    (tmp_path / "cut").mkdir()
+    found = _fitted(tmp_path / "cut", objective, batch_size=2, accumulate_grad_batches=4, limit_train_batches=3)
+    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:6]]))
+    schedule = GradientAccumulationScheduler({0: 3})
+    (tmp_path / "schedule").mkdir()
+    found = _fitted(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
+    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:6], SAMPLES[6:]]))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_two_processes_are_one(tmp_path: Path, accumulated: int) -> None:
+    objective = Hybrid(slot_sizes=(2, 4))
+    found = _fitted(
+        tmp_path, objective, batch_size=2, accumulate_grad_batches=accumulated, devices=2, strategy="ddp_fork"
+    )
+    size = 4 * accumulated
+    steps = [SAMPLES[i : i + size] for i in range(0, len(SAMPLES), size)]
+    _assert_equal(found, _by_hand(tmp_path, objective, steps))
+    _assert_equal(torch.load(tmp_path / "weights.1"), found)
+
+
+def test_resuming_between_steps_changes_nothing(tmp_path: Path) -> None:
+    def fitted(folder: str, checkpoint: Path | None = None) -> dict[str, Tensor]:
+        task = Additions(num_train=25, num_validation=1, num_test=1)
+        data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4)
+        module = _module(Hybrid(slot_sizes=(4,)), tmp_path / folder)
+        callback = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=2, accumulate_grad_batches=4, logger=False, limit_val_batches=0,
+            callbacks=[callback], enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        assert trainer.global_step == 4  # four and two batches an epoch
+        return torch.load(f"{tmp_path / folder}.0")
+
+    unbroken = fitted("unbroken")
+    for step in (1, 2, 3):
+        resumed = fitted(f"resumed {step}", tmp_path / "unbroken" / f"step={step}.ckpt")
+        assert all(torch.equal(value, resumed[name]) for name, value in unbroken.items())
+
+
+def test_what_is_logged_is_the_mean_of_the_step(tmp_path: Path) -> None:
+    """Each logged loss is that of one batch with all of the step's samples, at the weights before it."""
+    objective = Hybrid(slot_sizes=(2, 4))
+    logged: list[dict[str, float]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+            if (trainer.fit_loop.total_batch_idx + 1) % 3 == 0:
+                logged.append({name: float(trainer.logged_metrics[name]) for name in ("train/ar", "train/mdm")})
+
+    _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=3, callbacks=[Watch()], log_every_n_steps=1)
+    module = _module(objective, tmp_path)
+    module.configure_model()
+    model = module.model.double()
+    for number, samples in enumerate((SAMPLES[:6], SAMPLES[6:])):
+        weights = _by_hand(tmp_path, objective, [SAMPLES[:6]][:number])
+        model.load_state_dict(weights, strict=False)
+        batch = collate_responses(samples, pad_token_id=0)
+        corrupted = module.objective.corrupt(
+            batch, KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0), model.special_tokens
+        )
+        expected = objective.loss(model(corrupted.input_ids, corrupted.position_ids), model.logits, corrupted)
+        for name, mean in expected.named_means().items():
+            assert logged[number][f"train/{name}"] == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_a_loader_that_does_not_look_ahead_is_refused(tmp_path: Path) -> None:
+    module = _module(Hybrid(), tmp_path / "weights")
+    loader = torch.utils.data.DataLoader([collate_responses(SAMPLES[:2], pad_token_id=0)] * 4, batch_size=None)
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "limit_val_batches": 0}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    L.Trainer(**options).fit(module, loader, loader)
+    with pytest.raises(ValueError, match="accumulate_grad_batches: expected 1 with a loader that does not look ahead"):
+        L.Trainer(**options, accumulate_grad_batches=2).fit(module, loader, loader)

@@ -1,0 +1,55 @@
+"""A trace in the terminal and outside of one."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from refusion_lit.traces import animate, print_statistics, trace_statistics
+from traces.samples import plan_and_verify
+
+PLAIN = """\
+forward 1/4 plan: 0 accepted, 4 drafted, 0 rejected, 0 re-planned
+    (abcd)··
+forward 2/4 verify: 2 accepted, 0 drafted, 2 rejected, 0 re-planned
+    ~ab~cd··
+forward 3/4 plan: 0 accepted, 4 drafted, 0 rejected, 2 re-planned
+    (eb)cd(gh)
+forward 4/4 verify: 2 accepted, 0 drafted, 0 rejected, 0 re-planned
+    ebcd(gh)
+"""
+
+
+def test_plain_text_where_it_is_no_terminal() -> None:
+    file = io.StringIO()
+    animate(plan_and_verify(), console=Console(file=file, force_terminal=False, width=40), seconds_per_forward=60)
+    assert file.getvalue() == PLAIN
+
+
+def test_the_animation_waits_once_a_forward_and_shows_each() -> None:
+    file, waits = io.StringIO(), []
+    console = Console(file=file, force_terminal=True, width=100, color_system="truecolor")
+    animate(plan_and_verify(), console=console, seconds_per_forward=0.5, sleep=waits.append)
+    assert waits == [0.5] * 4
+    for number in range(1, 5):
+        assert f"forward {number}/4" in file.getvalue()
+
+
+def test_text_cannot_steer_the_terminal() -> None:
+    trace = plan_and_verify(dict.fromkeys(range(1, 9), "\x1b]0;owned\x07\x9b2J\r[red]"))
+    for terminal in (False, True):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, width=2000, color_system=None)
+        animate(trace, console=console, seconds_per_forward=0)
+        shown = file.getvalue()
+        assert "\x1b]" not in shown
+        assert not {"\x07", "\x9b"} & set(shown)
+        assert "[red]" in shown
+
+
+def test_statistics_are_printed() -> None:
+    file = io.StringIO()
+    print_statistics(trace_statistics([plan_and_verify()] * 2), console=Console(file=file, width=80))
+    cells = {tuple(cell.strip() for cell in line.split("│")[1:3]) for line in file.getvalue().splitlines()}
+    assert {("traces", "2"), ("slots out of order", "2/4"), ("forwards: verify", "4")} <= cells

@@ -1,0 +1,97 @@
+"""What happened to every place, against a slow search through the trace and by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from refusion_lit.traces import Trace, timeline
+from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
+
+
+def look(trace: Trace, place: int, forwards: int) -> tuple[str, int | None, int] | None:
+    """Return status, token and number of drafts of a place after so many forwards, by asking the trace again."""
+    position = PROMPT_LENGTH + place
+    accepted = [n for n, r in enumerate(trace.rounds) if position in r.accepted]
+    end = accepted[0] if accepted else len(trace.rounds)
+    drafts = [(n, dict(zip(r.positions, r.tokens, strict=True))) for n, r in enumerate(trace.rounds)]
+    drafts = [(n, tokens[position]) for n, tokens in drafts if position in tokens and n <= end]
+    so_far = [(n, token) for n, token in drafts if n < forwards]
+    if accepted and end < forwards:
+        if place < len(trace.token_ids):
+            return "accepted", trace.token_ids[place], len(so_far)
+        return "accepted", so_far[-1][1] if so_far else None, len(so_far)
+    if not so_far:
+        return None
+    number, token = so_far[-1]
+    later = [n for n, _ in drafts if n > number]
+    if later:
+        for judge in range(number, min(forwards, later[0])):
+            entry = trace.rounds[judge]
+            if (judge > number and (entry.accepted or entry.scores)) or (
+                judge == number and entry.accepted and not entry.scores
+            ):
+                return "rejected", token, len(so_far)
+    return "drafted", token, len(so_far)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_place_after_every_forward_is_what_a_search_finds(seed: int) -> None:
+    trace = random_trace(seed)
+    line = timeline(trace)
+    for forwards in range(trace.num_forwards + 1):
+        for place, change in enumerate(line.after(forwards)):
+            found = None if change is None else (change.status, change.token, change.num_drafts)
+            assert found == look(trace, place, forwards), (forwards, place)
+
+
+def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_again() -> None:
+    line = timeline(plan_and_verify())
+    seen = [line.after(n)[0] for n in range(1, 5)]
+    assert [(c.status, c.token, c.num_drafts) for c in seen if c] == [
+        ("drafted", 1, 1),
+        ("rejected", 1, 1),
+        ("drafted", 5, 2),
+        ("accepted", 5, 2),
+    ]
+    assert line.final_forwards() == [4, 4, 2, 2, 0, 0]
+    left = line.final()[4]
+    assert left is not None
+    assert left.status == "drafted"
+
+
+def test_drafts_of_a_forward_that_also_verifies_are_judged_by_a_later_one() -> None:
+    trace = make_trace(
+        [
+            entry("plan", {0: 1, 1: 2}),
+            entry("verify+plan", {1: 3}, accepted=[0], scores=[0.9]),
+            entry("verify+plan", {1: 4}, scores=[0.1]),
+            entry("verify", accepted=[1], scores=[0.9]),
+        ],
+        token_ids=(1, 4),
+    )
+    place = [timeline(trace).after(n)[1] for n in range(1, 5)]
+    assert [(c.status, c.token) for c in place if c] == [
+        ("drafted", 2),
+        ("drafted", 3),
+        ("drafted", 4),
+        ("accepted", 4),
+    ]
+
+
+def test_masked_diffusion_rejects_what_it_drafts_and_does_not_take() -> None:
+    trace = make_trace([entry("step", {0: 1, 1: 2}, [1]), entry("step", {0: 3}, [0])], token_ids=(3, 2))
+    first, last = timeline(trace).after(1)[0], timeline(trace).final()[0]
+    assert first is not None
+    assert last is not None
+    assert (first.status, first.token) == ("rejected", 1)
+    assert (last.status, last.token, last.probability) == ("accepted", 3, 0.5)
+
+
+def test_certainty_is_that_of_the_draft_that_was_taken() -> None:
+    rounds = [entry("plan", {0: 1}, probabilities=[0.9]), entry("plan", {0: 2}, probabilities=[0.4], accepted=[0])]
+    taken, unknown = (timeline(make_trace(rounds, token_ids=(token,))).final()[0] for token in (1, 9))
+    assert taken is not None
+    assert unknown is not None
+    assert taken.probability == 0.9
+    assert unknown.probability is None
+    assert timeline(make_trace([])).num_places == 0
