@@ -116,8 +116,8 @@ class Sandbox:
         if LEVELS.index(found.level) < LEVELS.index(self.minimum):
             raise ValueError(
                 f"minimum_isolation: expected at least {self.minimum!r}, got {found.describe()} on this machine; "
-                "install bubblewrap, use a kernel with Landlock and user namespaces, or lower minimum_isolation knowing "
-                "that generated code then reaches more."
+                "install bubblewrap, use a kernel with Landlock and user namespaces, or lower minimum_isolation "
+                "knowing that generated code then reaches more."
             )
         return found
 
