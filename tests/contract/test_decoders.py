@@ -421,8 +421,28 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
         return 0  # accepted by the verification: all tokens, or a first one that ends
     # Each round accepts one more token of each slot, up to the end in the first slot.
     num_tokens = end + 1 if end is not None and end < size else size
-    num = 2 * (num_tokens - 1) if decoder.infill == "mask" else num_tokens  # whose first forward only proposes
+    if decoder.infill == "autoregressive":
+        num = num_tokens  # the first forward only proposes
+    elif decoder.completion in ("reference", "packed"):
+        num = 2 * (num_tokens - 1)
+    else:
+        num = ahead_forwards(decoder, chosen, end)
     return num + isinstance(decoder, RecomputeKV)
+
+
+def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
+    """Return a completion's forwards if verifications propose ahead where that is cheap enough."""
+    size, num, num_accepted, is_proposed = decoder.slot_size, 0, 1, False
+    while True:
+        is_over = end is not None and end // size < chosen and end % size < num_accepted
+        num_open = end // size if end is not None and is_over else chosen
+        if num_open == 0 or num_accepted == size:
+            return num
+        num += 2 - is_proposed
+        left = size - num_accepted
+        cost = num_open * left * (left - 1) // 2
+        is_proposed = decoder.completion == "single_forward" or cost <= decoder.forward_cost
+        num_accepted += 1
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:

@@ -37,6 +37,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
         infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
         fused=False,
+        completion="reference",
     )
 
 
@@ -93,7 +94,7 @@ def test_an_end_in_a_completion_costs_no_text_before_it() -> None:
     model = OracleModel(
         oracle_text(3 + 6), certainty=lambda place: 0.97 if place in sure else 0.5, agreement=lambda _: 0.5
     )
-    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=1)
+    decoder = ReFusion(fused=False, completion="reference", slot_size=4, num_serial_blocks=1)
     [row] = decode(model, decoder, [prompt_of([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
     assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
     together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
@@ -154,7 +155,7 @@ class Driven:
 
     def __init__(self, decoder: ReFusion, max_new_tokens: int, sampling: SamplingParams | None = None) -> None:
         params = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        self.decoder = decoder = replace(decoder, fused=False)
+        self.decoder = decoder = replace(decoder, fused=False, completion="reference")
         self.state: ReFusionState = decoder.begin(prompt_of([7, 8]), params, SPECIAL)
         self.requests: list[Request] = []
         self.start()
@@ -397,3 +398,45 @@ def test_a_completion_that_recomputes_plans_with_it() -> None:
     phases = ["plan", "verify+plan", "complete_propose", "complete_verify", "recompute+plan"]
     phases += ["verify", "complete_propose", "complete_verify", "recompute"]
     assert [entry.phase for entry in row.trace] == phases
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]), cost=st.integers(0, 20),
+)  # fmt: skip
+def test_the_layout_of_completions_changes_no_token(
+    data: st.DataObject, seed: int, num_new_tokens: int, fused: bool, temperature: float, cost: int
+) -> None:
+    decoder = replace(data.draw(decoders(num_new_tokens)), fused=fused, forward_cost=cost)
+    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    first = len(prompt.token_ids)
+    ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
+    bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
+    sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
+    rows = {
+        layout: decode(
+            HashModel(seed, ends=ends, end_bias=bias), replace(decoder, completion=layout), [prompt], sampling
+        ).rows[0]
+        for layout in ("reference", "packed", "auto", "single_forward")
+    }
+    assert len({tuple(row.token_ids) for row in rows.values()}) == 1
+    reference, packed, auto, single = rows.values()
+    assert reference.num_forwards == packed.num_forwards >= auto.num_forwards >= single.num_forwards
+    assert reference.num_positions >= packed.num_positions
+
+
+def test_a_completion_costs_what_arithmetic_says() -> None:
+    # Two slots of four fail at every proposal: three rounds, which accept one token of each.
+    model = OracleModel(oracle_text(None), agreement=lambda _: 0.5)
+    shapes = {
+        "reference": [(2, 4), (2, 4), (2, 3), (2, 3), (2, 2), (2, 2)],
+        "packed": [(1, 3 + 4), (1, 6), (1, 4), (1, 4), (1, 2), (1, 2)],
+        "auto": [(1, 3 + 4), (1, 6), (1, 4), (1, 4 + 2), (1, 2)],
+        "single_forward": [(1, 3 + 4), (1, 6 + 6), (1, 4 + 2), (1, 2)],
+    }
+    for layout, expected in shapes.items():
+        decoder = ReFusion(slot_size=4, num_serial_blocks=1, completion=layout, forward_cost=2)
+        [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=8)).rows
+        assert row.forward_shapes == [(1, 1 + 8), (1, 8), *expected]
+        assert row.token_ids == [oracle_text(None)(place) for place in range(1, 9)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import (
@@ -46,6 +46,12 @@ class ReFusion(Decoder):
         infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
         fused: Plan ahead behind the drafts of a verification: if they are accepted, as many as count, the next round
             needs no forward to plan. Exact: changes the number of forwards, never the text.
+        completion: Layout of ``mask`` completions, with the same text. ``reference``: a row a slot, two forwards a
+            round, as in the paper. ``packed``: one row without copies of the context or of what is cached.
+            ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
+            ``auto``: as long as that takes at most ``forward_cost`` positions. (``autoregressive`` has its own.)
+        forward_cost: What a forward costs besides its positions, in positions: a / b of a cost a + b * positions;
+            divide by the batch size. Larger on GPUs.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -61,6 +67,8 @@ class ReFusion(Decoder):
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
     fused: bool = True
+    completion: Literal["reference", "packed", "single_forward", "auto"] = "auto"
+    forward_cost: int = 32
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -70,6 +78,8 @@ class ReFusion(Decoder):
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, ("threshold", "top_k", "capped"))
+        require_choice("completion", self.completion, ("reference", "packed", "single_forward", "auto"))
+        require(self.forward_cost >= 0, "forward_cost", "an integer of at least 0", self.forward_cost, "use 32, say")
         require_choice("infill", self.infill, ("mask", "autoregressive"))
         needs_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
@@ -265,11 +275,13 @@ class ReFusion(Decoder):
     def _complete(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]) -> Steps:
         size = self.slot_size
         assert state.special_tokens.mask_token_id is not None
-        slots = []
+        slots, packed = [], self.completion != "reference" and self.infill == "mask"
         for index, (slot, draft) in enumerate(zip(chosen, drafts, strict=True)):
             own = passes[index * size : (index + 1) * size]
             prefix = own.index(False) if False in own else size
-            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix))
+            # The first slot has seen nothing but the context, so its entries are final.
+            cached = prefix if packed and index == 0 else 0
+            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix, num_cached=cached))
         completion = Completion(
             slots=slots,
             context_length=state.context_length,
@@ -277,6 +289,8 @@ class ReFusion(Decoder):
             mask_token_id=state.special_tokens.mask_token_id,
             eos_token_ids=state.special_tokens.eos_token_ids,
             sampling=state.sampling,
+            packed=packed,
+            max_ahead={"single_forward": inf, "auto": self.forward_cost}.get(self.completion, 0),
         )
         complete = complete_by_masks if self.infill == "mask" else complete_autoregressively
         yield from complete(completion, self.token_threshold, state.num_forwards)
