@@ -71,6 +71,7 @@ class TextModel:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         batch_size: int = 1,
+        max_tokens_per_forward: int | None = None,
         ids: Sequence[str] | None = None,
         callbacks: Sequence[GenerationCallback] = (),
         allow_mismatch: bool = False,
@@ -83,6 +84,8 @@ class TextModel:
             max_new_tokens: At most so many tokens a response, at least 1; ignored if ``sampling`` is given.
             sampling: Temperature, seed, stop strings and so on.
             batch_size: Prompts that share a forward. Changes no token.
+            max_tokens_per_forward: Bound on the positions, padding included, of a call of the model; prompts that do
+                not fit wait for the next. Changes no token.
             ids: Names of the prompts, which key their sampling noise; their indices by default.
             callbacks: Told of tokens as they become final.
             allow_mismatch: Only warn where the model was not trained for the decoder.
@@ -97,6 +100,7 @@ class TextModel:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             batch_size=batch_size,
+            max_tokens_per_forward=max_tokens_per_forward,
             ids=ids,
             callbacks=callbacks,
             allow_mismatch=allow_mismatch,
@@ -110,6 +114,7 @@ class TextModel:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         batch_size: int = 1,
+        max_tokens_per_forward: int | None = None,
         ids: Sequence[str] | None = None,
         callbacks: Sequence[GenerationCallback] = (),
         allow_mismatch: bool = False,
@@ -123,6 +128,7 @@ class TextModel:
             [Prompt(token_ids=tuple(p), id=name) for p, name in zip(prompts, names, strict=True)],
             sampling,
             max_batch_size=batch_size,
+            max_tokens_per_forward=max_tokens_per_forward,
             callbacks=callbacks,
             detokenize=self.detokenize,
             allow_mismatch=allow_mismatch,

@@ -40,6 +40,12 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--stop", type=list[str], default=[], help="strings that end a response")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
+    parser.add_argument(
+        "--max_tokens_per_forward",
+        type=int | None,
+        default=None,
+        help="bound on the positions, padding included, of a forward; changes no token",
+    )
     parser.add_argument("--dtype", type=Literal["float32", "float64", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     parser.add_argument("--attention", type=Literal["causal", "bidirectional", "block_causal"] | None, default=None,
@@ -123,6 +129,7 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
             decoder=options.decoder,
             sampling=sampling,
             batch_size=options.batch_size,
+            max_tokens_per_forward=options.max_tokens_per_forward,
             ids=[request.id for request in requests],
             callbacks=[watcher],
             allow_mismatch=options.allow_mismatch,
