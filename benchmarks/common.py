@@ -54,7 +54,8 @@ class Work:
             rates["tokens_per_second"] = round(self.outcome["num_tokens"] / median, 2)
             if self.outcome.get("num_forwards"):
                 rates["tokens_per_forward"] = round(self.outcome["num_tokens"] / self.outcome["num_forwards"], 3)
-        return {**self.outcome, **rates, "median_seconds": median, "seconds": self.seconds}
+        shown = {name: value for name, value in self.outcome.items() if name != "text"}
+        return {**shown, **rates, "median_seconds": median, "seconds": self.seconds}
 
 
 def interleaved(works: Mapping[str, Work], repeats: int, *, seed: int = 0, warmup: bool = True) -> None:
