@@ -72,9 +72,15 @@ def interleaved(works: Mapping[str, Work], repeats: int, *, seed: int = 0, warmu
         names = [name for name, work in works.items() if number < work.max_repeats]
         rng.shuffle(names)
         for name in names:
-            started = time.perf_counter()
+            started = _now()
             works[name].outcome = works[name].run()
-            works[name].seconds.append(time.perf_counter() - started)
+            works[name].seconds.append(_now() - started)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def speed_ratio(fast: Work, slow: Work) -> float:
