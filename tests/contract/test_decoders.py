@@ -404,10 +404,12 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int:
     end = case.end if case.end is not None and case.end < num_slots * size else None
     if end is not None:
         num_slots = end // size + 1
-    num, slot = 0, 0
+    num, slot, planned = 0, 0, False
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
-        num += 2 + completion_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        completion = completion_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        num += 2 - planned + completion
+        planned = decoder.fused and (completion == 0 or isinstance(decoder, RecomputeKV))
         slot += chosen
     return num
 

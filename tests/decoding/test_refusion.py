@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
         selection=selection,
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
         infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
+        fused=False,
     )
 
 
@@ -91,7 +93,7 @@ def test_an_end_in_a_completion_costs_no_text_before_it() -> None:
     model = OracleModel(
         oracle_text(3 + 6), certainty=lambda place: 0.97 if place in sure else 0.5, agreement=lambda _: 0.5
     )
-    decoder = ReFusion(slot_size=4, num_serial_blocks=1)
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=1)
     [row] = decode(model, decoder, [prompt_of([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
     assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
     together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
@@ -105,7 +107,7 @@ def test_an_end_in_a_completion_costs_no_text_before_it() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_nothing_behind_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
     model = OracleModel(oracle_text(2 + 5))
-    decoder = ReFusion(slot_size=4, num_serial_blocks=num_blocks)
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=num_blocks)
     [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24)).rows
     assert row.token_ids == [oracle_text(7)(place) for place in range(2, 8)]
     length = 24 // num_blocks
@@ -118,11 +120,11 @@ def test_nothing_behind_an_end_in_a_verification_is_decoded(num_blocks: int) -> 
 def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
     # 9 tokens fill one of 2 slots in the second block of 3: the third is not needed, nor one slot of the second.
     model = OracleModel(oracle_text(None))
-    decoder = ReFusion(slot_size=4, num_serial_blocks=3)
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=3)
     [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=9)).rows
     assert row.num_tokens == 9
     assert row.forward_shapes == [(1, 5), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)]
-    decoder = ReFusion(slot_size=4, num_serial_blocks=2)
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=2)
     [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=11)).rows
     assert row.num_tokens == 11
     assert row.forward_shapes == [(1, 9), (1, 8), (1, 8), (1, 8)]
@@ -132,7 +134,7 @@ def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
 def test_the_head_is_computed_where_it_is_read(certainty: Any) -> None:
     sure = {4 * slot for slot in (1, 2, 4)}
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 if place - 2 in sure else 0.5)
-    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, certainty=certainty)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, certainty=certainty, fused=False)
     decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True)
     rounds = {"first": [(6, 3), (3, 1), (2, 1), (1, 1)]}.get(certainty)
     if certainty == "mean":  # (0.97 + 3 * 0.5) / 4 is just above 0.6: the same choice, all places read
@@ -152,7 +154,7 @@ class Driven:
 
     def __init__(self, decoder: ReFusion, max_new_tokens: int, sampling: SamplingParams | None = None) -> None:
         params = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        self.decoder = decoder
+        self.decoder = decoder = replace(decoder, fused=False)
         self.state: ReFusionState = decoder.begin(prompt_of([7, 8]), params, SPECIAL)
         self.requests: list[Request] = []
         self.start()
@@ -308,3 +310,90 @@ def test_more_serial_blocks_than_slots_are_refused() -> None:
     message = r"^num_serial_blocks: expected at most 3 \(9 new tokens in slots of 4\), got 4"
     with pytest.raises(ValueError, match=message):
         decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [prompt_of([5])], sampling)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 9999),
+    num_new_tokens=st.integers(1, 40),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]),
+)
+def test_planning_ahead_changes_no_token(
+    data: st.DataObject, seed: int, num_new_tokens: int, temperature: float
+) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    first = len(prompt.token_ids)
+    ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
+    bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
+    sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
+    rows = [
+        decode(HashModel(seed, ends=ends, end_bias=bias), each, [prompt], sampling, trace=True).rows[0]
+        for each in (decoder, replace(decoder, fused=True))
+    ]
+    assert rows[0].token_ids == rows[1].token_ids
+    phases = [[entry.phase for entry in row.trace] for row in rows]
+    num_plans = phases[0].count("plan")
+    # One plan a round with or without: those that came from elsewhere are the forwards saved.
+    assert len(phases[0]) - len(phases[1]) == num_plans - phases[1].count("plan") >= 0
+    assert [phase.removesuffix("+plan") for phase in phases[1] if phase != "plan"] == [
+        phase for phase in phases[0] if phase != "plan"
+    ]
+    # A plan is saved behind every verification that accepted its last draft, and every recomputation.
+    accepted = [set(entry.accepted) for entry in rows[0].trace]
+    saved = 0
+    for i, entry in enumerate(rows[0].trace[:-1]):
+        if entry.phase == "recompute" or (entry.phase == "verify" and accepted[i]):
+            saved += phases[0][i + 1] == "plan" and (
+                entry.phase == "recompute" or accepts_all(rows[0].token_ids, entry.accepted, entry.shape, first)
+            )
+    assert phases[0].count("plan") - phases[1].count("plan") >= saved
+
+
+def accepts_all(text: list[int], accepted: list[int], shape: tuple[int, int], first: int) -> bool:
+    return len(accepted) == shape[1] and not any(
+        text[place - first] == EOS for place in accepted if place - first < len(text)
+    )
+
+
+@pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
+def test_with_all_drafts_accepted_a_round_is_one_forward(cls: type[ReFusion]) -> None:
+    model = OracleModel(oracle_text(None))
+    decoder = cls(slot_size=4, num_serial_blocks=2, selection="top_k", k=2)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=32), trace=True).rows
+    assert [(entry.phase, entry.shape) for entry in row.trace] == [
+        ("plan", (1, 2 + 16)),
+        ("verify+plan", (1, 8 + 8)),
+        ("verify+plan", (1, 8 + 16)),  # the next serial block
+        ("verify+plan", (1, 8 + 8)),
+        ("verify", (1, 8)),
+    ]
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 34)]
+
+
+def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
+    # Slots 2 and 3 are certain, 2 holds the end: the next plan sees no draft behind it and holds slots 0 and 1.
+    sure = {2 + 8, 2 + 12}
+    model = OracleModel(oracle_text(2 + 9), certainty=lambda place: 0.97 if place in sure else 0.5)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True).rows
+    assert [(entry.phase, entry.shape) for entry in row.trace] == [
+        ("plan", (1, 2 + 24)),
+        ("verify+plan", (1, 8 + 8)),
+        ("verify+plan", (1, 4 + 4)),
+        ("verify", (1, 4)),
+    ]
+    assert row.token_ids == [oracle_text(11)(place) for place in range(2, 12)]
+    seen = model.calls[1].mask[0, 8:]
+    assert not seen[:, 2 + 2 : 2 + 8].any(), "masks see nothing behind the end"
+    assert seen[:, : 2 + 2].all()
+
+
+def test_a_completion_that_recomputes_plans_with_it() -> None:
+    model = OracleModel(oracle_text(None), certainty=lambda place: 0.9 - 0.01 * place, agreement=lambda _: 0.5)
+    decoder = RecomputeKV(slot_size=2, num_serial_blocks=1, token_threshold=0.6)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=4), trace=True).rows
+    phases = ["plan", "verify+plan", "complete_propose", "complete_verify", "recompute+plan"]
+    phases += ["verify", "complete_propose", "complete_verify", "recompute"]
+    assert [entry.phase for entry in row.trace] == phases

@@ -283,7 +283,7 @@ class _Run:
             assert isinstance(forward, Forward)
             forwards.append((row.row, row.state.prompt.id, forward))
             row.state.num_forwards += 1
-            shape = (len(forward.branches), max(len(branch.tokens) for branch in forward.branches))
+            shape = forward.shape
             row.num_positions += sum(len(branch.tokens) for branch in forward.branches)
             row.shapes.append(shape)
             if self.trace:

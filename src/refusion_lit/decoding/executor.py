@@ -24,7 +24,7 @@ class _Held:
     """Hidden states of a prompt's last forward, for further reads."""
 
     hidden: Tensor
-    branches: tuple[Branch, ...]
+    forward: Forward
 
 
 @dataclass(slots=True)
@@ -82,8 +82,10 @@ class Executor:
         for row, prompt_id, request in requests:
             held = self._held[row]
             length = held.hidden.shape[1]
-            branches = [_with_drafts(branch, at) for branch, at in zip(held.branches, request.draft_at, strict=True)]
-            results.append(_places(branches, request.draw, prompt_id, base, length, places))
+            pairs = zip(held.forward.branches, request.draft_at, strict=True)
+            branches = [_with_drafts(branch, at) for branch, at in pairs]
+            starts = [base + start for start in held.forward.starts(length)]
+            results.append(_places(branches, request.draw, prompt_id, starts, length, places))
             hidden.append(held.hidden.flatten(0, 1))
             base += held.hidden.shape[0] * length
         self._read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], places)
@@ -94,30 +96,35 @@ class Executor:
         self._held.pop(row, None)
 
     def _call(self, requests: Sequence[tuple[int, str, Forward]], *, cached: bool) -> list[list[Reading]]:
+        shapes = [forward.shape for _, _, forward in requests]
+        length = max(length for _, length in shapes)
         branches = [branch for _, _, forward in requests for branch in forward.branches]
-        rows = [row for row, _, forward in requests for _ in forward.branches]
-        length = max(len(branch.tokens) for branch in branches)
+        firsts = np.cumsum([0, *(num_rows for num_rows, _ in shapes)]).tolist()
+        starts = [
+            [first * length + start for start in forward.starts(length)]
+            for first, (_, _, forward) in zip(firsts, requests, strict=False)
+        ]
+        flat = [start for own in starts for start in own]
         cache = self._cache if cached else None
         if cache is not None:
             for row, _, forward in requests:
                 if forward.keep is not None:
                     cache.keep(row, list(forward.keep))
-        ids, positions, mask = _assemble(branches, length, cached=cached)
+        ids, positions, mask = _assemble(branches, flat, (firsts[-1], length), cached=cached)
         device = self._model.device
         if cache is not None:
-            source, row_index, cache_index = _write_indices(branches, rows, length)
+            rows = [row for (row, _, _), (num_rows, _) in zip(requests, shapes, strict=True) for _ in range(num_rows)]
+            owners = [row for row, _, forward in requests for _ in forward.branches]
+            source, row_index, cache_index = _write_indices(branches, flat, owners)
             cache.prepare(rows, mask.shape[2], source.to(device), row_index.to(device), cache_index.to(device))
         hidden = self._model.hidden_states(ids.to(device), positions.to(device), mask.to(device), cache)
         self.num_calls += 1
         self.num_positions += ids.numel()
         results: list[list[Reading]] = []
         places: list[_Place] = []
-        first = 0
-        for row, prompt_id, forward in requests:
-            count = len(forward.branches)
-            self._held[row] = _Held(hidden[first : first + count], forward.branches)
-            results.append(_places(forward.branches, forward.draw, prompt_id, first * length, length, places))
-            first += count
+        for i, (row, prompt_id, forward) in enumerate(requests):
+            self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward)
+            results.append(_places(forward.branches, forward.draw, prompt_id, starts[i], length, places))
         self._read(hidden.flatten(0, 1), places)
         return results
 
@@ -204,13 +211,12 @@ def _with_drafts(branch: Branch, draft_at: Sequence[int]) -> Branch:
 
 
 def _places(
-    branches: Sequence[Branch], how: Draw, prompt_id: str, base: int, length: int, places: list[_Place]
+    branches: Sequence[Branch], how: Draw, prompt_id: str, starts: Sequence[int], length: int, places: list[_Place]
 ) -> list[Reading]:
     """Append the places that branches read and return their still empty readings."""
     readings = [Reading() for _ in branches]
     seed = how.sampling.seed
-    for i, (branch, reading) in enumerate(zip(branches, readings, strict=True)):
-        start = base + i * length
+    for branch, reading, start in zip(branches, readings, starts, strict=True):
         guided_by = None if how.guidance is None else length
         for offset in branch.draft_at:
             key = 0
@@ -224,35 +230,45 @@ def _places(
     return readings
 
 
-def _assemble(branches: Sequence[Branch], length: int, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad branches to one batch and build its mask [sequence, token, key] over cache entries or tokens."""
-    num_keys = length
+def _assemble(
+    branches: Sequence[Branch], starts: Sequence[int], shape: tuple[int, int], *, cached: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay branches out in a padded batch and build its mask [sequence, token, key] over cache entries or tokens."""
+    num_keys = shape[1]
     if cached:
         num_keys = max(max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches)
-    ids = np.zeros((len(branches), length), dtype=np.int64)
-    positions = np.zeros((len(branches), length), dtype=np.int64)
-    mask = np.zeros((len(branches), length, num_keys), dtype=bool)
-    for i, branch in enumerate(branches):
+    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    mask = np.zeros((*shape, num_keys), dtype=bool)
+    is_padding, first_entries = np.ones(shape, dtype=bool), np.zeros(shape[0], dtype=np.int64)
+    for branch, start in zip(branches, starts, strict=True):
         n = len(branch.tokens)
-        ids[i, :n] = branch.tokens
-        positions[i, :n] = branch.positions
-        for start, stop in branch.visible:
-            mask[i, :n, start:stop] = True
-        own = slice(branch.write_at, branch.write_at + n) if cached else slice(0, n)
+        row, offset = divmod(start, shape[1])
+        at = slice(offset, offset + n)
+        ids[row, at] = branch.tokens
+        positions[row, at] = branch.positions
+        is_padding[row, at] = False
+        for begin, end in branch.visible:
+            mask[row, at, begin:end] = True
+        own = slice(branch.write_at, branch.write_at + n) if cached else at
         if branch.order is None:
-            mask[i, :n, own] = np.tri(n, dtype=bool)
+            mask[row, at, own] = np.tri(n, dtype=bool)
         else:
             order = np.asarray(branch.order)
-            mask[i, :n, own] = order[None, :] <= order[:, None]
-        mask[i, n:, own.start] = True  # padding must see something, or its softmax is NaN
+            mask[row, at, own] = order[None, :] <= order[:, None]
+        if offset == 0:
+            first_entries[row] = own.start
+    row, offset = is_padding.nonzero()
+    mask[row, offset, first_entries[row]] = True  # padding must see something, or its softmax is NaN
     return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask)
 
 
-def _write_indices(branches: Sequence[Branch], rows: Sequence[int], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    source = np.concatenate([i * length + np.arange(len(b.tokens)) for i, b in enumerate(branches)])
-    row_index = np.repeat(rows, [len(b.tokens) for b in branches])
-    cache_index = np.concatenate([b.write_at + np.arange(len(b.tokens)) for b in branches])
-    return torch.from_numpy(source), torch.from_numpy(row_index), torch.from_numpy(cache_index)
+def _write_indices(
+    branches: Sequence[Branch], starts: Sequence[int], rows: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = [len(b.tokens) for b in branches]
+    source = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    cache_index = np.concatenate([b.write_at + np.arange(n) for b, n in zip(branches, lengths, strict=True)])
+    return torch.from_numpy(source), torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(cache_index)
 
 
 def _statistics(names: tuple[str, ...], filtered: Tensor, tokens: Tensor) -> list[Tensor]:

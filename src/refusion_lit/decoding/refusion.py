@@ -7,14 +7,13 @@ a completion is not lost; any number of new tokens works; ids that cannot be par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import (
     Decoder,
     ModelRequirements,
-    RowState,
     Steps,
     require,
     require_choice,
@@ -22,34 +21,9 @@ from refusion_lit.decoding.base import (
     require_probability,
 )
 from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
+from refusion_lit.decoding.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-
-
-@dataclass(kw_only=True)
-class ReFusionState(RowState):
-    """State of ReFusion.
-
-    Attributes:
-        num_slots: Slots of the canvas.
-        remaining: Masked slots of the current serial block, in text order.
-        next_block: Index of the serial block after the current one.
-        context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
-        keep: Cache indices to compact at the next forward.
-        found_eos: An EOS was accepted: generation ends with the current serial block.
-    """
-
-    num_slots: int
-    remaining: list[int] = field(default_factory=list)
-    next_block: int = 0
-    context_length: int = 0
-    keep: list[int] | None = None
-    found_eos: bool = False
-
-    def take_keep(self) -> list[int] | None:
-        """Return the pending compaction, once."""
-        keep, self.keep = self.keep, None
-        return keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +44,8 @@ class ReFusion(Decoder):
             threshold). At least one slot is always chosen.
         k: Number of slots for ``top_k`` and ``capped``.
         infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
+        fused: Plan ahead behind the drafts of a verification: if they are accepted, as many as count, the next round
+            needs no forward to plan. Exact: changes the number of forwards, never the text.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -84,6 +60,7 @@ class ReFusion(Decoder):
     selection: Literal["threshold", "top_k", "capped"] = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
+    fused: bool = True
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -127,66 +104,111 @@ class ReFusion(Decoder):
     def step(self, state: ReFusionState) -> Steps:  # type: ignore[override]
         """One round: plan, verify together, and complete in parallel if not even the first slot survived."""
         if not state.remaining:
-            self._next_block(state)
-        chosen, drafts = yield from self._plan(state)
+            state.remaining = self._block_slots(state)
+            state.next_block += 1
+        plan, state.planned = state.planned, None
+        if plan is None:
+            plan = yield from self._plan(state)
+        chosen, drafts = yield from self._read(state, plan)
         accepted = yield from self._verify(state, chosen, drafts)
-        if self._accept_prefix(state, chosen, drafts, accepted):
-            self._end_round(state)
-            return
-        yield from self._complete(state, chosen, drafts, accepted)
-        self._end_round(state)
-
-    def _next_block(self, state: ReFusionState) -> None:
-        size = state.num_slots // self.num_serial_blocks
-        state.remaining = list(range(state.next_block * size, (state.next_block + 1) * size))
-        state.next_block += 1
-
-    def _end_round(self, state: ReFusionState) -> None:
-        last = state.found_eos or state.next_block == self.num_serial_blocks
+        if not self._accept_prefix(state, chosen, drafts, accepted):
+            state.planned = None
+            yield from self._complete(state, chosen, drafts, accepted)
+        last = state.next_block == self.num_serial_blocks
         state.finished = not state.remaining and (last or state.prefix_ends)
 
-    def _slot_places(self, slot: int) -> range:
-        return range(slot * self.slot_size, (slot + 1) * self.slot_size)
+    def _block_slots(self, state: ReFusionState) -> list[int]:
+        """Return the slots of the serial block after the current one; none if no more text is wanted."""
+        size = state.num_slots // self.num_serial_blocks
+        start = state.next_block * size
+        wanted = start < state.num_slots and start * self.slot_size < state.sampling.max_new_tokens
+        return list(range(start, start + size)) if wanted else []
 
-    def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning slots and drafts
-        """Draft all remaining slots and choose; the head is computed only where the choice reads it."""
+    def _left(self, state: ReFusionState, taken: Sequence[int], *, ends: bool) -> list[int]:
+        """Return what remains once slots are taken; behind an EOS in the last of them, nothing does."""
+        limit = taken[-1] if ends else state.num_slots
+        return [slot for slot in state.remaining if slot not in taken and slot < limit]
+
+    def _upcoming(self, state: ReFusionState, taken: Sequence[int], *, ends: bool) -> list[int]:
+        """Return the slots of the next plan, once slots are taken."""
+        left = self._left(state, taken, ends=ends)
+        return left if left or ends or state.has_end else self._block_slots(state)
+
+    def _positions(self, state: ReFusionState, slots: Sequence[int]) -> list[int]:
         size, start = self.slot_size, state.prompt_length
-        prompt = state.prompt.token_ids if state.context_length == 0 else ()
+        return [start + slot * size + offset for slot in slots for offset in range(size)]
+
+    def _draw(self, state: ReFusionState) -> Draw:
+        return Draw(sampling=state.sampling, round=state.num_plans)
+
+    def _masks(
+        self,
+        state: ReFusionState,
+        slots: Sequence[int],
+        *,
+        num_seen: int,
+        write_at: int,
+        prompt: Sequence[int] = (),
+    ) -> Branch:
+        """Return the branch that plans slots behind the cache's first ``num_seen`` entries."""
         mask = state.special_tokens.mask_token_id
         assert mask is not None
-        positions = list(range(len(prompt)))
-        positions += [start + place for slot in state.remaining for place in self._slot_places(slot)]
-        firsts = [len(prompt) + i * size for i in range(len(state.remaining))]
-        everywhere = self.certainty != "first"
-        draw = Draw(sampling=state.sampling, round=state.num_forwards)
-        readings = yield Forward(
-            phase="plan",
-            branches=(
-                Branch(
-                    tokens=[*prompt, *[mask] * (len(positions) - len(prompt))],
-                    positions=positions,
-                    visible=((0, state.context_length),),
-                    write_at=state.context_length,
-                    draft_at=range(len(prompt), len(positions)) if everywhere else firsts,
-                ),
-            ),
-            draw=draw,
-            keep=state.take_keep(),
+        positions = [*range(len(prompt)), *self._positions(state, slots)]
+        step = self.slot_size if self.certainty == "first" else 1
+        return Branch(
+            tokens=[*prompt, *[mask] * (len(positions) - len(prompt))],
+            positions=positions,
+            visible=((0, num_seen),),
+            write_at=write_at,
+            draft_at=range(len(prompt), len(positions), step),
         )
+
+    def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning a plan
+        """Feed the masks of all remaining slots, the first time behind the prompt."""
+        prompt = state.prompt.token_ids if state.context_length == 0 else ()
+        seen = state.context_length
+        branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, prompt=prompt)
+        forward = Forward(phase="plan", branches=(branch,), draw=self._draw(state), keep=state.take_keep())
+        readings = yield forward
         state.context_length += len(prompt)
-        reading = readings[0]
-        if everywhere:
-            groups = [slice(i * size, (i + 1) * size) for i in range(len(state.remaining))]
+        return Plan(state.remaining, len(prompt), 1, readings[-1])
+
+    def _forward_and_plan(self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int):  # noqa: ANN202
+        """Forward a branch and, behind it, the masks of the next plan, which see its first ``num_seen`` tokens.
+
+        Returns:
+            The branch's reading.
+        """
+        state.planned = None
+        keep = state.take_keep()
+        if not self.fused or not upcoming:
+            readings = yield Forward(phase=phase, branches=(branch,), draw=self._draw(state), keep=keep)
+            return readings[0]
+        seen, write_at = branch.write_at + num_seen, branch.write_at + len(branch.tokens)
+        branches = (branch, self._masks(state, upcoming, num_seen=seen, write_at=write_at))
+        phase, draw = f"{phase}+plan", self._draw(state)
+        readings = yield Forward(phase=phase, branches=branches, draw=draw, packed=True, keep=keep)
+        state.planned = Plan(upcoming, 0, 2, readings[-1])
+        return readings[0]
+
+    def _read(self, state: ReFusionState, plan: Plan):  # noqa: ANN202 - a generator, returning slots and drafts
+        """Choose slots and draft all their tokens; the head is computed only where the choice reads it."""
+        assert plan.slots == state.remaining
+        size, reading, draw = self.slot_size, plan.reading, self._draw(state)
+        state.num_plans += 1
+        if self.certainty != "first":
+            groups = [slice(i * size, (i + 1) * size) for i in range(len(plan.slots))]
             chosen = self._choose([self._certainty(reading.probabilities[group]) for group in groups])
-            return [state.remaining[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
+            return [plan.slots[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
         chosen = self._choose(reading.probabilities)
         drafts = [[reading.tokens[i]] for i in chosen]
         if size > 1:
-            rest = [firsts[i] + offset for i in chosen for offset in range(1, size)]
-            further = (yield MoreDrafts(draft_at=(rest,), draw=draw))[0].tokens
+            rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
+            draft_at = (*[()] * (plan.num_branches - 1), rest)
+            further = (yield MoreDrafts(draft_at=draft_at, draw=draw))[-1].tokens
             for i, draft in enumerate(drafts):
                 draft.extend(further[i * (size - 1) : (i + 1) * (size - 1)])
-        return [state.remaining[i] for i in chosen], drafts
+        return [plan.slots[i] for i in chosen], drafts
 
     def _certainty(self, probabilities: Sequence[float]) -> float:
         if self.certainty == "mean":
@@ -206,21 +228,19 @@ class ReFusion(Decoder):
         size = self.slot_size
         tokens = [token for draft in drafts for token in draft]
         tested = [offset for offset in range(len(tokens)) if offset % size]
-        readings = yield Forward(
-            phase="verify",
-            branches=(
-                Branch(
-                    tokens=tokens,
-                    positions=[state.prompt_length + place for slot in chosen for place in self._slot_places(slot)],
-                    visible=((0, state.context_length),),
-                    write_at=state.context_length,
-                    score_at=[(offset - 1, tokens[offset]) for offset in tested],
-                ),
-            ),
-            draw=Draw(sampling=state.sampling),
+        branch = Branch(
+            tokens=tokens,
+            positions=self._positions(state, chosen),
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+            score_at=[(offset - 1, tokens[offset]) for offset in tested],
         )
+        eos = state.first_end(tokens)
+        num_seen = len(tokens) if eos is None else eos + 1
+        upcoming = self._upcoming(state, chosen[: -(-num_seen // size)], ends=eos is not None)
+        reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
         passes = [True] * len(tokens)
-        for offset, score in zip(tested, readings[0].scores, strict=True):
+        for offset, score in zip(tested, reading.scores, strict=True):
             passes[offset] = score > self.token_threshold
         return passes
 
@@ -230,21 +250,17 @@ class ReFusion(Decoder):
         """Accept whole slots of the common accepted prefix, or all up to an EOS in it; say whether any was."""
         tokens = [token for draft in drafts for token in draft]
         length = passes.index(False) if False in passes else len(passes)
-        eos = next((i for i in range(length) if tokens[i] in state.special_tokens.eos_token_ids), None)
+        eos = state.first_end(tokens[:length])
         num_accepted = length // self.slot_size * self.slot_size if eos is None else eos + 1
         if num_accepted == 0:
             return False
-        places = [place for slot in chosen for place in self._slot_places(slot)]
-        state.commit(places[:num_accepted], tokens[:num_accepted])
+        if eos is None and num_accepted < len(tokens):
+            state.planned = None  # its masks have seen drafts that were not accepted
+        state.commit([p - state.prompt_length for p in self._positions(state, chosen)[:num_accepted]],
+                     tokens[:num_accepted])  # fmt: skip
         state.context_length += num_accepted
-        self._take(state, chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
+        state.remaining = self._left(state, chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
         return True
-
-    def _take(self, state: ReFusionState, slots: Sequence[int], *, ends: bool) -> None:
-        """Take slots out of the remaining ones; behind an EOS in the last of them, all later ones too."""
-        limit = slots[-1] if ends else state.num_slots
-        state.remaining = [slot for slot in state.remaining if slot not in slots and slot < limit]
-        state.found_eos |= ends
 
     def _complete(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]) -> Steps:
         size = self.slot_size
@@ -264,13 +280,14 @@ class ReFusion(Decoder):
         )
         complete = complete_by_masks if self.infill == "mask" else complete_autoregressively
         yield from complete(completion, self.token_threshold, state.num_forwards)
-        yield from self._store(state, completion)
+        taken = [chosen[slot.index] for slot in completion.slots]
+        yield from self._store(state, completion, self._upcoming(state, taken, ends=completion.found_eos))
         for slot in completion.slots:
             first = slot.start - state.prompt_length
             state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
-        self._take(state, [chosen[slot.index] for slot in completion.slots], ends=completion.found_eos)
+        state.remaining = self._left(state, taken, ends=completion.found_eos)
 
-    def _store(self, state: ReFusionState, completion: Completion) -> Steps:
+    def _store(self, state: ReFusionState, completion: Completion, upcoming: list[int]) -> Steps:  # noqa: ARG002
         """Keep the completed slots' keys and values as they are, behind the context: ReFusion's reuse."""
         state.keep = completion.kept_indices()
         state.context_length = len(state.keep)
@@ -285,14 +302,12 @@ class RecomputeKV(ReFusion):
     The recomputed ones have seen the slots completed beside them. The paper's ablation of key/value reuse.
     """
 
-    def _store(self, state: ReFusionState, completion: Completion) -> Steps:
-        tokens = [token for slot in completion.slots for token in slot.tokens[: slot.num_accepted]]
-        positions = [slot.start + i for slot in completion.slots for i in range(slot.num_accepted)]
+    def _store(self, state: ReFusionState, completion: Completion, upcoming: list[int]) -> Steps:
         branch = Branch(
-            tokens=tokens,
-            positions=positions,
+            tokens=[token for slot in completion.slots for token in slot.tokens[: slot.num_accepted]],
+            positions=[slot.start + i for slot in completion.slots for i in range(slot.num_accepted)],
             visible=((0, state.context_length),),
             write_at=state.context_length,
         )
-        yield Forward(phase="recompute", branches=(branch,), draw=Draw(sampling=state.sampling))
-        state.context_length += len(tokens)
+        yield from self._forward_and_plan(state, "recompute", branch, upcoming, len(branch.tokens))
+        state.context_length += len(branch.tokens)

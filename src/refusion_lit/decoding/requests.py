@@ -22,7 +22,8 @@ class Branch:
         tokens: Token ids in sequence order.
         positions: Place of each token in the text (prompt first).
         order: A token sees the branch's tokens of no higher order; ``None`` means causal, all zeros bidirectional.
-        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch sees besides.
+        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch sees besides. They may hold
+            entries that other branches of the same forward write: that is how one branch sees part of another.
         write_at: Cache index of the first token's keys and values; the others follow.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
         score_at: Pairs of an offset and a token id whose probability under the logits there is wanted.
@@ -69,7 +70,9 @@ class Forward:
 
     Attributes:
         phase: What it is for (``plan``, ``verify``, ...), for traces.
-        branches: The sequences; each becomes one row of the call.
+        branches: The sequences.
+        packed: Whether the branches become one row of the call, one behind the other, instead of a row each. Packed
+            or not, a branch sees what it names and nothing else.
         draw: How drafts are drawn.
         cached: Whether keys and values are stored; without, ``visible`` must be empty.
         keep: Cache indices that become the cache's first entries, in that order, before the forward.
@@ -80,7 +83,21 @@ class Forward:
     branches: tuple[Branch, ...]
     draw: Draw
     cached: bool = True
+    packed: bool = False
     keep: Sequence[int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length of its share of the call."""
+        lengths = [len(branch.tokens) for branch in self.branches]
+        return (1, sum(lengths)) if self.packed else (len(lengths), max(lengths))
+
+    def starts(self, length: int) -> list[int]:
+        """Return where each branch begins in this forward's rows of a call, laid end to end, of ``length`` each."""
+        if not self.packed:
+            return [i * length for i in range(len(self.branches))]
+        lengths = [len(branch.tokens) for branch in self.branches]
+        return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
