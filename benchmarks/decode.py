@@ -32,7 +32,8 @@ from benchmarks.common import (
 from benchmarks.peers import Variants, check_same_text, default_variants, library, ours, plain, replayed
 from benchmarks.replay import SCHEDULES, Replay
 from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
-from refusion_lit.types import Prompt
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import ModelTraits, Prompt
 
 Part = Literal["golden", "batch", "heavy"]
 PROMPT_LENGTH = 32
@@ -125,6 +126,7 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
     model = random_model(VOCABULARY_HEAVY)
     mask = model.special_tokens.mask_token_id
     assert mask is not None
+    bidirectional = Backbone(model.model, ModelTraits(attention="bidirectional"), model.special_tokens)  # same weights
     main = next(iter(variants))
     cases, aims = [], []
     for label, schedule in SCHEDULES.items():
@@ -135,7 +137,9 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
             options: dict[str, Any] = {"slot_size": 8, "num_serial_blocks": max(answer_ // 128, 1)}
             one = random_prompts(1, PROMPT_LENGTH)
             alone = {
-                name: ours(acting, ReFusion(**options, **more), one, answer_, max_repeats=repeats if answer < 512 else 2)
+                name: ours(
+                    acting, ReFusion(**options, **more), one, answer_, max_repeats=repeats if answer < 512 else 2
+                )
                 for name, more in variants.items()
             }
             alone["plain"] = plain(model, ReFusion(**options), one, answer_, replay, repeats if answer < 512 else 2)
@@ -144,7 +148,7 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
             if answer == 128:
                 works["autoregressive, batch 1"] = ours(acting, Autoregressive(), one, answer_, max_repeats=2)
                 works["llada, 4 tokens a step, batch 1"] = ours(
-                    acting, LLaDA(steps=answer_ // 4), one, answer_, max_repeats=1
+                    replayed(bidirectional, replay), LLaDA(steps=answer_ // 4), one, answer_, max_repeats=1
                 )
             for size in sizes[1:]:
                 many = random_prompts(size, PROMPT_LENGTH)
@@ -155,9 +159,7 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
             interleaved(works, repeats)
             check_same_text(alone)
             ratios = {f"{name} / plain": speed_ratio(alone[name], alone["plain"]) for name in variants}
-            ratios |= {
-                f"{name} / generate": speed_ratio(alone[name], works["generate, batch 1"]) for name in variants
-            }
+            ratios |= {f"{name} / generate": speed_ratio(alone[name], works["generate, batch 1"]) for name in variants}
             for size in sizes[1:]:
                 ratio = speed_ratio(works[f"{main}, batch {size}"], works[f"{main}, batch 1"])
                 ratios[f"{main}, batch {size} / batch 1"] = ratio

@@ -23,7 +23,16 @@ from jsonargparse import auto_cli
 from torch import Tensor
 
 import refusion_lit
-from benchmarks.common import VOCABULARY_HEAVY, Work, aim, golden_model, golden_runs, random_model, random_prompts, write
+from benchmarks.common import (
+    VOCABULARY_HEAVY,
+    Work,
+    aim,
+    golden_model,
+    golden_runs,
+    random_model,
+    random_prompts,
+    write,
+)
 from benchmarks.peers import Variants, default_variants, ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
 from refusion_lit.decoding import ReFusion

@@ -125,9 +125,7 @@ class PlainReFusion:
         accepted = end + 1 if end is not None else length // size * size
         if accepted == 0:
             prefixes = [[*passes[i * size : (i + 1) * size], False].index(False) for i in range(len(chosen))]
-            self.complete(
-                [Row(slot, drafts[i * size : (i + 1) * size], prefixes[i]) for i, slot in enumerate(chosen)]
-            )
+            self.complete([Row(slot, drafts[i * size : (i + 1) * size], prefixes[i]) for i, slot in enumerate(chosen)])
             return
         kept = (self.context[0][0].shape[2] if self.context else 0) + accepted
         self.context = [(keys[:, :, :kept].clone(), values[:, :, :kept].clone()) for keys, values in after]
@@ -209,8 +207,7 @@ class PlainReFusion:
             return torch.cat([context, *parts], dim=2)
 
         self.context = [
-            (behind(keys, k), behind(values, v))
-            for (keys, values), (k, v) in zip(self.context, shared, strict=True)
+            (behind(keys, k), behind(values, v)) for (keys, values), (k, v) in zip(self.context, shared, strict=True)
         ]
         for row in rows:
             self.text.update(zip(self.places(row.slot), row.tokens[: row.num_accepted], strict=False))

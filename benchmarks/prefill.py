@@ -35,9 +35,7 @@ def body(model: Backbone, length: int) -> Work:
     return Work(run)
 
 
-def main(
-    repeats: int = 5, threads: int = 1, lengths: tuple[int, ...] = (128, 1024), output: str | None = None
-) -> None:
+def main(repeats: int = 5, threads: int = 1, lengths: tuple[int, ...] = (128, 1024), output: str | None = None) -> None:
     """Measure prefill.
 
     Args:

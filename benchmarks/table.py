@@ -109,7 +109,9 @@ def main(directory: str = str(RESULTS)) -> None:
         "median over rounds in which all of its decoders ran, in random order, in one process. An answer's text is the "
         "same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON.",
         "\n".join(
-            f"- {name}: {machine(result)}" for name, result in results.items() if "processor" in result.get("environment", {}).get("hardware", {})
+            f"- {name}: {machine(result)}"
+            for name, result in results.items()
+            if "processor" in result.get("environment", {}).get("hardware", {})
         ),
         *sections(results),
     ]

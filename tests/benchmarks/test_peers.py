@@ -51,7 +51,11 @@ def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_bl
     text = [3 + (5 + place) % 125 for place in range(128)]
     options = ReFusion(num_serial_blocks=num_serial_blocks, **UNFUSED)
     output = decode(
-        ReplayedModel(model, replay), options, random_prompts(3, 5), SamplingParams(max_new_tokens=128), max_batch_size=2
+        ReplayedModel(model, replay),
+        options,
+        random_prompts(3, 5),
+        SamplingParams(max_new_tokens=128),
+        max_batch_size=2,
     )
     for row in output.rows:
         assert row.token_ids == text
