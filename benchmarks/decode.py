@@ -15,8 +15,6 @@ import warnings
 from typing import Any, Literal
 
 import torch
-from jsonargparse import auto_cli
-
 from benchmarks.common import (
     VOCABULARY_HEAVY,
     Work,
@@ -31,6 +29,8 @@ from benchmarks.common import (
 )
 from benchmarks.peers import Variants, check_same_text, default_variants, library, ours, plain, replayed
 from benchmarks.replay import SCHEDULES, Replay
+from jsonargparse import auto_cli
+
 from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits, Prompt

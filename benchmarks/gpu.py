@@ -16,11 +16,11 @@ import warnings
 from typing import Any, Literal
 
 import torch
-from jsonargparse import auto_cli
-
 from benchmarks.common import interleaved, random_model, random_prompts, speed_ratio, write
 from benchmarks.peers import Variants, check_same_text, default_variants, library, ours, plain, replayed
 from benchmarks.replay import SCHEDULES, Replay
+from jsonargparse import auto_cli
+
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 

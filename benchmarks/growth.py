@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import auto_cli
-
 from benchmarks.common import RESULTS, Work, aim, interleaved, random_model, random_prompts, write
 from benchmarks.peers import default_variants, ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
+from jsonargparse import auto_cli
+
 from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
 
 MODEL: dict[str, Any] = {

@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import auto_cli
-from torch import Tensor
-
-import refusion_lit
 from benchmarks.common import (
     VOCABULARY_HEAVY,
     Work,
@@ -35,6 +31,10 @@ from benchmarks.common import (
 )
 from benchmarks.peers import Variants, default_variants, ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
+from jsonargparse import auto_cli
+from torch import Tensor
+
+import refusion_lit
 from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
@@ -60,7 +60,7 @@ class TimedModel(LanguageModel):
         self.seconds = {"body": 0.0, "head": 0.0}
         self.num_calls = 0
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     @property
@@ -181,7 +181,8 @@ def main(repeats: int = 5, threads: int = 1, variants: Variants | None = None, o
             cases[f"vocabulary-heavy, all accepted, {name}, batch {size}"] = measured(work, acting, large, repeats)
     main_variant = next(iter(variants))
     aims = [
-        aim(f"time outside body and head, {label}, batch 1", cases[f"{label}, {main_variant}, batch 1"]["share_outside"],
+        aim(f"time outside body and head, {label}, batch 1",
+            cases[f"{label}, {main_variant}, batch 1"]["share_outside"],
             bound, at_least=False)
         for label, bound in (("additions-clean, setting 1", 0.15), ("vocabulary-heavy, all accepted", 0.03))
     ]  # fmt: skip

@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-
 from benchmarks.common import Work
 from benchmarks.plain_refusion import PlainReFusion
 from benchmarks.replay import Replay, ReplayedModel
+
 from refusion_lit.decoding import Decoder, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel

@@ -44,7 +44,7 @@ class PlainReFusion:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401 - any transformers model
+        model: Any,
         special_tokens: SpecialTokens,
         options: ReFusion,
         max_new_tokens: int,

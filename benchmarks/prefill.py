@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 import torch
-from jsonargparse import auto_cli
-
 from benchmarks.common import VOCABULARY_HEAVY, Work, interleaved, random_model, random_prompts, time_ratio, write
 from benchmarks.growth import MODEL as SMALL
 from benchmarks.peers import default_variants, library, ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
+from jsonargparse import auto_cli
+
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 

@@ -116,7 +116,7 @@ class ReplayedModel(LanguageModel):
         self.model, self.replay = model, replay
         self.traits, self.special_tokens = model.traits, model.special_tokens
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     @property

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import auto_cli
-
 from benchmarks.common import RESULTS
+from jsonargparse import auto_cli
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -105,9 +104,11 @@ def main(directory: str = str(RESULTS)) -> None:
     results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(directory).glob("*.json"))}
     lines = [
         "# Results",
-        "Made by `python -m benchmarks.table` from the JSON beside it; `nox -s bench` measures anew. Every ratio is a "
-        "median over rounds in which all of its decoders ran, in random order, in one process. An answer's text is the "
-        "same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON.",
+        (
+            "Made by `python -m benchmarks.table` from the JSON beside it; `nox -s bench` measures anew. Every ratio is a "
+            "median over rounds in which all of its decoders ran, in random order, in one process. An answer's text is the "
+            "same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
+        ),
         "\n".join(
             f"- {name}: {machine(result)}"
             for name, result in results.items()

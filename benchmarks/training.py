@@ -15,10 +15,10 @@ import time
 from typing import Any, Literal
 
 import torch
-from jsonargparse import auto_cli
-
 from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_model, time_ratio, write
 from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from jsonargparse import auto_cli
+
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, Hybrid, Objective
