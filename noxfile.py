@@ -61,10 +61,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure; results land in benchmarks/results."""
-    install(session, ".")
-    for script in sorted(Path("benchmarks").glob("*.py")):
-        session.run("python", str(script), *session.posargs)
+    """Measure; results land in benchmarks/results. `nox -s bench -- decode growth` measures these parts only."""
+    install(session, ".", "matplotlib")
+    parts = session.posargs or ["decode", "prefill", "overhead", "training", "growth", "loss_memory"]
+    for part in (*parts, "table"):
+        session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)
 
 
 @nox.session

@@ -1,8 +1,7 @@
 """ReFusion the slow, obvious way: no cache, the whole context computed anew in every forward, one prompt at a time.
 
 Written from the description of the algorithm, to compare the real decoder with. It returns the text and the shapes
-of the forwards that an implementation with a cache would make: it plans in every round, but with ``fused`` it does not
-count a plan whose masks the verification before has shown, and counts those masks there.
+of the forwards that an implementation with a cache would make.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class SlowReFusion:
         self.sees: list[set[int]] = []
         self.extend([(token, position) for position, token in enumerate(self.prompt)])
         self.ended = False
-        self.is_planned = False
 
     # What the model says.
 
@@ -107,11 +105,7 @@ class SlowReFusion:
         size, num_blocks = self.options.slot_size, self.options.num_serial_blocks
         num_slots = math.ceil(self.max_new_tokens / (size * num_blocks)) * num_blocks
         for block in range(num_blocks):
-            slots, following = (
-                [slot for slot in range(num_slots) if slot // (num_slots // num_blocks) == b]
-                for b in (block, block + 1)
-            )
-            self.following = [slot for slot in following if following[0] * size < self.max_new_tokens]
+            slots = [slot for slot in range(num_slots) if slot // (num_slots // num_blocks) == block]
             self.remaining = slots
             while self.remaining:
                 self.round()
@@ -124,15 +118,13 @@ class SlowReFusion:
         chosen, drafts = self.plan()
         row = [token for slot in chosen for token in self.placed(slot, drafts[slot])]
         logits = self.forward(row)
-        ahead, num_counting = self.ahead_of(chosen, row)
-        self.shapes.append((1, len(row) + len(ahead) * size))
+        self.shapes.append((1, len(row)))
         passes = [
             i % size == 0 or self.probability(logits[i - 1], row[i][0]) > self.options.token_threshold
             for i in range(len(row))
         ]
         length = next((i for i, passed in enumerate(passes) if not passed), len(row))
         end = next((i for i in range(length) if row[i][0] in self.special.eos_token_ids), None)
-        self.is_planned = bool(ahead) and length >= num_counting
         if end is not None:
             self.accept(row[: end + 1])
             last = chosen[end // size]
@@ -145,20 +137,6 @@ class SlowReFusion:
             prefixes = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
             self.complete([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
 
-    def ahead_of(self, chosen: list[int], row: list[Token]) -> tuple[list[int], int]:
-        """Return the slots planned behind drafts, and how many of the drafts must be accepted for that to count."""
-        end = next((i for i, (token, _) in enumerate(row) if token in self.special.eos_token_ids), None)
-        num_counting = len(row) if end is None else end + 1
-        gone = chosen[: math.ceil(num_counting / self.options.slot_size)]
-        return self.ahead(gone, None if end is None else gone[-1]), num_counting
-
-    def ahead(self, gone: list[int], end: int | None = None) -> list[int]:
-        """Return the slots of the next plan once some are gone, and those behind an end."""
-        if not self.options.fused:
-            return []
-        rest = [slot for slot in self.remaining if slot not in gone and (end is None or slot < end)]
-        return rest or ([] if self.ended or end is not None else self.following)
-
     def accept(self, row: list[Token]) -> None:
         self.extend(row)
         self.write(row)
@@ -169,8 +147,7 @@ class SlowReFusion:
         size, options = self.options.slot_size, self.options
         row = [token for slot in self.remaining for token in self.placed(slot, [mask] * size)]
         logits = self.forward(row)
-        if not self.is_planned:
-            self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
+        self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
         drafts, certainties = {}, {}
         for i, slot in enumerate(self.remaining):
             own = logits[i * size : (i + 1) * size]
@@ -192,9 +169,8 @@ class SlowReFusion:
         size, num_cached, is_first = self.options.slot_size, 0, True
         self.num_completions += 1
         while not all(row.ends or row.num_accepted == size for row in rows):
-            open_before = [size - row.num_accepted for row in rows if not row.ends and row.num_accepted < size]
             forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
-            self.shapes += self.round_shapes(len(rows), size - num_cached, forwards, open_before, is_first)
+            self.shapes += [(len(rows), size - num_cached)] * forwards
             is_first = False
             for i, row in enumerate(rows):
                 places = range(num_cached, row.num_accepted)
@@ -207,19 +183,6 @@ class SlowReFusion:
             fewest = min(size if row.ends else row.num_accepted for row in rows) - num_cached
             num_cached += fewest if done else fewest - 1
         self.finish_completion(rows)
-
-    def round_shapes(
-        self, num_rows: int, length: int, forwards: int, num_open: list[int], is_first: bool
-    ) -> list[tuple[int, int]]:
-        if self.options.completion == "rows":
-            return [(num_rows, length)] * forwards
-        packed = num_rows * length
-        if self.options.infill != "mask" or self.options.completion == "packed":
-            return [(1, packed)] * forwards
-        assert self.options.completion == "ahead"
-        # One mask behind a prefix that lacks one, two behind one that lacks two, ...
-        num_masks = sum(sum(range(1, count)) for count in num_open)
-        return [(1, packed)] * is_first + [(1, packed + num_masks)]
 
     def mask_round(self, rows: list[Row]) -> int:
         mask = self.special.mask_token_id
@@ -259,10 +222,7 @@ class SlowReFusion:
         shared = set(range(len(self.context)))
         added = [self.placed(row.slot, row.tokens[: row.num_accepted]) for row in rows]
         if isinstance(self.options, RecomputeKV):
-            gone = [row.slot for row in rows]
-            ahead = self.ahead(gone, rows[-1].slot if rows[-1].ends else None)
-            self.shapes.append((1, sum(map(len, added)) + len(ahead) * self.options.slot_size))
-            self.is_planned = bool(ahead)
+            self.shapes.append((1, sum(map(len, added))))
             for tokens in added:
                 self.extend(tokens)
         else:

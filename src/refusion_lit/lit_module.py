@@ -58,6 +58,8 @@ class SlotDiffusionModule(L.LightningModule):
         final_lr_ratio: Learning rate at the end of the default schedule over its peak.
         seed: Seeds the initial weights and the training noise, which is a function of seed, epoch and sample alone.
         max_batch_size: Prompts that share a forward in decoding. Changes no token.
+        max_tokens_per_forward: Bound on the positions, padding included, that a call computes in decoding; prompts
+            that do not fit wait. ``null`` for none. Changes no token.
         allow_mismatch: Run decoders that the model was not trained for; tables mark them.
         record_forwards: Add ``forward_shapes`` to predictions.
         num_logged_samples: Decoded validation samples logged as text after each validation.
@@ -82,6 +84,7 @@ class SlotDiffusionModule(L.LightningModule):
         final_lr_ratio: float = 0.02,
         seed: int = 0,
         max_batch_size: int = 64,
+        max_tokens_per_forward: int | None = None,
         allow_mismatch: bool = False,
         record_forwards: bool = False,
         num_logged_samples: int = 4,
@@ -100,6 +103,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.final_lr_ratio = final_lr_ratio
         self.seed = seed
         self.max_batch_size = max_batch_size
+        self.max_tokens_per_forward = max_tokens_per_forward
         self.allow_mismatch = allow_mismatch
         self.record_forwards = record_forwards
         self.num_logged_samples = num_logged_samples
@@ -391,6 +395,7 @@ class SlotDiffusionModule(L.LightningModule):
                     batch.prompts,
                     self.sampling,
                     max_batch_size=self.max_batch_size,
+                    max_tokens_per_forward=self.max_tokens_per_forward,
                     detokenize=self._detokenize,
                     allow_mismatch=self.allow_mismatch,
                 )
@@ -481,6 +486,7 @@ class SlotDiffusionModule(L.LightningModule):
             "sampling": asdict(self.sampling),
             "max_batch_size": self.max_batch_size,
             "batch_size": self.batch_size,
+            "max_tokens_per_forward": self.max_tokens_per_forward,
             "decoders": options,
             "results": self.results,
             "mismatches": self.mismatches,

@@ -237,8 +237,14 @@ def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("sys.stdin", io.StringIO(plain))
     output = tmp_path / "out.jsonl"
     args = ["generate", f"--ckpt_path={checkpoint}", f"--prompts={'-' if source == 'stdin' else path}"]
-    args += [f"--output={output}", "--max_new_tokens=16", "--batch_size=2", "--record_forwards=true", "--seed=1"]
-    assert main([*args, "--dtype=float64", "--device=cpu"]) == 0
+    args += [
+        f"--output={output}",
+        "--max_new_tokens=16",
+        "--batch_size=2",
+        "--max_tokens_per_forward=90",
+        "--record_forwards=true",
+    ]
+    assert main([*args, "--seed=1", "--dtype=float64", "--device=cpu"]) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [list(line) for line in lines] == [list(KEYS)] * 2
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)

@@ -421,25 +421,28 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
         return 0  # accepted by the verification: all tokens, or a first one that ends
     # Each round accepts one more token of each slot, up to the end in the first slot.
     num_tokens = end + 1 if end is not None and end < size else size
-    num_rounds = num_tokens - 1
-    if decoder.infill != "mask":
-        num = num_rounds + 1  # whose first forward only proposes
-    elif decoder.completion == "auto":
-        num = num_rounds + num_forwards_of_proposals(decoder, chosen, num_rounds)
+    if decoder.infill == "autoregressive":
+        num = num_tokens  # the first forward only proposes
+    elif decoder.completion in ("reference", "packed"):
+        num = 2 * (num_tokens - 1)
     else:
-        num = num_rounds + (1 if decoder.completion == "ahead" else num_rounds)
+        num = ahead_forwards(decoder, chosen, end)
     return num + isinstance(decoder, RecomputeKV)
 
 
-def num_forwards_of_proposals(decoder: ReFusion, chosen: int, num_rounds: int) -> int:
-    """Return how many rounds of an ``auto`` completion propose by a forward of their own."""
-    size, num, is_proposed = decoder.slot_size, 0, False
-    for num_accepted in range(1, num_rounds + 1):
-        num += not is_proposed
-        num_open = size - num_accepted
-        fed = chosen * (size - max(num_accepted - 1, 0))
-        is_proposed = chosen * num_open * (num_open - 1) // 2 <= decoder.forward_cost + fed
-    return num
+def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
+    """Return a completion's forwards if verifications propose ahead where that is cheap enough."""
+    size, num, num_accepted, is_proposed = decoder.slot_size, 0, 1, False
+    while True:
+        is_over = end is not None and end // size < chosen and end % size < num_accepted
+        num_open = end // size if end is not None and is_over else chosen
+        if num_open == 0 or num_accepted == size:
+            return num
+        num += 2 - is_proposed
+        left = size - num_accepted
+        cost = num_open * left * (left - 1) // 2
+        is_proposed = decoder.completion == "single_forward" or cost <= decoder.forward_cost
+        num_accepted += 1
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:

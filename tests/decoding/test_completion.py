@@ -26,12 +26,12 @@ def completion_of(slots: list[tuple[list[int], int]]) -> Completion:
 @pytest.mark.parametrize(
     ("prefix", "scores", "num_accepted"),
     [
-        (1, [0.1, 0.1, 0.1], 2),  # one regardless
-        (1, [0.1, 0.9, 0.5], 3),  # then strictly above
-        (1, [0.1, 0.5, 0.9], 2),
-        (1, [0.1, 0.9, 0.9], 4),
-        (2, [0.0, 0.6], 4),
-        (3, [0.0], 4),
+        (1, [0.1, 0.1], 2),  # one regardless
+        (1, [0.9, 0.5], 3),  # then strictly above
+        (1, [0.5, 0.9], 2),
+        (1, [0.9, 0.9], 4),
+        (2, [0.6], 4),
+        (3, [], 4),
         (4, [], 4),
     ],
 )
@@ -69,7 +69,7 @@ def test_slots_behind_an_end_leave_and_the_ended_one_holds_nobody_up() -> None:
     assert not completion.is_done
     assert completion.num_cached == 2
     assert completion.tested(completion.slots[1]) == range(0)
-    completion.accept(completion.slots[0], [0.0], 0.5)
+    completion.accept(completion.slots[0], [], 0.5)
     completion.accept(completion.slots[1], [], 0.5)
     completion.close_round()
     assert completion.is_done
@@ -87,7 +87,7 @@ def test_kept_entries_lie_where_the_branches_wrote_them() -> None:
     completion = completion_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
     written = []
     for slot in completion.slots:
-        branch = completion.branch(completion.proposed(slot))
+        branch = completion.branch(slot, slot.tokens)
         assert branch.visible[0] == (0, CONTEXT)
         assert list(branch.positions) == [slot.start + i for i in range(SIZE)]
         written.append(list(range(branch.write_at, branch.write_at + SIZE)))
@@ -113,9 +113,9 @@ def drive(completion: Completion, *, by_masks: bool, tokens: list[list[int]], sc
 
 def test_masks_propose_and_a_second_forward_verifies() -> None:
     completion = completion_of([([5, 6, 7, 8], 2)])
-    last = drive(completion, by_masks=True, tokens=[[3, 4], []], scores=[[], [0.0, 0.75]])
+    last = drive(completion, by_masks=True, tokens=[[3, 4], []], scores=[[], [0.75]])
     assert list(last.branches[0].tokens) == [5, 6, 3, 4]
-    assert list(last.branches[0].score_at) == [(1, 3), (2, 4)]
+    assert list(last.branches[0].score_at) == [(2, 4)]
     assert completion.is_done
     assert completion.slots[0].tokens == [5, 6, 3, 4]
 

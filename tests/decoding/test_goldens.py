@@ -42,7 +42,7 @@ def test_text_and_forwards_are_the_reference_ones(name: str, setting: int, batch
         slot_threshold=options["slot_threshold"],
         token_threshold=options["token_threshold"],
         fused=fused,
-        completion="ahead" if fused else "rows",
+        completion="auto" if fused else "reference",
     )
     runs = [run for run in reference["runs"] if run["setting"] == setting]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]

@@ -123,6 +123,7 @@ class _Running:
     ratios: list[float] = field(default_factory=list)
     num_forwards_before: int = 0
     stopped_at: int | None = None
+    waits_since: int = 0
 
 
 def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
@@ -163,6 +164,7 @@ def decode(
     sampling: SamplingParams,
     *,
     max_batch_size: int = 1,
+    max_tokens_per_forward: int | None = None,
     callbacks: Sequence[GenerationCallback] = (),
     detokenize: Callable[[list[int]], str] | None = None,
     allow_mismatch: bool = False,
@@ -176,6 +178,9 @@ def decode(
         prompts: Any number of prompts of any lengths.
         sampling: How much to generate and how.
         max_batch_size: At most so many prompts share a forward; a finished one makes room for the next.
+        max_tokens_per_forward: At most so many positions, padding included, are computed in a call. Prompts that do
+            not fit wait for the next one, those first that have waited longest; one that is too large by itself
+            runs alone. ``None`` for no bound. Changes no token.
         callbacks: Told of tokens as they become final.
         detokenize: Turns tokens into text; needed for stop strings.
         allow_mismatch: Only warn where the model was trained for something else.
@@ -189,11 +194,17 @@ def decode(
         raise ValueError(
             f"max_batch_size: expected an integer of at least 1, got {max_batch_size}; set it to 1 or more."
         )
+    if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
+        raise ValueError(
+            f"max_tokens_per_forward: expected an integer of at least 1, or null, got {max_tokens_per_forward}; set it "
+            "to 1 or more."
+        )
     if sampling.stop and detokenize is None:
         raise ValueError("stop: stop strings need a tokenizer, got none; pass detokenize.")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
     decoder.check(sampling)
-    run = _Run(model, decoder, sampling, min(max_batch_size, max(len(prompts), 1)), callbacks, detokenize, trace)
+    num_rows = min(max_batch_size, max(len(prompts), 1))
+    run = _Run(model, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace)
     began = _now(model)
     rows = run.all(prompts)
     return DecodingOutput(
@@ -214,6 +225,7 @@ class _Run:
         decoder: Decoder,
         sampling: SamplingParams,
         num_rows: int,
+        max_tokens: int | None,
         callbacks: Sequence[GenerationCallback],
         detokenize: Callable[[list[int]], str] | None,
         trace: bool,
@@ -222,6 +234,8 @@ class _Run:
         self.callbacks, self.detokenize, self.trace = callbacks, detokenize, trace
         self.executor = Executor(model, num_rows)
         self.free = list(range(num_rows))
+        self.max_tokens = max_tokens
+        self.num_rounds = 0
 
     def all(self, prompts: Sequence[Prompt]) -> list[RowOutput]:
         """Decode everything, filling rows as they become free."""
@@ -234,7 +248,7 @@ class _Run:
             self._read_more(running)
             live = [row for row in running if row.request is not None]
             if live:
-                self._forward(live)
+                self._forward(live if self.max_tokens is None else self._fitting(live, self.max_tokens))
             still: list[_Running] = []
             for row in running:
                 if row.request is None:
@@ -249,7 +263,7 @@ class _Run:
             raise ValueError(f"prompt {prompt.id}: expected at least one token, got none; give it some text.")
         state = self.decoder.begin(prompt, self.sampling, self.model.special_tokens)
         row = self.free.pop(0)
-        running = _Running(index, row, state, self._steps(state), started=_now(self.model))
+        running = _Running(index, row, state, self._steps(state), started=_now(self.model), waits_since=self.num_rounds)
         running.request = next(running.steps, None)
         return running
 
@@ -276,13 +290,33 @@ class _Run:
             for row, reading in zip(asking, readings, strict=True):
                 self._advance(row, reading)
 
+    @staticmethod
+    def _fitting(live: list[_Running], max_tokens: int) -> list[_Running]:
+        """Return rows whose calls keep within the budget: the one that has waited longest, and what fits beside it.
+
+        Rows of other lengths would be padded, so that those of similar lengths fit best.
+        """
+        chosen: set[int] = set()
+        sizes: dict[bool, tuple[int, int]] = {}
+        for row in sorted(live, key=lambda row: (row.waits_since, row.state.num_forwards)):
+            forward = row.request
+            assert isinstance(forward, Forward)
+            num_rows, length = sizes.get(forward.cached, (0, 0))
+            trial = (num_rows + forward.shape[0], max(length, forward.shape[1]))
+            if trial[0] * trial[1] <= max_tokens or not chosen:
+                chosen.add(row.row)
+                sizes[forward.cached] = trial
+        return [row for row in live if row.row in chosen]
+
     def _forward(self, live: list[_Running]) -> None:
+        self.num_rounds += 1
         forwards: list[tuple[int, str, Forward]] = []
         for row in live:
             forward = row.request
             assert isinstance(forward, Forward)
             forwards.append((row.row, row.state.prompt.id, forward))
             row.state.num_forwards += 1
+            row.waits_since = self.num_rounds
             shape = forward.shape
             row.num_positions += sum(len(branch.tokens) for branch in forward.branches)
             row.shapes.append(shape)

@@ -150,29 +150,34 @@ class Executor:
     def _read_group(self, hidden: Tensor, places: list[_Place]) -> None:
         how = places[0].draw
         device = hidden.device
+        drafts, scored = ([p for p in places if (p.target is None) is drawn] for drawn in (True, False))
+        places = drafts + scored
         logits = self._logits(hidden, [place.hidden_index for place in places])
         if how.guidance is not None:
             unconditional = self._logits(hidden, [place.guided_by or 0 for place in places])
             logits = _finite(unconditional + (how.guidance + 1.0) * (logits - unconditional))
-        allowed = self._without(logits, how.forbidden)
-        keys = None
-        if how.sampling.temperature > 0:
-            keys = torch.tensor([place.noise_key for place in places], device=device)
-        drawn = draw(allowed, how.sampling, keys)
-        targets = torch.tensor([-1 if place.target is None else place.target for place in places], device=device)
-        tokens = torch.where(targets < 0, drawn.tokens, targets)
+        tokens = torch.tensor([place.target for place in scored], dtype=torch.long, device=device)
+        statistics: list[Tensor] = []
+        if drafts:  # where a token is given, none is drawn
+            keys = None
+            if how.sampling.temperature > 0:
+                keys = torch.tensor([place.noise_key for place in drafts], device=device)
+            drawn = draw(self._without(logits[: len(drafts)], how.forbidden), how.sampling, keys)
+            statistics = _statistics(how.statistics, drawn.filtered, drawn.tokens)
+            tokens = torch.cat([drawn.tokens, tokens])
         if how.confidence_forbidden:
             logits = logits.clone()
             logits[:, list(how.confidence_forbidden)] = -math.inf
         probability = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        columns = [tokens.double(), probability.double(), *_statistics(how.statistics, drawn.filtered, tokens)]
-        for place, values in zip(places, torch.stack(columns, -1).tolist(), strict=True):
+        found = torch.stack([tokens.double(), probability.double()], -1).tolist()
+        for place, (token, value) in zip(places, found, strict=True):
             if place.target is not None:
-                place.reading.scores.append(values[1])
+                place.reading.scores.append(value)
                 continue
-            place.reading.tokens.append(int(values[0]))
-            place.reading.probabilities.append(values[1])
-            for name, value in zip(how.statistics, values[2:], strict=True):
+            place.reading.tokens.append(int(token))
+            place.reading.probabilities.append(value)
+        for name, values in zip(how.statistics, statistics, strict=False):
+            for place, value in zip(drafts, values.tolist(), strict=True):
                 place.reading.statistics.setdefault(name, []).append(value)
 
     def _logits(self, hidden: Tensor, index: list[int]) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import ClassVar, Literal, get_args
+from math import inf, prod
+from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import (
     Decoder,
@@ -20,13 +20,7 @@ from refusion_lit.decoding.base import (
     require_positive,
     require_probability,
 )
-from refusion_lit.decoding.completion import (
-    Completion,
-    Layout,
-    OpenSlot,
-    complete_autoregressively,
-    complete_by_masks,
-)
+from refusion_lit.decoding.completion import Completion, OpenSlot, complete_autoregressively, complete_by_masks
 from refusion_lit.decoding.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -52,14 +46,12 @@ class ReFusion(Decoder):
         infill: How rejected rests are completed: by ``mask`` prediction (the paper), or ``autoregressive``.
         fused: Plan ahead behind the drafts of a verification: if they are accepted, as many as count, the next round
             needs no forward to plan. Exact: changes the number of forwards, never the text.
-        completion: How slots are completed; exact too. ``rows``: each slot is a row of a batch, and a round takes two
-            forwards. ``packed``: the same, with all slots in one row. ``ahead``: packed, and a verification also shows
-            the next round's masks behind every length that may be accepted, so that a round takes one forward and
-            up to K (K - 1) / 2 positions more a slot. ``auto``: ahead where ``forward_cost`` says that it pays.
-        forward_cost: Positions that cost as much as the fixed part of a forward: some tens on a CPU, hundreds or
-            more on a GPU, where a short forward only waits for the weights.
-
-    ``fused: false`` with ``completion: rows`` makes the released program's very forwards.
+        completion: Layout of ``mask`` completions, with the same text. ``reference``: a row a slot, two forwards a
+            round, as in the paper. ``packed``: one row without copies of the context or of what is cached.
+            ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
+            ``auto``: as long as that takes at most ``forward_cost`` positions. (``autoregressive`` has its own.)
+        forward_cost: What a forward costs besides its positions, in positions: a / b of a cost a + b * positions;
+            divide by the batch size. Larger on GPUs.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -75,7 +67,7 @@ class ReFusion(Decoder):
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
     fused: bool = True
-    completion: Layout = "auto"
+    completion: Literal["reference", "packed", "single_forward", "auto"] = "auto"
     forward_cost: int = 32
 
     def __post_init__(self) -> None:
@@ -86,9 +78,9 @@ class ReFusion(Decoder):
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, ("threshold", "top_k", "capped"))
+        require_choice("completion", self.completion, ("reference", "packed", "single_forward", "auto"))
+        require(self.forward_cost >= 0, "forward_cost", "an integer of at least 0", self.forward_cost, "use 32, say")
         require_choice("infill", self.infill, ("mask", "autoregressive"))
-        require_choice("completion", self.completion, get_args(Layout))
-        require(self.forward_cost >= 0, "forward_cost", "at least 0", self.forward_cost, "use 32, say")
         needs_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
         holds = self.k is not None and self.k >= 1 if needs_k else self.k is None
@@ -283,11 +275,13 @@ class ReFusion(Decoder):
     def _complete(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]) -> Steps:
         size = self.slot_size
         assert state.special_tokens.mask_token_id is not None
-        slots = []
+        slots, packed = [], self.completion != "reference" and self.infill == "mask"
         for index, (slot, draft) in enumerate(zip(chosen, drafts, strict=True)):
             own = passes[index * size : (index + 1) * size]
             prefix = own.index(False) if False in own else size
-            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix))
+            # The first slot has seen nothing but the context, so its entries are final.
+            cached = prefix if packed and index == 0 else 0
+            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix, num_cached=cached))
         completion = Completion(
             slots=slots,
             context_length=state.context_length,
@@ -295,8 +289,8 @@ class ReFusion(Decoder):
             mask_token_id=state.special_tokens.mask_token_id,
             eos_token_ids=state.special_tokens.eos_token_ids,
             sampling=state.sampling,
-            layout=self.completion,
-            forward_cost=self.forward_cost,
+            packed=packed,
+            max_ahead={"single_forward": inf, "auto": self.forward_cost}.get(self.completion, 0),
         )
         complete = complete_by_masks if self.infill == "mask" else complete_autoregressively
         yield from complete(completion, self.token_threshold, state.num_forwards)
