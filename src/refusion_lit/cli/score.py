@@ -49,6 +49,8 @@ def run(args: list[str]) -> int:
         raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
     if output.resolve() == source.resolve():
         raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
+    if not output.parent.is_dir():
+        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
     task = options.task
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from refusion_lit.modeling.attention import order_mask
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise, stable_key
+
+Likelihood = Literal["autoregressive", "monte_carlo_masked"]
+
+
+def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = False) -> None:
+    """Refuse an estimate that a model cannot give or was not trained for.
+
+    Args:
+        backbone: The model.
+        likelihood: Name of the estimate.
+        allow_mismatch: Only warn, where the model was trained for other predictions.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    if likelihood == "autoregressive" and backbone.traits.attention != "causal":
+        raise ValueError(
+            f"likelihood: 'autoregressive' expects a causal model, got one that attends {backbone.traits.attention}; "
+            "use monte_carlo_masked."
+        )
+    if likelihood == "monte_carlo_masked" and backbone.special_tokens.mask_token_id is None:
+        raise ValueError("likelihood: 'monte_carlo_masked' expects a model with a mask token; use autoregressive.")
+    trained = backbone.traits.predictions
+    needed = {"next_token"} if likelihood == "autoregressive" else {"mask", "mask_shifted"}
+    if trained is None or needed & set(trained):
+        return
+    reason = (
+        f"likelihood: {likelihood!r} expects a model trained for {' or '.join(sorted(needed))}, got one trained for "
+    )
+    reason += ", ".join(trained) or "nothing"
+    if not allow_mismatch:
+        raise ValueError(f"{reason}; use the other estimate, or set allow_mismatch: true to have it all the same.")
+    warnings.warn(reason, stacklevel=2)
 
 
 @torch.no_grad()
@@ -37,7 +72,8 @@ def monte_carlo_masked(
 
     Each draw masks ``l`` of the ``n`` tokens, ``l`` uniform in 1 to ``n``, and adds ``n / l`` times the log-probability
     of what is masked. Draws are a function of seed and text. A causal model sees the known tokens first, in sequence
-    order, as in its training; their positions say where they belong.
+    order, as in its training; their positions say where they belong. Masks fall on single tokens also where training
+    masked whole slots.
 
     Args:
         backbone: A model that predicts its masks.

@@ -13,13 +13,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import TextModel, check_context, load
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.evaluation import likelihood
+from refusion_lit.evaluation.likelihood import Likelihood
+from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import SamplingParams
 
-Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
 
@@ -32,12 +33,19 @@ class RefusionLitModel(LM):
         likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
             token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
         num_draws: States drawn for ``monte_carlo_masked``.
-        batch_size: Prompts that share a forward. Changes no token.
+        batch_size: Prompts (or drawn states) that share a forward. Changes no token.
         max_gen_toks: Tokens a response at most, where the task does not say.
         seed: Seeds sampling and the draws.
         device: Where the model is put, for example ``cuda:0``.
         dtype: Type of the weights.
-        allow_mismatch: Only warn where the model was not trained for the decoder.
+        allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
+        attention: Attention pattern of a directory that does not name its own.
+        block_size: Tokens a block, with ``block_causal``.
+        revision: Pinned revision of a hub id.
+        trust_remote_code: Let the source run its own Python code on this machine.
+
+    Raises:
+        ValueError: If an option is unknown or impossible, or the model cannot be loaded.
     """
 
     def __init__(
@@ -52,6 +60,10 @@ class RefusionLitModel(LM):
         device: str | None = None,
         dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
         allow_mismatch: bool = False,
+        attention: Literal["causal", "bidirectional", "block_causal"] | None = None,
+        block_size: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         **unused: object,
     ) -> None:
         super().__init__()
@@ -64,36 +76,55 @@ class RefusionLitModel(LM):
             raise ValueError(
                 f"batch_size, num_draws: expected integers of at least 1, got {batch_size!r}, {num_draws}; change them."
             )
-        is_loaded = isinstance(pretrained, TextModel)
-        self.model = pretrained if is_loaded else load(pretrained, dtype=dtype, device=device)
+        if decoder is not None and not isinstance(decoder, Decoder):
+            raise ValueError(f"decoder: expected an object such as ReFusion(slot_size=8), got {decoder!r}; make one.")
+        if isinstance(pretrained, TextModel):
+            self.model = pretrained
+        else:
+            overrides = BackboneConfig(source=str(pretrained), attention=attention, block_size=block_size)
+            self.model = load(
+                pretrained,
+                dtype=dtype,
+                device=device,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                overrides=overrides,
+            )
         self.decoder = decoder or ReFusion()
         self.likelihood: Likelihood = likelihood
         self.num_draws, self.batch_size, self.max_gen_toks = num_draws, int(batch_size), max_gen_toks
         self.seed, self.allow_mismatch = seed, allow_mismatch
         self._has_template = False
-        self._totals: Counter[str] = Counter()
-        self._seconds = 0.0
+        self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Answer prompts; those with the same options share forwards."""
-        groups: defaultdict[SamplingParams, list[int]] = defaultdict(list)
+        """Answer prompts; those of a task with the same options share forwards.
+
+        Raises:
+            ValueError: If an option cannot be honoured or a prompt is too long; before anything is decoded.
+        """
+        groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
+        prompts, names, answers = [], _names(requests), [""] * len(requests)
         for index, request in enumerate(requests):
-            groups[self._sampling(request.args[1])].append(index)
-        names, answers = _names(requests), [""] * len(requests)
-        for sampling, indices in groups.items():
+            self.decoder.check(sampling := self._sampling(request.args[1]))
+            prompts.append(self._encode(request.args[0]))
+            check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
+            groups[_task(request), sampling].append(index)
+        for (task, sampling), indices in groups.items():
             started = time.perf_counter()
             found = self.model.generate_ids(
-                [self._encode(requests[i].args[0]) for i in indices],
+                [prompts[i] for i in indices],
                 decoder=self.decoder,
                 sampling=sampling,
                 batch_size=self.batch_size,
                 ids=[names[i] for i in indices],
                 allow_mismatch=self.allow_mismatch,
             )
-            self._seconds += time.perf_counter() - started
+            self._seconds[task] += time.perf_counter() - started
             for index, generation in zip(indices, found, strict=True):
                 answers[index] = generation.text
-                self._totals += Counter(
+                self._totals[task].update(
                     num_prompts=1, num_tokens=generation.num_tokens, num_forwards=generation.num_forwards
                 )
                 self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
@@ -142,14 +173,16 @@ class RefusionLitModel(LM):
         """Name of the tokenizer, under which the harness caches rendered requests."""
         return str(self.model.tokenizer.name_or_path).replace("/", "__")
 
-    def throughput(self) -> dict[str, float]:
-        """Return totals and ratios of totals over all generated responses so far."""
-        tokens, forwards = self._totals["num_tokens"], self._totals["num_forwards"]
+    def throughput(self) -> dict[str, dict[str, float]]:
+        """Return, for each task that generated, totals over its responses so far and ratios of these totals."""
         return {
-            **{name: self._totals[name] for name in ("num_prompts", "num_tokens", "num_forwards")},
-            "seconds": self._seconds,
-            "tokens_per_forward": tokens / forwards if forwards else 0.0,
-            "tokens_per_second": tokens / self._seconds if self._seconds else 0.0,
+            task: {
+                **totals,
+                "seconds": self._seconds[task],
+                "tokens_per_forward": totals["num_tokens"] / totals["num_forwards"],
+                "tokens_per_second": totals["num_tokens"] / self._seconds[task],
+            }
+            for task, totals in self._totals.items()
         }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
@@ -162,7 +195,8 @@ class RefusionLitModel(LM):
             )
         return SamplingParams(
             max_new_tokens=values["max_gen_toks"],
-            temperature=values.get("temperature", 0.0),
+            # Asked to sample and told nothing more, as transformers does.
+            temperature=values.get("temperature", 1.0 if values["do_sample"] else 0.0),
             top_p=values.get("top_p", 1.0),
             top_k=values.get("top_k") or None,
             seed=values.get("seed", self.seed),
@@ -180,15 +214,10 @@ class RefusionLitModel(LM):
             return 0.0, True
         backbone = self.model.backbone
         known = list(context) or [backbone.special_tokens.eos_token_ids[0]]
+        check_context(backbone, {"of loglikelihood": len(known) + len(text)}, 0)
+        likelihood.check(backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
         if self.likelihood == "autoregressive":
-            if backbone.traits.attention != "causal":
-                raise ValueError(
-                    f"likelihood: 'autoregressive' expects a causal model, got one that attends "
-                    f"{backbone.traits.attention}; use likelihood=monte_carlo_masked."
-                )
             return likelihood.autoregressive(backbone, known, text)
-        if backbone.special_tokens.mask_token_id is None:
-            raise ValueError("likelihood: 'monte_carlo_masked' expects a model with a mask token; use autoregressive.")
         return likelihood.monte_carlo_masked(
             backbone, known, text, num_draws=self.num_draws, batch_size=self.batch_size, seed=self.seed
         )
@@ -206,12 +235,19 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
         options: What ``lm_eval.simple_evaluate`` takes besides.
 
     Returns:
-        The harness's results with a further entry ``throughput`` (see :meth:`RefusionLitModel.throughput`).
+        The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and in ``refusion_lit``
+        the decoder and the name of the estimate of likelihoods.
     """
+    model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
     assert results is not None
-    likelihoods = {"likelihood": model.likelihood, "num_draws": model.num_draws}
-    return {**results, "throughput": model.throughput(), "refusion_lit": likelihoods}
+    settings = {
+        "decoder": repr(model.decoder),
+        "batch_size": model.batch_size,
+        "likelihood": model.likelihood,
+        "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,
+    }
+    return {**results, "throughput": model.throughput(), "refusion_lit": settings}
 
 
 def _names(requests: Sequence[Any]) -> list[str]:
@@ -219,7 +255,11 @@ def _names(requests: Sequence[Any]) -> list[str]:
     seen: Counter[str] = Counter()
     names = []
     for request in requests:
-        name = f"{request.task_name}/{request.doc_id}"
+        name = f"{_task(request)}/{request.doc_id}"
         names.append(f"{name}#{seen[name]}")
         seen[name] += 1
     return names
+
+
+def _task(request: Any) -> str:  # noqa: ANN401 - the harness's requests are not typed
+    return str(request.task_name)
