@@ -21,7 +21,7 @@ def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, "-e", ".[dev]")
+    install(session, "-e", ".[dev,eval]")
     session.run("pytest", *session.posargs, env=ENVIRONMENT)
 
 
@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types."""
-    install(session, "-e", ".[dev]")
+    install(session, "-e", ".[dev,eval]")
     session.run("pyright")
 
 

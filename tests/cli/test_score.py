@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
+from refusion_lit.reports import read_runs
 from refusion_lit.sandbox import Sandbox
-from tasks.test_code import HUMANEVAL
+from tasks.test_code import HUMANEVAL, runs_code
 
 
 def _lines(path: Path, rows: list[dict[str, object]]) -> str:
@@ -48,7 +50,9 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong = {name: ["score", _lines(tmp_path / f"{name}.jsonl", lines), *gsm8k[2:]] for name, lines in rows.items()}
     wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
     wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
+    wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
     messages = {
+        "folder": "output: expected a file in a folder that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1' 2 times",
         "unknown": "1 of 1 ids",
         "fields": "fields.jsonl:1: expected an object with texts 'id' and 'response'",
@@ -94,3 +98,27 @@ def test_weak_isolation_is_refused(
     arguments = ["score", predictions, "--task=HumanEval", f"--task.files={data}", "--allow_code_execution"]
     assert main(arguments) == 2
     assert "minimum_isolation: expected at least 'full', got limits" in capsys.readouterr().err
+
+
+@runs_code
+def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [{**HUMANEVAL, "prompt": f"12+3{i}", "task_id": f"HumanEval/{i}"} for i in range(2)]
+    task = ["HumanEval", f"files={_lines(tmp_path / 'h.jsonl', problems)}"]
+    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+    arguments = ["test", "--config", QUICKSTART, f"--ckpt_path={model}", f"--data.task={task[0]}",
+                 f"--data.task.{task[1]}", "--model.sampling.max_new_tokens=16", "--num_threads=1",
+                 "--trainer.enable_progress_bar=false", f"--runs_dir={tmp_path}"]  # fmt: skip
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count("HumanEval: programs are not run without allow_code_execution") == 1
+    run = tmp_path / "quickstart" / "version_0"
+    file = run / "predictions_refusion.jsonl"
+    predictions = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["score"] for line in predictions] == [None, None]
+    predictions[0]["response"] = "def quarter(x):\n    return x / 4"  # the model knows no Python
+    _lines(file, predictions)
+    scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
+    assert main(scored) == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == 0.5
+    collection = read_runs([run])
+    assert [p.score for p in collection.rows[0].predictions.values()] == [1.0, 0.0]
+    assert any("predictions_refusion.scored.jsonl" in note for note in collection.notes)

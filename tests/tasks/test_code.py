@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmark_data import benchmark_file
 from refusion_lit.sandbox import Sandbox
 from refusion_lit.tasks import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.code import code_of, pass_at_k, problem_of
+from tasks.test_files import Hub
 
 HUMANEVAL = {
     "task_id": "HumanEval/900",
@@ -173,3 +175,16 @@ def test_a_sample_of_the_canonical_solutions_passes(cls: type[CodeTask], name: s
     for example in Random(0).sample(examples, 12):
         assert task.run(example, example.response).passed, example.id
         assert not task.run(example, "def nothing():\n    pass\n").passed, example.id
+
+
+def test_problems_from_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"dataset": "some/rows", "dataset_name": "main", "dataset_revision": "abc"}
+    splits = {"train": [{**MBPP, "task_id": 601}], "prompt": [{**MBPP, "task_id": 1}], "test": [MBPP]}
+    hubs = (Mbpp, splits, "MBPP/11"), (HumanEval, {"test": [HUMANEVAL]}, "HumanEval/900")
+    for cls, content, identity in hubs:
+        hub = Hub("datasets")
+        hub.splits = content  # type: ignore[misc]
+        monkeypatch.setitem(sys.modules, "datasets", hub)
+        task = cls(**source)
+        assert [e.id for e in task.examples("test")] == [identity]
+        assert len(task.examples("train")) == len(content) - 1

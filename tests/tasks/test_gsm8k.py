@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from benchmark_data import benchmark_file
 from refusion_lit.tasks import Gsm8k
 from refusion_lit.tasks.gsm8k import answer
 from refusion_lit.types import Example
+from tasks.test_files import Hub
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,12 @@ def test_references_of_the_published_files_are_numbers_and_right() -> None:
         assert answer(example.response) == Fraction(shown.replace(",", ""))
         assert task.score(example, example.response) == 1
         assert task.score(example, f"\\boxed{{{shown}}}") == 1
+
+
+def test_the_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub("datasets")
+    hub.splits = {"train": [{"question": "q", "answer": "#### 1"}], "test": [{"question": "r", "answer": "#### 2"}]}  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    task = Gsm8k(dataset="some/rows", dataset_name="main", dataset_revision="abc", validation_fraction=0.0)
+    assert [(e.query, task.score(e, "\\boxed{2.0}")) for e in task.examples("test")] == [("r", 1.0)]
+    assert [e.query for e in task.examples("train")] == ["q"]

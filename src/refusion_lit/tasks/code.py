@@ -83,7 +83,10 @@ class CodeTask(Task):
 
     def score(self, example: Example, response: str) -> float | None:
         """Return 1 if the response's program passes the tests, else 0; ``None`` where running it is not allowed."""
-        return float(self.run(example, response).passed) if self.allow_code_execution else None
+        if self.allow_code_execution:
+            return float(self.run(example, response).passed)
+        _ = self._said_unscored
+        return None
 
     def run(self, example: Example, response: str) -> Outcome:
         """Run a response's program with its problem's tests.
@@ -104,6 +107,15 @@ class CodeTask(Task):
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.isolation.describe()}\n")
         return sandbox
+
+    @cached_property
+    def _said_unscored(self) -> bool:
+        """Say once that scores are missing."""
+        sys.stderr.write(
+            f"{type(self).__name__}: programs are not run without allow_code_execution; scores are missing (0 in "
+            "tables) until `refusion-lit score` gives them.\n"
+        )
+        return True
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
