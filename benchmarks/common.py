@@ -143,20 +143,13 @@ def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:
     return [Prompt(token_ids=tuple(rng.randrange(3, 128) for _ in range(length)), id=str(i)) for i in range(number)]
 
 
-def processor() -> str | None:
-    """Return the processor's name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-
-
 def write(
     name: str, config: Mapping[str, Any], results: Mapping[str, Any], *, output: str | None, seconds: float, seed: int
 ) -> None:
     """Write a result with all that it depends on."""
     module = Path(sys.argv[0]).stem
     described = environment(seed, ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
-    described["hardware"] |= {"processor": processor(), "num_threads": torch.get_num_threads()}
+    described["hardware"]["num_threads"] = torch.get_num_threads()
     path = Path(output) if output else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}

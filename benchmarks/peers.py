@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ Variants = dict[str, dict[str, Any]]
 
 
 def default_variants() -> Variants:
-    """Return ReFusion with and without fused forwards."""
-    if "fused" not in {option.name for option in fields(ReFusion)}:
-        return {"refusion": {}}
-    return {"fused": {"fused": True}, "unfused": {"fused": False}}
+    """Return ReFusion as it decodes by default, and with the forwards that the paper counts."""
+    return {"refusion": {}, "reference forwards": {"fused": False, "completion": "reference"}}
 
 
 def replayed(model: Backbone, replay: Replay | None) -> LanguageModel:

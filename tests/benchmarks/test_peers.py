@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from typing import Any
 
 import pytest
 from benchmarks.common import golden_model, golden_runs, random_model, random_prompts
@@ -12,7 +12,7 @@ from benchmarks.replay import ALL_ACCEPTED, WITH_COMPLETIONS, Replay, ReplayedMo
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.types import SamplingParams
 
-UNFUSED = {"fused": False} if "fused" in {option.name for option in fields(ReFusion)} else {}
+REFERENCE: dict[str, Any] = {"fused": False, "completion": "reference"}
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300,
@@ -49,7 +49,7 @@ def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_bl
     assert mask is not None
     replay = Replay(schedule, 5, mask)
     text = [3 + (5 + place) % 125 for place in range(128)]
-    options = ReFusion(num_serial_blocks=num_serial_blocks, **UNFUSED)
+    options = ReFusion(num_serial_blocks=num_serial_blocks, **REFERENCE)
     output = decode(
         ReplayedModel(model, replay),
         options,

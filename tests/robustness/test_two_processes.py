@@ -71,7 +71,12 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
         assert _without_times(_lines(both / name)) == _without_times(_lines(alone / name))
         assert len(_lines(both / name)) == num
         one, two = (values[decoder] for values in results)
-        of_calls = {"num_calls", "tokens_per_call"}  # which a batch shares, and two processes have other batches
+        of_calls = {
+            "num_calls",
+            "tokens_per_call",
+            "num_batches",
+            "calls_per_batch",
+        }  # which a batch shares, and two processes have other batches
         of_time = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
         for figure in one.keys() - of_calls - of_time:
             assert two[figure] == pytest.approx(one[figure], rel=1e-12), figure
