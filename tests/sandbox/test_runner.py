@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,20 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert Sandbox(limits=QUICK, minimum="limits").run("open('a', 'w').write('b')", "").passed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_children_are_killed_with_their_group_where_they_can_be_started(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    program = (
+        f"import os, time\nif not (child := os.fork()):\n    time.sleep(60)\nopen({str(file)!r}, 'w').write(str(child))"
+    )
+    limits = replace(QUICK, num_processes=4096)  # counted over all of the user's where there is no namespace
+    assert Sandbox(limits=limits, layers=(), minimum="limits").run(program, "").passed
+    status = Path("/proc") / file.read_text() / "stat"
+    deadline = time.monotonic() + 10
+    while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child outlived its program"
+        time.sleep(0.01)
 
 
 def test_too_weak_isolation_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ class Limits:
     """What one run may use.
 
     Attributes:
-        seconds: Wall-clock time from the start of the program, above 0.
+        seconds: Wall-clock time from the start of the program, above 0; well above ``cpu_seconds``, so that a busy
+            machine scores as an idle one.
         cpu_seconds: Processor time, start of the interpreter included, at least 1.
         memory_mb: Address space in MiB, at least 64.
         file_mb: Size of a file in MiB, at least 0.
@@ -37,7 +38,7 @@ class Limits:
             count a user namespace by itself).
     """
 
-    seconds: float = 10.0
+    seconds: float = 60.0
     cpu_seconds: int = 10
     memory_mb: int = 512
     file_mb: int = 16
