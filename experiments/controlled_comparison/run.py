@@ -3,7 +3,7 @@
 usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--only NAME ...]
 
 All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
-batches of each objective, counts the positions that the model computes for it, and sets the number of steps accordingly.
+batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
 """
 
 from __future__ import annotations
