@@ -74,8 +74,8 @@ def reproduce(session: nox.Session) -> None:
     if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():
         known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
         session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")
-    install(session, ".", "matplotlib")
     folder = Path("experiments") / session.posargs[0]
+    install(session, ".[eval]" if folder.name == "main_results" else ".", "matplotlib")
     output = Path("runs") / "reproduce" / folder.name
     session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
 

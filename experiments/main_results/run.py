@@ -1,8 +1,9 @@
-"""Run benchmarks through the lm-evaluation-harness and put the figures beside the published ones.
+"""Run benchmarks and put the figures beside the published ones.
 
 usage: python experiments/main_results/run.py SETTINGS.yaml --ckpt_path MODEL --output FOLDER
 
-Each benchmark is a ``refusion-lit evaluate`` of its own; one whose result lies in FOLDER is not run again. Writes
+A benchmark is a ``refusion-lit evaluate`` of its own (the lm-evaluation-harness), or, where programs are scored, a
+``refusion-lit test`` of one of this project's tasks. One whose result lies in FOLDER is not run again. Writes
 ``results.json`` and ``table.md`` there.
 """
 
@@ -21,19 +22,46 @@ import yaml
 from refusion_lit.cli.environment import environment
 
 HERE = Path(__file__).parent
+CLI = [sys.executable, "-m", "refusion_lit.cli"]
 
 
-def command(options: Mapping[str, Any], decoder: Mapping[str, Any], checkpoint: str, output: Path) -> list[str]:
-    """Return the command that evaluates one benchmark."""
-    result = [sys.executable, "-m", "refusion_lit.cli", "evaluate", f"--ckpt_path={checkpoint}", f"--output={output}"]
-    result += ["--decoder=ReFusion", *(f"--decoder.{name}={value}" for name, value in decoder.items())]
-    return [*result, *(f"--{k}={json.dumps(v) if isinstance(v, (list, dict)) else v}" for k, v in options.items())]
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return values as options of the command line."""
+    return [f"--{k}={json.dumps(v) if isinstance(v, (list, dict, bool)) else v}" for k, v in values.items()]
 
 
-def score(result: Mapping[str, Any]) -> float:
-    """Return the first metric of a benchmark in percent: the harness lists a task's main metric first."""
-    values = next(iter(result["results"].values()))
-    return 100 * next(v for k, v in values.items() if "," in k and "stderr" not in k and isinstance(v, (int, float)))
+def by_harness(values: Mapping[str, Any], common: Mapping[str, Any], checkpoint: str, target: Path) -> dict[str, Any]:
+    """Evaluate one benchmark with the harness, which lists a task's main metric first."""
+    settings = {**common, "tasks": values["tasks"], "ckpt_path": checkpoint, "output": str(target)}
+    decoder = ["--decoder=ReFusion", *options({f"decoder.{k}": v for k, v in values["decoder"].items()})]
+    subprocess.run([*CLI, "evaluate", *options(settings), *decoder], check=True)
+    found = json.loads(target.read_text(encoding="utf-8"))
+    (task,) = values["tasks"]
+    metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
+    metric, score = next(iter(metrics.items()))
+    throughput = found["throughput"]
+    # A group of tasks (MATH, MMLU-Pro) has a figure a member.
+    tokens, seconds = (sum(member[name] for member in throughput.values()) for name in ("num_tokens", "seconds"))
+    forwards = sum(member["num_forwards"] for member in throughput.values())
+    return {
+        "score": score,
+        "metric": f"{task}: {metric}",
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_forward": tokens / forwards,
+    }
+
+
+def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str) -> dict[str, Any]:
+    """Decode and score one of this project's tasks; programs run in the sandbox."""
+    decoder = {f"model.decoders.refusion.init_args.{k}": v for k, v in values["decoder"].items()}
+    settings = {"ckpt_path": checkpoint, "runs_dir": output, "run_name": name, "run_version": "test"}
+    base = [f"--config={HERE.parent / 'base_full.yaml'}", "--model.decoders.refusion=ReFusion"]
+    native = {"data.task.allow_code_execution": True, **values["native"]}
+    task = {key: native.pop(key) for key in ("data.task",)}
+    subprocess.run([*CLI, "test", *base, *options({**settings, **task, **native, **decoder})], check=True)
+    found = json.loads((output / name / "test" / "results.json").read_text(encoding="utf-8"))["results"]["refusion"]
+    kept = ("score", "tokens_per_second", "tokens_per_forward")
+    return {"metric": f"{values['native']['data.task']}: pass@1", **{key: found[key] for key in kept}}
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -51,9 +79,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _cell(result: Mapping[str, Any] | None) -> str:
-    if result is None:
-        return ""
-    return f"{score(result):.2f} / {result['throughput']['tokens_per_second']:.2f}"
+    return f"{100 * result['score']:.2f} / {result['tokens_per_second']:.2f}" if result else ""
 
 
 def main() -> None:
@@ -67,11 +93,15 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, values in settings["benchmarks"].items():
-        target = args.output / f"{name.replace(' ', '_')}.json"
-        options = {**settings["common"], **{k: v for k, v in values.items() if k != "decoder"}}
-        if not target.exists():
-            subprocess.run(command(options, values["decoder"], args.ckpt_path, target), check=True)
-        found[name] = json.loads(target.read_text(encoding="utf-8"))
+        plain = name.replace(" ", "_")
+        done = args.output / f"{plain}.done.json"
+        if not done.exists():
+            if "native" in values:
+                result = by_test(values, args.ckpt_path, args.output, plain)
+            else:
+                result = by_harness(values, settings["common"], args.ckpt_path, args.output / f"{plain}.json")
+            done.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        found[name] = json.loads(done.read_text(encoding="utf-8"))
     summary = {"settings": settings, "results": found, "environment": environment(0, sys.argv)}
     (args.output / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (args.output / "table.md").write_text(table(found), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from jsonargparse import Namespace
 
@@ -25,6 +25,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
     parser.add_argument("--limit", type=int | None, default=None, help="only the first so many documents of a task")
+    parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
+                        help="generation options over the tasks' own, for example {max_gen_toks: 512}")  # fmt: skip
     parser.add_argument("--apply_chat_template", type=bool, default=False, help="prompts as turns of a chat")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and draws")
     add_loading_options(parser)
@@ -64,6 +66,7 @@ def run(args: list[str]) -> int:
         task_manager=manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
+        gen_kwargs=options.gen_kwargs or None,
         apply_chat_template=options.apply_chat_template,
     )
     kept = {name: results[name] for name in ("results", "n-samples", "throughput", "refusion_lit")}
