@@ -27,7 +27,8 @@ STYLES = {
 
 def points(runs: list[dict[str, Any]], task: str, objective: str) -> dict[str, tuple[float, float, list[float]]]:
     """Return for each decoder tokens a forward and score, means over seeds, and the seeds' scores."""
-    chosen = [run["results"] for run in runs if (run["task"], run["objective"]) == (task, objective)]
+    same = [run for run in runs if run["budget_factor"] == 1]
+    chosen = [run["results"] for run in same if (run["task"], run["objective"]) == (task, objective)]
     if not chosen:
         return {}
     return {
@@ -61,6 +62,13 @@ def main() -> None:
             for name, (x, y, scores) in found.items():
                 seeds = ", ".join(f"{score:.3f}" for score in scores)
                 lines.append(f"| {task} | {objective} | `{name}` | {y:.3f} | {seeds} | {x:.2f} |")
+        for run in runs:
+            if run["task"] == task and run["budget_factor"] != 1:
+                for name, values in run["results"].items():
+                    lines.append(
+                        f"| {task} | {run['objective']}, {run['budget_factor']:g} times the budget | `{name}` | "
+                        f"{values['score']:.3f} | {values['score']:.3f} | {values['tokens_per_forward']:.2f} |"
+                    )
         seeds = sorted({run["seed"] for run in runs if run["task"] == task})
         axis.set_title(f"{task} (seeds {', '.join(map(str, seeds))})")
         axis.set_xscale("log", base=2)

@@ -22,6 +22,8 @@ import yaml
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
+EXTRA = (("sheet", "block", 0, 2.0),)
+"""Runs outside the equal budget, by its factor: block diffusion with as many samples as the others, not positions."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
@@ -62,16 +64,16 @@ def command(*args: str) -> None:
     subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args, "--num_threads", "1"], check=True, env=environment)
 
 
-def one_run(task: str, objective: str, seed: int, work: Path) -> None:
+def one_run(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> None:
     """Train and test one objective; its result appears in ``work`` when all is done."""
-    name = f"{task}_{objective}_seed{seed}"
+    name = f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
     target = work / f"{name}.json"
     if target.exists():
         print(f"{name}: done", flush=True)
         return
     shared = options(task, objective, seed)
     positions = positions_a_step(shared)
-    steps = round(BUDGETS[task] / positions)
+    steps = round(factor * BUDGETS[task] / positions)
     places = ["--runs_dir", str(work / "runs"), "--run_name", name]
     fit, test = work / "runs" / name / "fit", work / "runs" / name / "test"
     trained = fit / "trained.json"  # written last: a training that was killed starts anew
@@ -86,7 +88,8 @@ def one_run(task: str, objective: str, seed: int, work: Path) -> None:
     command("test", *shared, *places, "--run_version", "test", "--ckpt_path", str(fit / "checkpoints" / "last.ckpt"))
     results = json.loads((test / "results.json").read_text())
     record = {
-        "task": task, "objective": objective, "seed": seed, "num_steps": steps, "positions_per_step": positions,
+        "task": task, "objective": objective, "seed": seed, "budget_factor": factor,
+        "num_steps": steps, "positions_per_step": positions,
         "num_positions": steps * positions, **json.loads(trained.read_text()),
         "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
         "environment": json.loads((fit / "environment.json").read_text()),
@@ -106,7 +109,10 @@ def main() -> None:
     for task, seed in PLAN:
         for objective in args.only or OBJECTIVES:
             one_run(task, objective, seed, args.work_dir)
-    records = [json.loads(path.read_text()) for path in sorted(args.work_dir.glob("*_seed*.json"))]
+    for task, objective, seed, factor in EXTRA:
+        if objective in (args.only or OBJECTIVES):
+            one_run(task, objective, seed, args.work_dir, factor)
+    records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
     text = json.dumps({"budgets": BUDGETS, "runs": records}, indent=1)
     (HERE / "results.json").write_text(text + "\n", encoding="utf-8")
 
