@@ -1,6 +1,6 @@
 """Train and decode every run of the comparison, one at a time; finished runs are skipped, so it can be killed.
 
-usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--only NAME ...]
+usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--output FILE] [--only NAME ...]
 
 All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
 batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
@@ -103,6 +103,7 @@ def main() -> None:
     """Run what is missing, and gather everything into results.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
+    parser.add_argument("--output", type=Path, default=HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,10 @@ def main() -> None:
         if objective in (args.only or OBJECTIVES):
             one_run(task, objective, seed, args.work_dir, factor)
     records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
+    for record in records:
+        record["environment"].pop("command", None)  # it says where things lay on that machine
     text = json.dumps({"budgets": BUDGETS, "runs": records}, indent=1)
-    (HERE / "results.json").write_text(text + "\n", encoding="utf-8")
+    args.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
