@@ -14,7 +14,7 @@ from typing import Any
 LOCAL = {"folder", "error", "point", "seconds"}
 
 
-def value(text: str) -> Any:  # noqa: ANN401 - a cell
+def value(text: str) -> Any:
     """Return a cell as what it was: numbers as numbers, the name of a checkpoint as that of its run."""
     if text.endswith(".ckpt"):
         return Path(text).parents[2].name
