@@ -111,7 +111,7 @@ class DecodingMetrics(Metric):
         return {name: getattr(self, name).tolist() for name in self._defaults}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`snapshot`; a process that does so is cold, so that it has batches of its own to warm up."""
+        """Go on from a :meth:`snapshot`; this process is cold and has batches of its own to warm up."""
         self._num_to_warm_up = self.warm_up
         for name, values in snapshot.items():
             state = getattr(self, name)
