@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from refusion_lit.api import TextModel, check_context
 from refusion_lit.bundle import BUNDLE_KEY, Bundle, check_weights, describe
 from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.decoding.engine import check_model
-from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.sharding import gather, shard
@@ -27,14 +25,15 @@ from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
-from refusion_lit.predictions import PredictionsFile
 from refusion_lit.reports.tables import decoder_table
-from refusion_lit.schedule import warmup_cosine
-from refusion_lit.stages.evaluation import Answerer, DecoderRun, described
+from refusion_lit.schedule import parameter_groups, warmup_cosine
+from refusion_lit.stages.evaluation import Answerer, Evaluation, check_decoder_name, described
 from refusion_lit.stages.results import write_page, write_results
 from refusion_lit.stages.training import TrainingProgress
 from refusion_lit.stages.validation import ValidationLoss, corrupt_evenly, samples_as_text, text_writers
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
+
+__all__ = ["SlotDiffusionModule", "check_decoder_name", "parameter_groups"]
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 
@@ -110,7 +109,7 @@ class SlotDiffusionModule(L.LightningModule):
         # What a run remembers; made anew for each.
         self._progress = TrainingProgress()
         self._validation: ValidationLoss | None = None
-        self._runs: dict[str, DecoderRun] = {}
+        self._evaluation: Evaluation | None = None
         for name, decoder in self.decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
@@ -282,24 +281,23 @@ class SlotDiffusionModule(L.LightningModule):
             name: check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
             for name, decoder in self.decoders.items()
         }
-        self._runs = self._start({name: f"predictions_{name}" for name in self.decoders}, counted=True)
+        self._evaluation = self._start(self.decoders, "predictions_{}", counted=True)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
-        for run in self._runs.values():
-            run.step(batch)
+        self._running.step(batch)
 
     def on_test_epoch_end(self) -> None:
         """Print the table of decoders and write the results."""
-        self.results = {name: run.metrics.compute() for name, run in self._runs.items() if run.metrics is not None}
+        self.results = self._running.figures()
         for name, figures in self.results.items():
             for figure, value in figures.items():
                 self.log(f"test/{name}/{figure}", float(value))
-        self._merge()
+        self._running.merge(self.trainer.strategy)
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
-            write_page(write_results(self._directory, self._summary(), seed=self.seed))
-        self._forget()
+            write_page(write_results(self._running.directory, self._summary(), seed=self.seed))
+        self._running.forget()
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -314,19 +312,23 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
-        name = next(iter(self.decoders))
-        check_model(self.model, self.decoders[name], allow_mismatch=self.allow_mismatch)
-        self._runs = self._start({name: "predictions"}, counted=False)
+        name, decoder = next(iter(self.decoders.items()))
+        check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
+        self._evaluation = self._start({name: decoder}, "predictions", counted=False)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, write and return its predictions."""
-        (run,) = self._runs.values()
-        return run.step(batch)
+        return self._running.step(batch)
 
     def on_predict_end(self) -> None:
         """Close the predictions file."""
-        self._merge()
-        self._forget()
+        self._running.merge(self.trainer.strategy)
+        self._running.forget()
+
+    @property
+    def _running(self) -> Evaluation:
+        assert self._evaluation is not None, "no test or prediction has been started"
+        return self._evaluation
 
     def _answerer(self) -> Answerer:
         return Answerer(
@@ -342,48 +344,24 @@ class SlotDiffusionModule(L.LightningModule):
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _start(self, files: Mapping[str, str], *, counted: bool) -> dict[str, DecoderRun]:
-        """Open a predictions file for each decoder, by their names, when all prompts fit the model."""
+    def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
+        """Open the predictions files, when all prompts fit the model."""
         gather(self.model)
         data: Any = getattr(self.trainer, "datamodule", None)
         check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
-        self._directory = self.output_directory  # known to all processes only when all ask for it
-        shared = {
-            "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),
-            "sampling": asdict(self.sampling),
-            "record_forwards": self.record_forwards,
-        }
-        runs = {}
-        for name, file in files.items():
-            predictions = PredictionsFile(
-                self._directory,
-                file,
-                {**shared, "decoder": described(self.decoders[name])},
-                rank=self.trainer.global_rank,
-                num_ranks=self.trainer.world_size,
-                resume=self.resume,
-            )
-            runs[name] = DecoderRun(
-                self._answerer(),
-                self.decoders[name],
-                data.task,
-                predictions,
-                record_forwards=self.record_forwards,
-                metrics=DecodingMetrics().to(self.device) if counted else None,
-            )
-        return runs
-
-    def _merge(self) -> None:
-        for run in self._runs.values():
-            run.file.close()
-        self.trainer.strategy.barrier("predictions")
-        if self.trainer.is_global_zero:
-            for run in self._runs.values():
-                run.file.merge()
-
-    def _forget(self) -> None:
-        for run in self._runs.values():
-            run.file.forget()
+        return Evaluation(
+            self._answerer(),
+            decoders,
+            data.task,
+            self.output_directory,  # known to all processes only when all ask for it
+            file_name=file_name,
+            checkpoint=str(self.trainer.ckpt_path or self.backbone_config.source),
+            record_forwards=self.record_forwards,
+            counted_on=self.device if counted else None,
+            rank=self.trainer.global_rank,
+            num_ranks=self.trainer.world_size,
+            resume=self.resume,
+        )
 
     @property
     def output_directory(self) -> Path:
@@ -400,23 +378,3 @@ class SlotDiffusionModule(L.LightningModule):
 def _is_whole(strategy: Strategy) -> bool:
     """Whether one process can run the model without the others, for its weights are not sharded."""
     return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-
-
-def check_decoder_name(name: str) -> None:
-    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
-
-    Raises:
-        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
-    """
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
-
-
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Split trainable parameters: matrices take the optimizer's weight decay, norms and biases none."""
-    is_trained: Callable[[Tensor], bool] = lambda p: p.requires_grad  # noqa: E731
-    parameters = [p for p in module.parameters() if is_trained(p)]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
 
 from refusion_lit.api import cut_at_stop
 from refusion_lit.decoding import Decoder, DecodingOutput, RowOutput, decode
@@ -119,9 +124,94 @@ class DecoderRun:
         return lines
 
 
+class Evaluation:
+    """A test or prediction of one or several decoders, which goes on where an interrupted one was.
+
+    Args:
+        answerer: Answers prompts.
+        decoders: The decoders by name.
+        task: Scores responses.
+        directory: The run's directory.
+        file_name: Name of a decoder's predictions file, without ending, with ``{}`` for the decoder's name.
+        checkpoint: What the weights came from; like sampling and decoder, it cannot change where a run goes on.
+        record_forwards: Add ``forward_shapes`` to predictions.
+        counted_on: Count figures with states on this device; ``None`` for no figures.
+        rank: This process's number.
+        num_ranks: Number of processes.
+        resume: Go on behind the predictions that are there.
+
+    Raises:
+        ValueError: If there is nothing to resume, or something else than asked for.
+    """
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        decoders: Mapping[str, Decoder],
+        task: Task,
+        directory: Path,
+        *,
+        file_name: str,
+        checkpoint: str,
+        record_forwards: bool,
+        counted_on: torch.device | None,
+        rank: int,
+        num_ranks: int,
+        resume: bool,
+    ) -> None:
+        self.directory = directory
+        self._runs: dict[str, DecoderRun] = {}
+        shared = {
+            "checkpoint": checkpoint,
+            "sampling": asdict(answerer.sampling),
+            "record_forwards": record_forwards,
+        }
+        for name, decoder in decoders.items():
+            settings = {**shared, "decoder": described(decoder)}
+            file = PredictionsFile(
+                directory, file_name.format(name), settings, rank=rank, num_ranks=num_ranks, resume=resume
+            )
+            metrics = None if counted_on is None else DecodingMetrics().to(counted_on)
+            self._runs[name] = DecoderRun(
+                answerer, decoder, task, file, record_forwards=record_forwards, metrics=metrics
+            )
+
+    def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
+        """Answer a batch of prompts with every decoder; return the new predictions."""
+        return [line for run in self._runs.values() for line in run.step(batch)]
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Return each decoder's figures over all processes, which must call this together."""
+        return {name: run.metrics.compute() for name, run in self._runs.items() if run.metrics is not None}
+
+    def merge(self, strategy: Strategy) -> None:
+        """Close the files and join the shares of all processes, which must call this together."""
+        for run in self._runs.values():
+            run.file.close()
+        strategy.barrier("predictions")
+        if strategy.is_global_zero:
+            for run in self._runs.values():
+                run.file.merge()
+
+    def forget(self) -> None:
+        """Forget what was done, when everything is written."""
+        for run in self._runs.values():
+            run.file.forget()
+
+
 def described(decoder: Decoder) -> Mapping[str, Any]:
     """Return a decoder's class and options."""
     return {"class": type(decoder).__name__, **asdict(decoder)}  # type: ignore[call-overload] - a dataclass
+
+
+def check_decoder_name(name: str) -> None:
+    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
+
+    Raises:
+        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
 
 
 def _without(batch: PromptBatch, done: Set[str]) -> PromptBatch:
