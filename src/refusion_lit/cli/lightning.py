@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ _HOW_TO_GO_ON = (
 )
 
 
+_CKPT_PATH = {
+    "fit": "checkpoint of a training to go on with; last: the newest one of RUN_NAME (and RUN_VERSION), or a new start",
+    "others": "checkpoint, Hugging Face directory or hub id, which brings the model; last: the newest one of RUN_NAME",
+}
+
+
 class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory."""
 
@@ -86,6 +93,19 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--num_threads", type=int | None, default=None, help="CPU threads of torch")
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
+        """Return a subcommand's parser, with help that says what these options do here."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
+            elif action.dest == "weights_only":
+                action.help = "without effect: checkpoints are loaded as data, whatever it says"
+            elif action.dest.split(".")[0] in ("optimizer", "lr_scheduler"):
+                action.help = SUPPRESS  # Lightning's own; model.optimizer and model.lr_scheduler spare norms and biases
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
         """Parse; a decoder may be given by its file."""
