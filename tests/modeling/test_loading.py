@@ -394,3 +394,14 @@ def test_overrides_that_the_architecture_does_not_know_are_refused() -> None:
     config = BackboneConfig(source=str(MID), config={"num_hiden_layers": 1})
     with pytest.raises(ValueError, match=r"^backbone\.config: .*num_hiden_layers.*num_hidden_layers"):
         config.build(AutoTokenizer.from_pretrained(MID))
+
+
+def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_wrote_is_not() -> None:
+    tokenizer = masked_tokenizer()
+    with pytest.raises(ValueError, match="Qwen3Config has no option hidden_sise; did you mean hidden_size"):
+        BackboneConfig(config={**ARCHITECTURE, "hidden_sise": 8}).build(tokenizer)
+    with pytest.raises(ValueError, match="expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'"):
+        BackboneConfig(config={**ARCHITECTURE, "model_type": "qwen33"}).build(tokenizer)
+    written = architecture_of(BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer))
+    assert written["rope_parameters"]["rope_theta"] == 500.0
+    BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option

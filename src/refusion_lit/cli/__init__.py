@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        from refusion_lit.cli.parser import shorten
+        from refusion_lit.cli.messages import shorten
 
         return _fail(shorten(" ".join(str(error).split())))
     except OSError as error:
