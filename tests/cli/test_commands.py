@@ -340,7 +340,7 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
         (["fit"], "data.task, data.tokenizer: expected a value, got none; give them, or a config"),
         (["fit", "quickstart.yaml"], "options start with --, as in --config FILE"),
         (["generate"], "ckpt_path: expected a value, got none; give it."),
-        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, HumanEval, InstructionFiles"),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, HumanEval"),
         (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (No module named 'none'); known are"),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
