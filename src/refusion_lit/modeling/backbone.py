@@ -33,8 +33,8 @@ class Backbone(nn.Module, LanguageModel):
         model: Any decoder-only model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its ids with a meaning.
-        lean: Without gradients, run bodies of known architectures by :class:`~refusion_lit.modeling.lean.LeanBody`,
-            which is faster; what it does not know runs as without this option.
+        lean: Decode with :class:`~refusion_lit.modeling.lean.LeanBody` where it knows the architecture, which is
+            faster; anything else, and training, runs by the library's forward.
 
     Raises:
         ValueError: If the head is not one plain linear map, or a layer's attention cannot be replaced by our masks.
@@ -87,6 +87,11 @@ class Backbone(nn.Module, LanguageModel):
             lean = self._lean_body() if cache is None else cache.lean
             if lean is not None:
                 return lean(input_ids, position_ids, attention_mask, cache)
+        return self._library_states(input_ids, position_ids, attention_mask, cache)
+
+    def _library_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: SlotCache | None
+    ) -> Tensor:
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -115,8 +120,11 @@ class Backbone(nn.Module, LanguageModel):
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states; the entry point for wrappers that only intercept ``forward`` (DDP, FSDP)."""
-        return self.hidden_states(input_ids, position_ids, attention_mask)
+        """Return hidden states by the library's forward, as training needs them.
+
+        The entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
+        """
+        return self._library_states(input_ids, position_ids, attention_mask, None)
 
     def _library_mask(
         self, mask: Bool[Tensor, "batch token key"] | None, position_ids: Int[Tensor, "batch token"]
