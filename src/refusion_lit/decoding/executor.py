@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class Executor:
 
     def __init__(self, model: LanguageModel, num_rows: int, *, all_probabilities: bool = False) -> None:
         self._model = model
+        self._device = model.device
         self._cache = model.make_cache(num_rows)
         self._held: dict[int, _Held] = {}
         self._reader = Reader(model, all_probabilities=all_probabilities)
@@ -99,13 +101,14 @@ class Executor:
             for row, _, forward in requests:
                 if forward.keep is not None:
                     cache.keep(row, list(forward.keep))
-        ids, positions, mask = _assemble(branches, flat, (firsts[-1], length), cached=cached)
-        device = self._model.device
+        ids, positions, mask, source = _assemble(branches, flat, (firsts[-1], length), cached=cached)
+        device = self._device
         if cache is not None:
             rows = [row for (row, _, _), (num_rows, _) in zip(requests, shapes, strict=True) for _ in range(num_rows)]
             owners = [row for row, _, forward in requests for _ in forward.branches]
-            source, row_index, cache_index = _write_indices(branches, flat, owners)
-            cache.prepare(rows, mask.shape[2], source.to(device), row_index.to(device), cache_index.to(device))
+            row_index, cache_index = _write_indices(branches, owners)
+            source = None if source is None else source.to(device)
+            cache.prepare(rows, mask.shape[2], source, row_index.to(device), cache_index.to(device))
         hidden = self._model.hidden_states(ids.to(device), positions.to(device), mask.to(device), cache)
         self.num_calls += 1
         self.num_positions += ids.numel()
@@ -145,40 +148,58 @@ def _spans(
 
 def _assemble(
     branches: Sequence[Branch], starts: Sequence[int], shape: tuple[int, int], *, cached: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay branches out in a padded batch and build its mask [sequence, token, key] over cache entries or tokens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Lay branches out in a padded batch.
+
+    Returns:
+        Ids and positions; the mask [sequence, token, key] over cache entries or tokens; the branches' places in the
+        batch laid end to end, ``None`` if they are all of it in order.
+    """
     num_keys = shape[1]
     if cached:
         num_keys = max(max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches)
-    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    tokens = np.array([token for branch in branches for token in branch.tokens])
+    places = np.array([place for branch in branches for place in branch.positions])
     mask = np.zeros((*shape, num_keys), dtype=bool)
-    is_padding, first_entries = np.ones(shape, dtype=bool), np.zeros(shape[0], dtype=np.int64)
     for branch, start in zip(branches, starts, strict=True):
         n = len(branch.tokens)
         row, offset = divmod(start, shape[1])
-        at = slice(offset, offset + n)
-        ids[row, at] = branch.tokens
-        positions[row, at] = branch.positions
-        is_padding[row, at] = False
+        own = branch.write_at if cached else offset
+        rows = mask[row, offset : offset + n]
         for begin, end in branch.visible:
-            mask[row, at, begin:end] = True
-        own = slice(branch.write_at, branch.write_at + n) if cached else at
+            rows[:, begin:end] = True
         if branch.order is None:
-            mask[row, at, own] = np.tri(n, dtype=bool)
+            rows[:, own : own + n] = _triangle(n)
         else:
             order = np.asarray(branch.order)
-            mask[row, at, own] = order[None, :] <= order[:, None]
-        if offset == 0:
-            first_entries[row] = own.start
-    row, offset = is_padding.nonzero()
-    mask[row, offset, first_entries[row]] = True  # padding must see something, or its softmax is NaN
-    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask)
+            rows[:, own : own + n] = order[None, :] <= order[:, None]
+    if len(tokens) == shape[0] * shape[1]:  # nothing is padded, and branches come in the order of their places
+        ids, positions, source = tokens.reshape(shape), places.reshape(shape), None
+    else:
+        lengths = [len(branch.tokens) for branch in branches]
+        source = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+        ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        ids.reshape(-1)[source], positions.reshape(-1)[source] = tokens, places
+        is_padding = np.ones(shape, dtype=bool)
+        is_padding.reshape(-1)[source] = False
+        first_entries = np.zeros(shape[0], dtype=np.int64)
+        for branch, start in zip(branches, starts, strict=True):
+            if cached and start % shape[1] == 0:
+                first_entries[start // shape[1]] = branch.write_at
+        row, offset = is_padding.nonzero()
+        mask[row, offset, first_entries[row]] = True  # padding must see something, or its softmax is NaN
+        source = torch.from_numpy(source)
+    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask), source
 
 
-def _write_indices(
-    branches: Sequence[Branch], starts: Sequence[int], rows: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = [len(b.tokens) for b in branches]
-    source = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
-    cache_index = np.concatenate([b.write_at + np.arange(n) for b, n in zip(branches, lengths, strict=True)])
-    return torch.from_numpy(source), torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(cache_index)
+@lru_cache(maxsize=256)
+def _triangle(size: int) -> np.ndarray:
+    """Return a causal mask; not to be changed."""
+    return np.tri(size, dtype=bool)
+
+
+def _write_indices(branches: Sequence[Branch], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return storage row and cache index of every token."""
+    lengths = [len(branch.tokens) for branch in branches]
+    cache_index = [np.arange(b.write_at, b.write_at + n) for b, n in zip(branches, lengths, strict=True)]
+    return torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate(cache_index))

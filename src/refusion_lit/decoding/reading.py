@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,15 +77,11 @@ class Reader:
             for kind, group in zip(groups, ordered, strict=True)
         ]
         flat = (found[0] if len(found) == 1 else torch.cat(found)).tolist()
-        start = 0
         for kind, group in zip(groups, ordered, strict=True):
-            num_places, width = sum(len(span.index) for span in group), 2 + len(group[0].draw.statistics)
-            columns = [flat[start + i * num_places : start + (i + 1) * num_places] for i in range(width)]
-            start += num_places * width
-            if len(kind) == 1 and self._is_broken(group, *columns):
-                sampled = _Thorough(self, hidden, group).found().tolist()
-                columns = [sampled[:num_places], sampled[num_places:]]
-            self._fill(group, columns)
+            columns, flat = _columns(group, flat)
+            if len(kind) == 1 and self._is_broken(group[0].draw, *columns):
+                columns, _ = _columns(group, _Thorough(self, hidden, group).found().tolist())
+            self._fill(group, *columns)
 
     def _ordered(self, group: list[Span]) -> list[Span]:
         """Put drafts without a probability first, then other drafts, then given tokens."""
@@ -93,7 +91,7 @@ class Reader:
         return span.given is not None or span.draw.with_probability or self._all_probabilities
 
     def _greedy(self, hidden: Tensor, group: list[Span]) -> Tensor:
-        """Return tokens, then values: probabilities or, at drafts that want none, the tokens' logits.
+        """Return the drafts' tokens, then a value a place: its probability or, where none is wanted, its logit.
 
         Logits are expected to be finite, and a value that is not finite says that they were not: nothing is spent on
         making them so beforehand.
@@ -102,59 +100,60 @@ class Reader:
         given = [token for span in group if span.given is not None for token in span.given]
         num_drafts = len(index) - len(given)
         num_silent = sum(len(span.index) for span in group if not self._wants_probability(span))
-        at = torch.tensor([index, [0] * num_drafts + given], device=hidden.device)
+        numbers = torch.from_numpy(np.array(index + given)).to(hidden.device)
+        places, targets = numbers[: len(index)], numbers[len(index) :]
         banned = self._banned_ids(group[0].draw.forbidden, hidden.device)
         step = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
-        tokens, values = [], []
+        tokens: list[Tensor] = []
+        values: list[Tensor] = []
         for start in range(0, len(index), step):
-            places, own = at[:, start : start + step]
-            logits = self.logits(hidden, places)
-            end = start + len(logits)
-            drafts, silent = (min(max(n - start, 0), end - start) for n in (num_drafts, num_silent))
-            if drafts:
-                own = torch.cat((self._choose(logits, drafts, silent, banned), own[drafts:]))
-            tokens.append(own)
-            if silent:
-                values.append(logits[:silent].gather(-1, own[:silent, None])[:, 0])
-            if silent < len(own):
-                values.append(_probabilities(logits[silent:], own[silent:]))
-        found = torch.cat(values) if len(values) > 1 else values[0]
-        return torch.cat([one.to(found.dtype) for one in tokens] + [found])  # ids are exact in float32
+            logits = self.logits(hidden, places[start : start + step])
+            first_draft, first_given = max(num_silent - start, 0), max(num_drafts - start, 0)
+            if first_draft:
+                silent = logits[:first_draft]
+                tokens.append(self._choose(silent, banned))
+                values.append(silent.gather(-1, tokens[-1][:, None])[:, 0])
+            if first_draft < first_given:
+                for rows in _chunks(logits[first_draft:first_given]):
+                    probability = rows.softmax(-1)  # of all ids, and then some of them are banned
+                    tokens.append(self._choose(rows, banned))
+                    values.append(probability.gather(-1, tokens[-1][:, None])[:, 0])
+            if first_given < logits.shape[0]:
+                first_target = max(start - num_drafts, 0)
+                own = targets[first_target : first_target + logits.shape[0] - first_given]
+                values.append(_probabilities(logits[first_given:], own))
+        dtype = values[0].dtype  # holds ids exactly, from float32 on
+        return torch.cat([*(one.to(dtype) for one in tokens), *values])
 
-    def _choose(self, logits: Tensor, drafts: int, silent: int, banned: Tensor) -> Tensor:
-        """Return the most probable allowed token of the first rows; those from ``silent`` on are left as they were."""
-        rows = logits[:drafts]
-        kept = rows[silent:].index_select(-1, banned) if silent < drafts else None
-        rows.index_fill_(-1, banned, -math.inf)
-        tokens = first_argmax(rows[:, : self._vocab_size])
-        if kept is not None:
-            rows[silent:].index_copy_(-1, banned, kept)
-        return tokens
+    def _choose(self, logits: Tensor, banned: Tensor) -> Tensor:
+        """Return the most probable allowed token of each row, banning the others in place."""
+        logits.index_fill_(-1, banned, -math.inf)
+        if logits.shape[-1] > self._vocab_size:
+            logits = logits[:, : self._vocab_size]
+        return first_argmax(logits)
 
-    def _is_broken(self, group: list[Span], tokens: list[float], values: list[float]) -> bool:
+    def _is_broken(self, how: Draw, tokens: list[float], values: list[float]) -> bool:
         """Say whether not-a-number or infinity among the logits may have spoilt what was read."""
-        drafts = tokens[: sum(len(span.index) for span in group if span.given is None)]
-        forbidden = self._banned.union(group[0].draw.forbidden)
-        return not (all(map(math.isfinite, values)) and forbidden.isdisjoint(drafts))
+        return not (all(map(math.isfinite, values)) and self._banned.union(how.forbidden).isdisjoint(tokens))
 
-    def _fill(self, group: list[Span], columns: list[list[float]]) -> None:
+    def _fill(self, group: list[Span], tokens: list[float], values: list[float], *statistics: list[float]) -> None:
         start = 0
         for span in group:
             stop, reading = start + len(span.index), span.reading
-            tokens, values, *statistics = (column[start:stop] for column in columns)
-            start = stop
+            own = values[start:stop]
             if span.given is not None:
-                reading.scores.extend(values)
-                continue
-            reading.tokens.extend(map(int, tokens))
-            if self._wants_probability(span):
-                reading.probabilities.extend(values)
-            for name, own in zip(span.draw.statistics, statistics, strict=True):
-                reading.statistics.setdefault(name, []).extend(own)
+                reading.scores.extend(own)
+            else:
+                reading.tokens.extend(map(int, tokens[start:stop]))
+                if self._wants_probability(span):
+                    reading.probabilities.extend(own)
+                for name, more in zip(span.draw.statistics, statistics, strict=True):
+                    reading.statistics.setdefault(name, []).extend(more[start:stop])
+            start = stop
 
     def logits(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Return logits in float32 or better, in a tensor that may be changed."""
-        logits = self._model.logits(hidden[places])
+        logits = self._model.logits(hidden.index_select(0, places))
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def allowed(self, logits: Tensor, forbidden: tuple[int, ...]) -> Tensor:
@@ -184,30 +183,30 @@ class _Thorough:
         self._keys = torch.tensor([key for span in group for key in span.noise_keys], device=device)
 
     def found(self) -> Tensor:
-        """Return tokens, then probabilities, then each wanted statistic."""
+        """Return the drafts' tokens, then a probability a place, then each wanted statistic of the drafts."""
         step = max(1, _MAX_LOGITS // max(self._reader._vocab_size, 1))
-        parts = [self._columns(start, start + step) for start in range(0, len(self._index), step)]
-        return torch.cat(parts, 1).flatten()
+        parts = [self._read(start, start + step) for start in range(0, len(self._index), step)]
+        tokens, values, statistics = (torch.cat(columns, -1) for columns in zip(*parts, strict=True))
+        return torch.cat((tokens.double(), values.double(), statistics.flatten()))
 
-    def _columns(self, start: int, stop: int) -> Tensor:
-        how, num_drafts = self._how, self._num_drafts
+    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        how, first_given = self._how, max(self._num_drafts - start, 0)
         logits = _finite(self._reader.logits(self._hidden, self._index[start:stop]))
         if how.guidance is not None:
             unconditional = _finite(self._reader.logits(self._hidden, self._guides[start:stop]))
             logits = _finite(unconditional + (how.guidance + 1.0) * (logits - unconditional))
-        drafts = min(max(num_drafts - start, 0), len(logits))
-        tokens = self._given[max(start - num_drafts, 0) : max(stop - num_drafts, 0)]
-        statistics = logits.new_zeros(len(how.statistics), len(logits), dtype=torch.float64)
-        if drafts:  # where a token is given, none is drawn
-            keys = self._keys[start : start + drafts] if how.sampling.temperature > 0 else None
-            drawn = draw(self._reader.allowed(logits[:drafts], how.forbidden), how.sampling, keys)
-            for number, values in enumerate(_statistics(how.statistics, drawn.filtered, drawn.tokens)):
-                statistics[number, :drafts] = values
-            tokens = torch.cat((drawn.tokens, tokens))
+        tokens, statistics = self._given[:0], logits.new_zeros(len(how.statistics), 0, dtype=torch.float64)
+        if first_given:  # where a token is given, none is drawn
+            keys = self._keys[start:stop] if how.sampling.temperature > 0 else None
+            drawn = draw(self._reader.allowed(logits[:first_given], how.forbidden), how.sampling, keys)
+            tokens = drawn.tokens
+            if how.statistics:
+                statistics = torch.stack(_statistics(how.statistics, drawn.filtered, drawn.tokens))
         if how.confidence_forbidden:
             logits[:, list(how.confidence_forbidden)] = -math.inf
-        probabilities = _probabilities(logits, tokens)
-        return torch.cat((torch.stack((tokens.double(), probabilities.double())), statistics))
+        first = max(start - self._num_drafts, 0)
+        given = self._given[first : first + len(logits) - len(tokens)]
+        return tokens, _probabilities(logits, torch.cat((tokens, given))), statistics
 
 
 def _kind(how: Draw) -> tuple[object, ...]:
@@ -219,12 +218,27 @@ def _kind(how: Draw) -> tuple[object, ...]:
             how.confidence_forbidden, how.statistics)  # fmt: skip
 
 
+def _columns(group: list[Span], flat: list[float]) -> tuple[list[list[float]], list[float]]:
+    """Cut what was read for a group into tokens, values and statistics; return the rest of ``flat`` besides."""
+    num_drafts = sum(len(span.index) for span in group if span.given is None)
+    num_places = sum(len(span.index) for span in group)
+    ends = accumulate((num_drafts, num_places, *[num_drafts] * len(group[0].draw.statistics)), initial=0)
+    cuts = list(pairwise(ends))
+    return [flat[start:stop] for start, stop in cuts], flat[cuts[-1][1] :]
+
+
+def _chunks(logits: Tensor) -> Sequence[Tensor]:
+    """Cut rows into chunks whose softmax stays in a CPU's cache; on other devices there is one."""
+    step = max(1, _MAX_SOFTMAX // logits.shape[-1])
+    return (logits,) if logits.device.type != "cpu" or step >= logits.shape[0] else logits.split(step)
+
+
 def _probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return each row's probability of its token."""
-    step = len(logits) if logits.device.type != "cpu" else max(1, _MAX_SOFTMAX // logits.shape[-1])
-    if step >= len(logits):
+    chunks = _chunks(logits)
+    if len(chunks) == 1:
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    pairs = zip(logits.split(step), tokens.split(step), strict=True)
+    pairs = zip(chunks, tokens.split(chunks[0].shape[0]), strict=True)
     return torch.cat([rows.softmax(-1).gather(-1, own[:, None])[:, 0] for rows, own in pairs])
 
 
