@@ -49,7 +49,7 @@ def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_bl
     assert mask is not None
     replay = Replay(schedule, 5, mask)
     text = [3 + (5 + place) % 125 for place in range(128)]
-    options = ReFusion(num_serial_blocks=num_serial_blocks, **UNFUSED)
+    options = ReFusion(num_serial_blocks=num_serial_blocks, completion="reference", **UNFUSED)
     output = decode(
         ReplayedModel(model, replay),
         options,

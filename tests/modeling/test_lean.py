@@ -115,7 +115,7 @@ def test_it_writes_and_reads_the_same_cache(name: str, seed: int, monkeypatch: p
         mask = seen(len(rows), length, num_keys, chance.randrange(999))
         states = []
         for one, cache in pairs:
-            every = len(places) == ids.numel() and one.lean
+            every = len(places) == ids.numel() and step % 3 < 2
             cache.prepare(rows, num_keys, None if every else source, row_index, cache_index)
             with torch.no_grad():
                 states.append(one.hidden_states(ids, positions, mask, cache))

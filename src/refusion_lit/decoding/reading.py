@@ -107,16 +107,16 @@ class Reader:
         tokens: list[Tensor] = []
         values: list[Tensor] = []
         for start in range(0, len(index), step):
-            logits = self.logits(hidden, places[start : start + step])
+            logits = self.rows(hidden, places[start : start + step])
             first_draft, first_given = max(num_silent - start, 0), max(num_drafts - start, 0)
             if first_draft:
                 silent = logits[:first_draft]
                 tokens.append(self._choose(silent, banned))
                 values.append(silent.gather(-1, tokens[-1][:, None])[:, 0])
             if first_draft < first_given:
-                for rows in _chunks(logits[first_draft:first_given]):
-                    probability = rows.softmax(-1)  # of all ids, and then some of them are banned
-                    tokens.append(self._choose(rows, banned))
+                for chunk in _chunks(logits[first_draft:first_given]):
+                    probability = chunk.softmax(-1)  # of all ids, and then some of them are banned
+                    tokens.append(self._choose(chunk, banned))
                     values.append(probability.gather(-1, tokens[-1][:, None])[:, 0])
             if first_given < logits.shape[0]:
                 first_target = max(start - num_drafts, 0)
@@ -151,7 +151,7 @@ class Reader:
                     reading.statistics.setdefault(name, []).extend(more[start:stop])
             start = stop
 
-    def logits(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def rows(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Return logits in float32 or better, in a tensor that may be changed."""
         logits = self._model.logits(hidden.index_select(0, places))
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
@@ -191,9 +191,9 @@ class _Thorough:
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         how, first_given = self._how, max(self._num_drafts - start, 0)
-        logits = _finite(self._reader.logits(self._hidden, self._index[start:stop]))
+        logits = _finite(self._reader.rows(self._hidden, self._index[start:stop]))
         if how.guidance is not None:
-            unconditional = _finite(self._reader.logits(self._hidden, self._guides[start:stop]))
+            unconditional = _finite(self._reader.rows(self._hidden, self._guides[start:stop]))
             logits = _finite(unconditional + (how.guidance + 1.0) * (logits - unconditional))
         tokens, statistics = self._given[:0], logits.new_zeros(len(how.statistics), 0, dtype=torch.float64)
         if first_given:  # where a token is given, none is drawn
