@@ -26,6 +26,9 @@ from refusion_lit.modeling.kv_cache import SlotCache
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose frequencies do not depend on the batch."""
 
+_MAX_TABLE = 1 << 14
+"""On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
+
 _Linear = tuple[Tensor, Tensor | None]
 
 _FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
@@ -104,10 +107,9 @@ class LeanBody:
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads) for layer in body.layers]
-        half = self._head_dim // 2
-        sign = torch.ones(self._head_dim, dtype=self._embedding.dtype, device=self._embedding.device)
-        sign[:half] = -1
-        self._sign = sign
+        self._sign = self._embedding.new_ones(self._head_dim)
+        self._sign[: self._head_dim // 2] = -1
+        self._table: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def __call__(
@@ -119,8 +121,7 @@ class LeanBody:
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`."""
         hidden = F.embedding(input_ids.flatten(), self._embedding)  # [tokens of all rows, hidden]: one matrix product
-        cos, sin = self._rotary(hidden, position_ids)
-        rotation = cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
+        rotation = self._rotation(position_ids)
         mask = None
         if attention_mask is not None:
             # Given booleans, attention would make this of them in every layer.
@@ -133,6 +134,21 @@ class LeanBody:
             gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
             hidden.addmm_(gated, layer.down.t())
         return self._norm(hidden).view(*input_ids.shape, -1)
+
+    def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines [tokens of all rows, 1, dim]."""
+        length = int(position_ids.max()) + 1 if position_ids.device.type == "cpu" else _MAX_TABLE + 1
+        if length > _MAX_TABLE:
+            return self._angles(position_ids)
+        if self._table is None or length > len(self._table[0]):
+            self._table = self._angles(torch.arange(-(-length // 128) * 128)[None])
+        cos, sin = self._table
+        flat = position_ids.flatten()
+        return cos.index_select(0, flat), sin.index_select(0, flat)
+
+    def _angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(self._embedding, position_ids)
+        return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
     def _attend(
         self,
