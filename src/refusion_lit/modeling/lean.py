@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -47,21 +47,18 @@ _FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
 )  # fmt: skip
 """Classes of an architecture, the body's first."""
 
-_COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation)
+_COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
 
 
 class _Norm:
-    """Root-mean-square normalisation over the last axis.
-
-    The library computes it in float32 whatever the type; here float64 stays float64.
-    """
+    """Root-mean-square normalisation over the last axis, in float32 whatever the type, as the library computes it."""
 
     __slots__ = ("_by_hand", "_eps", "_floor", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[-1]
         # On CPUs the norm of a vector is one fast operation, and torch's rms_norm is five.
-        self._by_hand = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._eps = eps
         self._floor = weight.new_tensor((size * eps) ** 0.5)
         self._weight = weight * size**0.5 if self._by_hand else weight
@@ -70,6 +67,10 @@ class _Norm:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
             root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
             return x.div(root).mul_(self._weight)
+        if x.dtype == torch.float64:  # step by step, so that nothing is rounded otherwise than in the library
+            rounded = x.float()
+            rounded = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + self._eps)
+            return rounded.to(x.dtype).mul_(self._weight)
         return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
 
 
