@@ -137,6 +137,11 @@ def random_model(
     return Backbone(model, ModelTraits(attention=attention), special)
 
 
+def with_library_body(model: Backbone) -> Backbone:
+    """Return the same weights run by transformers' forward, whatever the lean body knows."""
+    return Backbone(model.model, model.traits, model.special_tokens, lean=False)
+
+
 def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:
     """Draw prompts of plain tokens."""
     rng = random.Random(seed)

@@ -5,6 +5,9 @@ usage: python -m benchmarks.decode [--repeats 5] [--threads 1] [--parts '[golden
 ``golden``: additions-clean in the six settings of the reference outputs, batch 1. ``batch``: additions-clean at batch
 1, 4, 16 and 64. ``heavy``: hidden size 256, 6 layers, 151 936 tokens, random weights with replayed schedules, short
 (32 tokens), middle (128) and long (512) answers.
+
+Our decoders run the lean body, the plain ReFusion and ``generate`` transformers' forward, and so does the variant whose
+name says so: what it makes of the plain ReFusion is the algorithm's part of the speed.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from benchmarks.common import (
     random_model,
     random_prompts,
     speed_ratio,
+    with_library_body,
     write,
 )
 from benchmarks.peers import Variants, check_same_text, default_variants, library, ours, plain, replayed
@@ -37,6 +41,7 @@ from refusion_lit.types import ModelTraits, Prompt
 
 Part = Literal["golden", "batch", "heavy"]
 PROMPT_LENGTH = 32
+LIBRARY_BODY = "{} on transformers' body"
 
 
 def _options(setting: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +72,8 @@ def golden(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dic
         prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
         length, options = setting["gen_length"], _options(setting)
         same = {name: ours(model, ReFusion(**options, **more), prompts, length) for name, more in variants.items()}
+        by_library = LIBRARY_BODY.format(main)
+        same[by_library] = ours(with_library_body(model), ReFusion(**options, **variants[main]), prompts, length)
         same = {"plain": plain(model, ReFusion(**options), prompts, length), **same}
         works = {
             **same,
@@ -79,8 +86,9 @@ def golden(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dic
         speedups.append(speed_ratio(same[main], same["plain"]))
         per_forward = works[main].summary()["tokens_per_forward"]
         against_generate.append(speed_ratio(works[main], works["generate"]) / per_forward)
-        ratios = {f"{name} / plain": speed_ratio(same[name], same["plain"]) for name in variants}
-        ratios |= {f"{name} / generate": speed_ratio(works[name], works["generate"]) for name in (*variants, "llada")}
+        shown = (*variants, by_library)
+        ratios = {f"{name} / plain": speed_ratio(same[name], same["plain"]) for name in shown}
+        ratios |= {f"{name} / generate": speed_ratio(works[name], works["generate"]) for name in (*shown, "llada")}
         ratios["tokens/s over generate's, divided by tokens per forward"] = against_generate[-1]
         cases.append(_case(f"additions-clean, setting {number + 1}, batch 1", works, ratios))
     mean = statistics.geometric_mean
@@ -142,6 +150,11 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
                 )
                 for name, more in variants.items()
             }
+            by_library = LIBRARY_BODY.format(main)
+            alone[by_library] = ours(
+                replayed(with_library_body(model), replay), ReFusion(**options, **variants[main]), one, answer_,
+                max_repeats=repeats if answer < 512 else 2,
+            )  # fmt: skip
             alone["plain"] = plain(model, ReFusion(**options), one, answer_, replay, repeats if answer < 512 else 2)
             works = {f"{name}, batch 1": work for name, work in alone.items()}
             works["generate, batch 1"] = library(model, one, answer_, max_repeats=2)
@@ -157,8 +170,9 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
                 works[f"generate, batch {size}"] = library(model, many, answer_, size, max_repeats=1)
             interleaved(works, repeats)
             check_same_text(alone)
-            ratios = {f"{name} / plain": speed_ratio(alone[name], alone["plain"]) for name in variants}
-            ratios |= {f"{name} / generate": speed_ratio(alone[name], works["generate, batch 1"]) for name in variants}
+            shown = (*variants, by_library)
+            ratios = {f"{name} / plain": speed_ratio(alone[name], alone["plain"]) for name in shown}
+            ratios |= {f"{name} / generate": speed_ratio(alone[name], works["generate, batch 1"]) for name in shown}
             for size in sizes[1:]:
                 ratio = speed_ratio(works[f"{main}, batch {size}"], works[f"{main}, batch 1"])
                 ratios[f"{main}, batch {size} / batch 1"] = ratio

@@ -148,7 +148,7 @@ class _Run:
     ) -> None:
         self.model, self.decoder, self.sampling = model, decoder, sampling
         self.callbacks, self.detokenize, self.trace = callbacks, detokenize, trace
-        self.executor = Executor(model, num_rows)
+        self.executor = Executor(model, num_rows, all_probabilities=trace)
         self.free = list(range(num_rows))
         self.max_tokens = max_tokens
         self.num_rounds = 0

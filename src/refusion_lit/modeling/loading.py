@@ -57,6 +57,9 @@ class BackboneConfig:
         block_size: Tokens a block, with ``attention: block_causal``.
         dtype: Type of the weights.
         attn_implementation: How attention is computed.
+        lean: Decode without the library's bookkeeping where the architecture is known (Qwen2, Qwen3, Llama with
+            ``attn_implementation: sdpa``, weights neither adapted nor quantised nor sharded): equal up to rounding,
+            about twice as fast on small models. Neither training nor checkpoints know of it.
         gradient_checkpointing: Trade time for memory in training.
         lora: Train low-rank adapters instead of all weights.
         trust_remote_code: Allow the source to bring Python code that is executed on this machine. Off by default.
@@ -70,6 +73,7 @@ class BackboneConfig:
     block_size: int | None = None
     dtype: DType = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
+    lean: bool = True
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     trust_remote_code: bool = False
@@ -104,7 +108,7 @@ class BackboneConfig:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         with _seeded(seed):
             model = self._model(config, tokenizer)
-        return Backbone(model, traits, special_tokens_of(tokenizer))
+        return Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean)
 
     def _model(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - transformers' or peft's
         random_weights = self.source is None or self.random_init
