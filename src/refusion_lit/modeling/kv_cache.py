@@ -44,11 +44,14 @@ class _StoredLayer(DynamicLayer):
         """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.exchange(*(states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)))
+        plan = self._owner.plan
+        assert plan is not None, "SlotCache.prepare must be called before each forward"
+        flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
+        keys, values = self.exchange(*(plan.stored_of(states) for states in flat))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def exchange(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [token, head, dim] states and return [sequence, key, head, dim]."""
+        """Write [token, head, dim] states of the tokens to store and return [sequence, key, head, dim]."""
         if not self.is_initialized:
             # The library's order of axes: its method of this name belongs to its interface.
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
@@ -84,8 +87,10 @@ class _WritePlan:
     def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor | None, write_index: Tensor) -> None:
         self.rows, self.num_keys, self.source_index, self.write_index = rows, num_keys, source_index, write_index
 
+    def stored_of(self, states: Tensor) -> Tensor:
+        return states if self.source_index is None else states[self.source_index]
+
     def exchange(self, stored: Tensor, states: Tensor) -> Tensor:
-        states = states if self.source_index is None else states[self.source_index]
         stored.view(-1, *stored.shape[2:]).index_copy_(0, self.write_index, states)
         visible = stored[:, : self.num_keys]
         return visible if self.rows is None else visible[self.rows]
@@ -145,7 +150,7 @@ class SlotCache:
 
         Args:
             layer: Number of the layer.
-            keys: Of all tokens of the forward, sequence by sequence, padding included.
+            keys: Of the tokens to store, in the order prepared.
             values: Likewise.
         """
         return self._layers[layer].exchange(keys, values)

@@ -90,6 +90,29 @@ class _Layer:
     down: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the tokens that are no padding stand in a padded batch.
+
+    Attributes:
+        shape: Of the batch.
+        real: Their flat indices, in the order they are computed in; ``None`` if nothing is padding.
+    """
+
+    shape: torch.Size
+    real: Tensor | None
+
+    def padded(self, states: Tensor) -> Tensor:
+        """Put states of the real tokens where they stand among all [tokens of all rows, ...]; zeros elsewhere."""
+        if self.real is None:
+            return states
+        return states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
+
+    def real_of(self, states: Tensor) -> Tensor:
+        """Take the states of the real tokens."""
+        return states if self.real is None else states[self.real]
+
+
 class LeanBody:
     """A body's forward over its own parameters, without gradients.
 
@@ -120,35 +143,44 @@ class LeanBody:
         attention_mask: Bool[Tensor, "batch token key"] | None,
         cache: SlotCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`."""
-        hidden = F.embedding(input_ids.flatten(), self._embedding)  # [tokens of all rows, hidden]: one matrix product
-        rotation = self._rotation(position_ids)
+        """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
+
+        Returns:
+            Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
+        """
+        # Padding takes part in attention alone: all else is computed for the tokens that are stored.
+        real = None if cache is None or cache.plan is None else cache.plan.source_index
+        ids, positions = input_ids.flatten(), position_ids.flatten()
+        if real is not None:
+            ids, positions = ids[real], positions[real]
+        hidden = F.embedding(ids, self._embedding)  # [tokens of all rows, hidden]: one matrix product
+        rotation = self._rotation(positions)
         mask = None
         if attention_mask is not None:
             # Given booleans, attention would make this of them in every layer.
             mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
             mask = mask.masked_fill_(attention_mask.logical_not(), -torch.inf)[:, None]
         for number, layer in enumerate(self._layers):
-            mixed = self._attend(number, layer, layer.attention_norm(hidden), rotation, mask, cache, len(input_ids))
+            normed = layer.attention_norm(hidden)
+            mixed = self._attend(number, layer, normed, rotation, mask, cache, _Rows(input_ids.shape, real))
             hidden.addmm_(mixed, layer.output.t())
             normed = layer.mlp_norm(hidden)
             gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
             hidden.addmm_(gated, layer.down.t())
-        return self._norm(hidden).view(*input_ids.shape, -1)
+        return _Rows(input_ids.shape, real).padded(self._norm(hidden)).view(*input_ids.shape, -1)
 
-    def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines [tokens of all rows, 1, dim]."""
-        length = int(position_ids.max()) + 1 if position_ids.device.type == "cpu" else _MAX_TABLE + 1
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines [token, 1, dim] of positions [token]."""
+        length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
-            return self._angles(position_ids)
+            return self._angles(positions)
         if self._table is None or length > len(self._table[0]):
-            self._table = self._angles(torch.arange(-(-length // 128) * 128)[None])
+            self._table = self._angles(torch.arange(-(-length // 128) * 128))
         cos, sin = self._table
-        flat = position_ids.flatten()
-        return cos.index_select(0, flat), sin.index_select(0, flat)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(self._embedding, position_ids)
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
     def _attend(
@@ -159,9 +191,10 @@ class LeanBody:
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | None,
         cache: SlotCache | None,
-        batch: int,
+        rows: _Rows,
     ) -> Tensor:
         """Return the heads' outputs [tokens of all rows, head * dim]."""
+        batch = rows.shape[0]
         num_heads, dim = self._num_heads, self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
         heads = torch.cat((F.linear(x, *layer.query), F.linear(x, *layer.key)), -1).view(len(x), -1, dim)
@@ -175,14 +208,14 @@ class LeanBody:
             key, value = key.unflatten(0, (batch, -1)), value.view(batch, -1, *value.shape[1:])
         else:
             key, value = cache.exchange(number, key, value)
-        query = query.unflatten(0, (batch, -1)).transpose(1, 2)
+        query = rows.padded(query).unflatten(0, (batch, -1)).transpose(1, 2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         grouped = num_heads != self._num_key_heads
         if grouped and x.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
             key, value = (_repeated(states, num_heads // self._num_key_heads) for states in (key, value))
             grouped = False
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
-        return mixed.transpose(1, 2).reshape(len(x), -1)
+        return rows.real_of(mixed.transpose(1, 2).flatten(0, 1)).flatten(1)
 
 
 def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or whatever wraps one
