@@ -196,6 +196,17 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
+def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
+    target = oracle_text(None)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
+    sampling = SamplingParams(max_new_tokens=12, stop=(letters([target(2)]),))
+    model = OracleModel(target, certainty=lambda place: 0.97 - place / 1000)  # the first slot comes first
+    [row] = decode(model, decoder, prompts_of(2), sampling, detokenize=letters, trace=True).rows
+    assert (row.token_ids, row.finish_reason) == ([target(2)], "stop")
+    assert [entry.phase for entry in row.trace] == ["plan", "verify+plan"]
+    assert row.trace[1].accepted == [2, 3, 4, 5]
+
+
 class Recorder(GenerationCallback):
     def __init__(self) -> None:
         self.prefixes: dict[int, list[list[int]]] = {}

@@ -1,0 +1,375 @@
+"""Mutation testing of decoding/ and objectives/ on a seeded sample of mutants.
+
+usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work runs/mutation] [--only 12,40]
+
+1. The tree is copied to ``--work``; nothing is ever changed in place.
+2. The unmutated tests run once, with the lines that each test executes (coverage contexts) and its seconds.
+3. A mutant: cosmic-ray's operators name sites (a place in the source and a kind of change: another binary operator,
+   another comparison, a number one more or less, a negated condition, a decorator or a loop's rounds left out, ...).
+   Sites are drawn without replacement, each with one of its changes at random: drawn change by change, the eleven
+   replacements of every ``+`` would crowd out the rest. Left out is what does not parse and what changes annotations
+   alone, which never run.
+4. For each mutant the tests that execute the statement run, the shortest first, until one fails. A test that takes four
+   times its time and ten seconds more kills the mutant, too. Hypothesis is derandomized and does not shrink.
+
+Mutants that are done are kept in ``--work``: a second start goes on. The result is written beside this file. With
+``--only``, the mutants of those numbers run again, with the tests as they are now, and the result is updated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULT = Path(__file__).with_suffix(".json")
+PACKAGES = ("decoding", "objectives")
+TESTS = ("tests/decoding", "tests/contract", "tests/objectives", "tests/test_lit_module.py", "tests/test_accumulation.py")
+FLAGS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain")
+MAX_BYTES = 6 * 2**30
+
+
+class Watch:
+    """A pytest plugin: chooses and orders tests, limits their time, and remembers what failed and how long it took."""
+
+    def __init__(self, limits: dict[str, float] | None = None) -> None:
+        self.limits, self.seconds, self.failed = limits, {}, []
+
+    def pytest_configure(self, config: Any) -> None:
+        from hypothesis import Phase, settings
+
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutation", deadline=None, derandomize=True, database=None, phases=phases)
+        settings.load_profile("mutation")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.limits is not None:
+            order = {name: i for i, name in enumerate(self.limits)}
+            items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self.limits is not None:
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(124))
+            signal.setitimer(signal.ITIMER_REAL, self.limits[nodeid])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(f"import of {report.nodeid}")
+
+    def pytest_sessionfinish(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# What the tests cover.
+
+
+def prepare(work: Path) -> Path:
+    """Copy the tree anew, but for what has been measured on it."""
+    tree = work / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    for name in ("src", "tests", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "pyproject.toml", tree)
+    return tree
+
+
+def measure(tree: Path, target: Path) -> dict[str, Any]:
+    """Return the seconds of each test and, by file and line, the tests that execute it."""
+    program = (
+        "import json, sys, pytest; from mutation import Watch; watch = Watch();"
+        "code = pytest.main(sys.argv[2:], plugins=[watch]); json.dump(watch.seconds, open(sys.argv[1], 'w'));"
+        "sys.exit(code)"
+    )
+    covered = [f"--cov={tree}/src/refusion_lit/{name}" for name in PACKAGES]
+    flags = [*FLAGS, *covered, "--cov-context=test", "--cov-report=json", "--cov-report="]
+    environment = os.environ | {"PYTHONPATH": f"{tree}/src{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    report = tree / "coverage.json"
+    (tree / ".coveragerc").write_text("[run]\nbranch = true\n[json]\nshow_contexts = true\n")
+    flags[flags.index("--cov-report=json")] = f"--cov-report=json:{report}"
+    flags.append("--cov-config=.coveragerc")
+    command = [sys.executable, "-c", program, "seconds.json", *flags, *TESTS]
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+    files = json.loads(report.read_text())["files"]
+    lines = {
+        str((tree / name).resolve().relative_to(tree.resolve())): {
+            line: sorted({test.rpartition("|")[0] for test in tests} - {""})
+            for line, tests in found["contexts"].items()
+        }
+        for name, found in files.items()
+    }
+    branches = [found["summary"] for found in files.values()]
+    total = {key: sum(found[key] for found in branches) for key in ("num_branches", "covered_branches", "num_statements",
+                                                                    "covered_lines")}  # fmt: skip
+    measured = {"seconds": json.loads((tree / "seconds.json").read_text()), "lines": lines, "coverage": total}
+    target.write_text(json.dumps(measured))
+    return measured
+
+
+def statement(source: str, line: int) -> tuple[range, bool]:
+    """Return the lines of the innermost statement (of a compound one: its head), and whether a function runs it."""
+    found, in_function = range(line, line + 1), False
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.stmt) or node.end_lineno is None or not node.lineno <= line <= node.end_lineno:
+            continue
+        body = getattr(node, "body", None)
+        stop = body[0].lineno if body else node.end_lineno + 1
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and line >= stop:
+            in_function = True
+        if line < stop:
+            found = range(node.lineno, stop)
+    return found, in_function
+
+
+def covering(mutant: dict[str, Any], tree: Path, measured: dict[str, Any]) -> dict[str, float]:
+    """Return the tests that execute the mutated statement, shortest first, with their seconds."""
+    lines = measured["lines"].get(mutant["path"], {})
+    wanted, in_function = statement((tree / mutant["path"]).read_text(), mutant["line"])
+    names = {name for line, tests in lines.items() if not in_function or int(line) in wanted for name in tests}
+    seconds = {name: measured["seconds"][name] for name in names if name in measured["seconds"]}
+    return dict(sorted(seconds.items(), key=lambda item: (item[1], item[0])))
+
+
+# Mutants.
+
+
+def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
+    """Return the sites and, for each, its changes: an operator and the number of the operator's occurrence."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    found: dict[tuple[str, int, int, str], list[tuple[str, int]]] = defaultdict(list)
+    for path in sorted(path for name in PACKAGES for path in (tree / "src/refusion_lit" / name).glob("*.py")):
+        nodes = list(ast_nodes(get_ast(path.read_text())))
+        for name in operator_names():
+            operator = get_operator(name)
+            if operator.arguments():  # such ask for names of variables
+                continue
+            places = (place for node in nodes for place in operator().mutation_positions(node))
+            family = name.partition("/")[2].partition("_")[0]
+            for occurrence, place in enumerate(places):
+                start = place[0] if isinstance(place[0], tuple) else place
+                found[str(path.relative_to(tree)), start[0], start[1], family].append((name, occurrence))
+    return found
+
+
+def essence(source: str) -> str | None:
+    """Return a program without annotations, which never run here; ``None`` if it is none."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(None))
+    return ast.dump(tree)
+
+
+def sample(tree: Path, num: int, seed: int) -> tuple[list[dict[str, Any]], int]:
+    """Draw mutants; return them and the number of sites (those without a proper change included)."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    population, rng = sites(tree), random.Random(seed)
+    order = sorted(population)
+    rng.shuffle(order)
+    drawn: list[dict[str, Any]] = []
+    for path, line, column, family in order:
+        source = (tree / path).read_text()
+        changes = list(population[path, line, column, family])
+        rng.shuffle(changes)
+        for name, occurrence in changes:
+            mutated = mutate_code(source, get_operator(name)(), occurrence)
+            if mutated is None or essence(mutated) in (None, essence(source)):
+                continue
+            pairs = zip(source.splitlines(), mutated.splitlines(), strict=False)
+            before, after = next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
+            operator = name.partition("/")[2]
+            drawn.append({"number": len(drawn), "path": path, "line": line, "operator": operator, "before": before,
+                          "after": after, "source": mutated})  # fmt: skip
+            break
+        if len(drawn) == num:
+            break
+    return drawn, len(order)
+
+
+# Runs.
+
+
+def in_child(work: Callable[[], int], log: Path, limit: float) -> tuple[int, float]:
+    """Run in a forked process, which has all imports already; return its exit code (124: too late) and seconds."""
+    started, child = time.monotonic(), os.fork()
+    if child == 0:
+        code = 70
+        try:
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+            code = work()
+        finally:
+            os._exit(code)
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), time.monotonic() - started
+        if time.monotonic() - started > limit:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 124, time.monotonic() - started
+        time.sleep(0.02)
+
+
+def run_tests(tree: Path, tests: dict[str, float], target: Path) -> Callable[[], int]:
+    """Return what a child does: the tests in order, until one fails, whose name is written to ``target``."""
+
+    def work() -> int:
+        import pytest
+
+        os.chdir(tree)
+        sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
+        watch = Watch({name: 4 * seconds + 10 for name, seconds in tests.items()})
+        files = sorted({name.partition("::")[0] for name in tests})
+        code = pytest.main([*FLAGS, "-x", *files], plugins=[watch])
+        target.write_text("\n".join(watch.failed))
+        return int(code)
+
+    return work
+
+
+def judge(mutant: dict[str, Any], tree: Path, tests: dict[str, float]) -> dict[str, Any]:
+    """Run a mutant's tests; say what became of it."""
+    result = {key: mutant[key] for key in ("number", "path", "line", "operator", "before", "after")}
+    result["num_tests"] = len(tests)
+    if not tests:
+        return result | {"status": "survived", "by": None, "seconds": 0.0}
+    path, killer, log = tree / mutant["path"], tree / "killer.txt", tree / "log.txt"
+    original, times = path.read_bytes(), path.stat()
+    killer.write_text("")
+    path.write_text(mutant["source"])
+    try:
+        code, seconds = in_child(run_tests(tree, tests, killer), log, 4 * sum(tests.values()) + 120)
+    finally:
+        path.write_bytes(original)
+        os.utime(path, (times.st_atime, times.st_mtime))
+    status = {0: "survived", 124: "too late"}.get(code, "killed" if code > 0 else "crashed")
+    by = killer.read_text().partition("\n")[0] or None
+    return result | {"status": status, "by": by, "seconds": round(seconds, 1)}
+
+
+def wilson(num_hits: int, num: int, z: float = 1.96) -> tuple[float, float]:
+    """Return the 95 % interval of a share."""
+    share, scale = num_hits / num, 1 + z * z / num
+    middle = (share + z * z / (2 * num)) / scale
+    half = z / scale * sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return middle - half, middle + half
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return counts and the interval, as a whole and for each package."""
+
+    def counted(chosen: list[dict[str, Any]]) -> dict[str, Any]:
+        num_killed = sum(result["status"] != "survived" for result in chosen)
+        low, high = wilson(num_killed, len(chosen))
+        return {"num_mutants": len(chosen), "num_killed": num_killed, "share_killed": round(num_killed / len(chosen), 4),
+                "wilson_95": [round(low, 4), round(high, 4)],
+                "by_status": dict(Counter(result["status"] for result in chosen))}  # fmt: skip
+
+    parts = {name: [result for result in results if f"/{name}/" in result["path"]] for name in PACKAGES}
+    return {"all": counted(results)} | {name: counted(chosen) for name, chosen in parts.items() if chosen}
+
+
+def preload() -> None:
+    """Import what every child needs, but nothing of the project."""
+    import lightning  # noqa: F401
+    import torch
+    import transformers.models.qwen3.modeling_qwen3
+    from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: F401
+
+    torch.set_num_threads(1)
+    sys.dont_write_bytecode = True
+
+
+def finished(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the mutants that are done."""
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def main() -> None:
+    """Run and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutation")
+    parser.add_argument("--only", help="numbers of mutants, with commas: run these again with today's tests")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    tree = prepare(args.work)
+    measured_at, done_at = args.work / "measured.json", args.work / f"mutants-{args.seed}.jsonl"
+    if args.only is not None:
+        measured_at.unlink(missing_ok=True)
+    measured = json.loads(measured_at.read_text()) if measured_at.exists() else measure(tree, measured_at)
+    mutants, num_sites = sample(tree, args.num, args.seed)
+    preload()
+    for name in ("src", "tests"):
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(tree / name)], check=True)
+    done = {result["number"]: result for result in finished(done_at)}
+    again = set() if args.only is None else {int(number) for number in args.only.split(",")}
+    with done_at.open("a") as file:
+        for mutant in mutants:
+            if mutant["number"] in done and mutant["number"] not in again:
+                continue
+            result = judge(mutant, tree, covering(mutant, tree, measured))
+            done[mutant["number"]] = result
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            print(f"{mutant['number']:4d} {result['status']:9} {result['seconds']:6.1f} s  {result['path']}:"
+                  f"{result['line']}  {result['after']}  {result['by'] or ''}", flush=True)  # fmt: skip
+    results = [done[mutant["number"]] for mutant in mutants]
+    write_result(args, results, num_sites, measured)
+
+
+def write_result(
+    args: argparse.Namespace, results: list[dict[str, Any]], num_sites: int, measured: dict[str, Any]
+) -> None:
+    """Write the result beside this file."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from refusion_lit.reports.environment import environment
+
+    found = {
+        "seed": args.seed,
+        "num_sites": num_sites,
+        **summary(results),
+        "coverage": measured["coverage"],
+        "seconds": round(sum(result["seconds"] for result in results)),
+        "versions": {name: version(name) for name in ("cosmic-ray", "hypothesis", "pytest", "coverage", "torch")},
+        "environment": environment(),
+        "mutants": results,
+    }
+    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(summary(results)))
+
+
+if __name__ == "__main__":
+    main()
