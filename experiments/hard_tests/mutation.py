@@ -9,8 +9,10 @@ usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work 
    Sites are drawn without replacement, each with one of its changes at random: drawn change by change, the eleven
    replacements of every ``+`` would crowd out the rest. Left out is what does not parse and what changes annotations
    alone, which never run.
-4. For each mutant the tests that execute the statement run, the shortest first, until one fails. A test that takes four
-   times its time and ten seconds more kills the mutant, too. Hypothesis is derandomized and does not shrink.
+4. For each mutant the tests that execute the statement run, the shortest first, until one fails. A test that takes more
+   processor time than it took in step 2 (under coverage, which is several times slower) and five seconds kills the
+   mutant, too. Hypothesis is derandomized, does not shrink, and tries at most ``--examples`` examples a test. Tests
+   after the first ``--budget`` seconds (of step 2) are left out, which can only make survivors.
 
 Mutants that are done are kept in ``--work``: a second start goes on. The result is written beside this file. With
 ``--only``, the mutants of those numbers run again, with the tests as they are now, and the result is updated.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -47,8 +50,8 @@ MAX_BYTES = 6 * 2**30
 class Watch:
     """A pytest plugin: chooses and orders tests, limits their time, and remembers what failed and how long it took."""
 
-    def __init__(self, limits: dict[str, float] | None = None) -> None:
-        self.limits, self.seconds, self.failed = limits, {}, []
+    def __init__(self, limits: dict[str, float] | None = None, num_examples: int = 1000) -> None:
+        self.limits, self.num_examples, self.seconds, self.failed = limits, num_examples, {}, []
 
     def pytest_configure(self, config: Any) -> None:
         from hypothesis import Phase, settings
@@ -61,11 +64,20 @@ class Watch:
         if self.limits is not None:
             order = {name: i for i, name in enumerate(self.limits)}
             items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+        for item in items:
+            self.limit_examples(item.function)
+
+    def limit_examples(self, function: Any) -> None:
+        from hypothesis import settings
+
+        chosen = getattr(function, "_hypothesis_internal_use_settings", None)
+        if chosen is not None and chosen.max_examples > self.num_examples:
+            function._hypothesis_internal_use_settings = settings(chosen, max_examples=self.num_examples)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self.limits is not None:
-            signal.signal(signal.SIGALRM, lambda *_: os._exit(124))
-            signal.setitimer(signal.ITIMER_REAL, self.limits[nodeid])
+            signal.signal(signal.SIGPROF, lambda *_: os._exit(124))
+            signal.setitimer(signal.ITIMER_PROF, self.limits[nodeid])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -77,7 +89,7 @@ class Watch:
             self.failed.append(f"import of {report.nodeid}")
 
     def pytest_sessionfinish(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # What the tests cover.
@@ -140,13 +152,15 @@ def statement(source: str, line: int) -> tuple[range, bool]:
     return found, in_function
 
 
-def covering(mutant: dict[str, Any], tree: Path, measured: dict[str, Any]) -> dict[str, float]:
-    """Return the tests that execute the mutated statement, shortest first, with their seconds."""
+def covering(mutant: dict[str, Any], tree: Path, measured: dict[str, Any], budget: float) -> dict[str, float]:
+    """Return the tests that execute the mutated statement, shortest first, with their seconds, up to a sum of them."""
     lines = measured["lines"].get(mutant["path"], {})
     wanted, in_function = statement((tree / mutant["path"]).read_text(), mutant["line"])
     names = {name for line, tests in lines.items() if not in_function or int(line) in wanted for name in tests}
     seconds = {name: measured["seconds"][name] for name in names if name in measured["seconds"]}
-    return dict(sorted(seconds.items(), key=lambda item: (item[1], item[0])))
+    ordered = sorted(seconds.items(), key=lambda item: (item[1], item[0]))
+    total = itertools.accumulate(value for _, value in ordered)
+    return {name: value for (name, value), until in zip(ordered, total, strict=True) if until <= budget}
 
 
 # Mutants.
@@ -217,7 +231,13 @@ def sample(tree: Path, num: int, seed: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def in_child(work: Callable[[], int], log: Path, limit: float) -> tuple[int, float]:
-    """Run in a forked process, which has all imports already; return its exit code (124: too late) and seconds."""
+    """Run in a forked process, which has all imports already; return its exit code (124: too late) and processor seconds."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started, child = time.monotonic(), os.fork()
     if child == 0:
         code = 70
@@ -232,15 +252,15 @@ def in_child(work: Callable[[], int], log: Path, limit: float) -> tuple[int, flo
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status), time.monotonic() - started
+            return os.waitstatus_to_exitcode(status), used()
         if time.monotonic() - started > limit:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return 124, time.monotonic() - started
+            return 124, used()
         time.sleep(0.02)
 
 
-def run_tests(tree: Path, tests: dict[str, float], target: Path) -> Callable[[], int]:
+def run_tests(tree: Path, tests: dict[str, float], target: Path, num_examples: int) -> Callable[[], int]:
     """Return what a child does: the tests in order, until one fails, whose name is written to ``target``."""
 
     def work() -> int:
@@ -248,7 +268,7 @@ def run_tests(tree: Path, tests: dict[str, float], target: Path) -> Callable[[],
 
         os.chdir(tree)
         sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
-        watch = Watch({name: 4 * seconds + 10 for name, seconds in tests.items()})
+        watch = Watch({name: seconds + 5 for name, seconds in tests.items()}, num_examples)
         files = sorted({name.partition("::")[0] for name in tests})
         code = pytest.main([*FLAGS, "-x", *files], plugins=[watch])
         target.write_text("\n".join(watch.failed))
@@ -257,7 +277,7 @@ def run_tests(tree: Path, tests: dict[str, float], target: Path) -> Callable[[],
     return work
 
 
-def judge(mutant: dict[str, Any], tree: Path, tests: dict[str, float]) -> dict[str, Any]:
+def judge(mutant: dict[str, Any], tree: Path, tests: dict[str, float], num_examples: int) -> dict[str, Any]:
     """Run a mutant's tests; say what became of it."""
     result = {key: mutant[key] for key in ("number", "path", "line", "operator", "before", "after")}
     result["num_tests"] = len(tests)
@@ -268,7 +288,7 @@ def judge(mutant: dict[str, Any], tree: Path, tests: dict[str, float]) -> dict[s
     killer.write_text("")
     path.write_text(mutant["source"])
     try:
-        code, seconds = in_child(run_tests(tree, tests, killer), log, 4 * sum(tests.values()) + 120)
+        code, seconds = in_child(run_tests(tree, tests, killer, num_examples), log, 10 * sum(tests.values()) + 300)
     finally:
         path.write_bytes(original)
         os.utime(path, (times.st_atime, times.st_mtime))
@@ -323,6 +343,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutation")
     parser.add_argument("--only", help="numbers of mutants, with commas: run these again with today's tests")
+    parser.add_argument("--examples", type=int, default=8, help="hypothesis examples a test at most")
+    parser.add_argument("--budget", type=float, default=80, help="seconds of tests a mutant at most")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     tree = prepare(args.work)
@@ -340,7 +362,7 @@ def main() -> None:
         for mutant in mutants:
             if mutant["number"] in done and mutant["number"] not in again:
                 continue
-            result = judge(mutant, tree, covering(mutant, tree, measured))
+            result = judge(mutant, tree, covering(mutant, tree, measured, args.budget), args.examples)
             done[mutant["number"]] = result
             file.write(json.dumps(result) + "\n")
             file.flush()
@@ -360,6 +382,7 @@ def write_result(
     found = {
         "seed": args.seed,
         "num_sites": num_sites,
+        "num_examples": args.examples,
         **summary(results),
         "coverage": measured["coverage"],
         "seconds": round(sum(result["seconds"] for result in results)),

@@ -12,14 +12,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import decoder_cases
 from decoder_cases import LastState, check_output, prompts, setups, traits_for
-from decoder_cases import SPECIALS as ONES
 from fakes import NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 ATTACKS = ("none", "nan", "inf", "-inf", "ties", "ends", "no ends", "forbidden", "huge", "one nan", "tiny", "few")
-SPECIALS = [*ONES, SpecialTokens(mask_token_id=0, eos_token_ids=(VOCAB - 1,), pad_token_id=0, vocab_size=VOCAB)]
+SPECIALS = [
+    *decoder_cases.SPECIALS,
+    SpecialTokens(mask_token_id=0, eos_token_ids=(VOCAB - 1,), pad_token_id=0, vocab_size=VOCAB),
+]
 TEMPERATURES = (0.0, 0.0, 1e-30, 1e-6, 0.7, 1.0, 100.0, 1e30)
 CALLS_PER_TOKEN = 12
 """More than any decoder needs: planned, verified and completed token by token, and drawn again."""
@@ -105,9 +108,7 @@ def models(draw: st.DrawFn) -> Callable[[Decoder, int], AdversarialModel]:
         "end_bias": draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0, 60.0])),
         "special": draw(st.sampled_from(SPECIALS)),
     }
-    return lambda decoder, max_calls: AdversarialModel(
-        attacks, dtype, max_calls, traits=traits_for(decoder), **options
-    )
+    return lambda decoder, max_calls: AdversarialModel(attacks, dtype, max_calls, traits=traits_for(decoder), **options)
 
 
 def detokenize(token_ids: list[int]) -> str:
