@@ -42,7 +42,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_suffix(".json")
 PACKAGES = ("decoding", "objectives")
-TESTS = ("tests/decoding", "tests/contract", "tests/objectives", "tests/test_lit_module.py", "tests/test_accumulation.py")
+TESTS = (
+    "tests/decoding", "tests/contract", "tests/objectives", "tests/test_lit_module.py", "tests/test_accumulation.py"
+)  # fmt: skip
 FLAGS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain")
 MAX_BYTES = 6 * 2**30
 
@@ -53,7 +55,7 @@ class Watch:
     def __init__(self, limits: dict[str, float] | None = None, num_examples: int = 1000) -> None:
         self.limits, self.num_examples, self.seconds, self.failed = limits, num_examples, {}, []
 
-    def pytest_configure(self, config: Any) -> None:
+    def pytest_configure(self) -> None:
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)
@@ -130,8 +132,8 @@ def measure(tree: Path, target: Path) -> dict[str, Any]:
         for name, found in files.items()
     }
     branches = [found["summary"] for found in files.values()]
-    total = {key: sum(found[key] for found in branches) for key in ("num_branches", "covered_branches", "num_statements",
-                                                                    "covered_lines")}  # fmt: skip
+    kinds = ("num_branches", "covered_branches", "num_statements", "covered_lines")
+    total = {kind: sum(found[kind] for found in branches) for kind in kinds}
     measured = {"seconds": json.loads((tree / "seconds.json").read_text()), "lines": lines, "coverage": total}
     target.write_text(json.dumps(measured))
     return measured
@@ -231,7 +233,11 @@ def sample(tree: Path, num: int, seed: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def in_child(work: Callable[[], int], log: Path, limit: float) -> tuple[int, float]:
-    """Run in a forked process, which has all imports already; return its exit code (124: too late) and processor seconds."""
+    """Run in a forked process, which has all imports already.
+
+    Returns:
+        Its exit code (124: too late) and processor seconds.
+    """
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -311,9 +317,13 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     def counted(chosen: list[dict[str, Any]]) -> dict[str, Any]:
         num_killed = sum(result["status"] != "survived" for result in chosen)
         low, high = wilson(num_killed, len(chosen))
-        return {"num_mutants": len(chosen), "num_killed": num_killed, "share_killed": round(num_killed / len(chosen), 4),
-                "wilson_95": [round(low, 4), round(high, 4)],
-                "by_status": dict(Counter(result["status"] for result in chosen))}  # fmt: skip
+        return {
+            "num_mutants": len(chosen),
+            "num_killed": num_killed,
+            "share_killed": round(num_killed / len(chosen), 4),
+            "wilson_95": [round(low, 4), round(high, 4)],
+            "by_status": dict(Counter(result["status"] for result in chosen)),
+        }
 
     parts = {name: [result for result in results if f"/{name}/" in result["path"]] for name in PACKAGES}
     return {"all": counted(results)} | {name: counted(chosen) for name, chosen in parts.items() if chosen}
@@ -323,7 +333,7 @@ def preload() -> None:
     """Import what every child needs, but nothing of the project."""
     import lightning  # noqa: F401
     import torch
-    import transformers.models.qwen3.modeling_qwen3
+    import transformers.models.qwen3.modeling_qwen3 as _  # noqa: F401
     from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: F401
 
     torch.set_num_threads(1)
@@ -387,7 +397,7 @@ def write_result(
         "coverage": measured["coverage"],
         "seconds": round(sum(result["seconds"] for result in results)),
         "versions": {name: version(name) for name in ("cosmic-ray", "hypothesis", "pytest", "coverage", "torch")},
-        "environment": environment(),
+        "environment": environment(args.seed, ["mutation.py", *sys.argv[1:]]),
         "mutants": results,
     }
     RESULT.write_text(json.dumps(found, indent=1) + "\n")

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_suffix(".json")
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import torch
+import torch  # noqa: E402
 
-from decoder_cases import DECODERS
-from hardness.random_decodes import random_decodes
-from refusion_lit.reports.environment import environment
+from decoder_cases import DECODERS  # noqa: E402
+from hardness.random_decodes import random_decodes  # noqa: E402
+from refusion_lit.reports.environment import environment  # noqa: E402
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
             "decoders": decoders,
             "seconds": round(time.monotonic() - start),
             "versions": {name: version(name) for name in ("hypothesis", "torch", "numpy")},
-            "environment": environment(),
+            "environment": environment(args.seed, ["random_decodes.py", *sys.argv[1:]]),
         }
         RESULT.write_text(json.dumps(found, indent=2) + "\n")
     sys.exit(bool(failures))

@@ -196,6 +196,16 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
+def test_a_place_is_committed_once_with_a_token_of_its_own() -> None:
+    state = Scripted(script=()).begin(prompts_of(2)[0], SamplingParams(max_new_tokens=4), SPECIAL)
+    with pytest.raises(ValueError, match="longer"):
+        state.commit([0, 1], [5, 6, 7])
+    with pytest.raises(AssertionError, match="committed twice"):
+        state.commit([0], [5])
+    state.commit([2], [5])
+    assert (state.is_masked, state.num_committed, state.final_prefix()) == ([False, False, False, True], 3, [5, 6, 5])
+
+
 def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
     target = oracle_text(None)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)

@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("configs") / "config.yaml"
 
 
-@FUZZ
+@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 1))  # a parse takes most of a second
 @given(content=yamls((CONFIGS / "quickstart.yaml").read_bytes()), command=st.sampled_from(["fit", "test"]))
 def test_a_config_of_a_run(parser: Any, path: Path, content: bytes, command: str) -> None:
     path.write_bytes(content)

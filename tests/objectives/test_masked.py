@@ -123,7 +123,8 @@ def test_cart_weights_on_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"eps": 0.0}, {"pad_responses_to": 0}, {"cart_p": 0.0}, {"cart_p": 1.1}, {"chunk_size": -1}]
+    "options",
+    [{"eps": 0.0}, {"pad_responses_to": 0}, {"cart_p": 0.0}, {"cart_p": -0.5}, {"cart_p": 1.1}, {"chunk_size": -1}],
 )
 def test_impossible_options_are_refused_by_name(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
