@@ -1,6 +1,7 @@
 """Mutation testing of decoding/ and objectives/ on a seeded sample of mutants.
 
-usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work runs/mutation] [--only 12,40]
+usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work runs/mutation]
+       python experiments/hard_tests/mutation.py --only 12,40 [--tests tests/decoding/test_executor.py]
 
 1. The tree is copied to ``--work``; nothing is ever changed in place.
 2. The unmutated tests run once, with the lines that each test executes (coverage contexts) and its seconds.
@@ -15,33 +16,33 @@ usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work 
    after the first ``--budget`` seconds (of step 2) are left out, which can only make survivors.
 
 Mutants that are done are kept in ``--work``: a second start goes on. The result is written beside this file. With
-``--only``, the mutants of those numbers run again, with the tests as they are now, and the result is updated.
+``--only``, mutants of those numbers run again, with all tests of the files that cover them (or of ``--tests``) as they
+are now and with all their examples, and the result is updated.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import json
+import math
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from mutants import PACKAGES, sample, statement
+
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_suffix(".json")
-PACKAGES = ("decoding", "objectives")
 TESTS = (
     "tests/decoding", "tests/contract", "tests/objectives", "tests/test_lit_module.py", "tests/test_accumulation.py"
 )  # fmt: skip
@@ -139,21 +140,6 @@ def measure(tree: Path, target: Path) -> dict[str, Any]:
     return measured
 
 
-def statement(source: str, line: int) -> tuple[range, bool]:
-    """Return the lines of the innermost statement (of a compound one: its head), and whether a function runs it."""
-    found, in_function = range(line, line + 1), False
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.stmt) or node.end_lineno is None or not node.lineno <= line <= node.end_lineno:
-            continue
-        body = getattr(node, "body", None)
-        stop = body[0].lineno if body else node.end_lineno + 1
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and line >= stop:
-            in_function = True
-        if line < stop:
-            found = range(node.lineno, stop)
-    return found, in_function
-
-
 def covering(mutant: dict[str, Any], tree: Path, measured: dict[str, Any], budget: float) -> dict[str, float]:
     """Return the tests that execute the mutated statement, shortest first, with their seconds, up to a sum of them."""
     lines = measured["lines"].get(mutant["path"], {})
@@ -163,70 +149,6 @@ def covering(mutant: dict[str, Any], tree: Path, measured: dict[str, Any], budge
     ordered = sorted(seconds.items(), key=lambda item: (item[1], item[0]))
     total = itertools.accumulate(value for _, value in ordered)
     return {name: value for (name, value), until in zip(ordered, total, strict=True) if until <= budget}
-
-
-# Mutants.
-
-
-def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
-    """Return the sites and, for each, its changes: an operator and the number of the operator's occurrence."""
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator, operator_names
-
-    found: dict[tuple[str, int, int, str], list[tuple[str, int]]] = defaultdict(list)
-    for path in sorted(path for name in PACKAGES for path in (tree / "src/refusion_lit" / name).glob("*.py")):
-        nodes = list(ast_nodes(get_ast(path.read_text())))
-        for name in operator_names():
-            operator = get_operator(name)
-            if operator.arguments():  # such ask for names of variables
-                continue
-            places = (place for node in nodes for place in operator().mutation_positions(node))
-            family = name.partition("/")[2].partition("_")[0]
-            for occurrence, place in enumerate(places):
-                start = place[0] if isinstance(place[0], tuple) else place
-                found[str(path.relative_to(tree)), start[0], start[1], family].append((name, occurrence))
-    return found
-
-
-def essence(source: str) -> str | None:
-    """Return a program without annotations, which never run here; ``None`` if it is none."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return None
-    for node in ast.walk(tree):
-        for name in ("annotation", "returns"):
-            if getattr(node, name, None) is not None:
-                setattr(node, name, ast.Constant(None))
-    return ast.dump(tree)
-
-
-def sample(tree: Path, num: int, seed: int) -> tuple[list[dict[str, Any]], int]:
-    """Draw mutants; return them and the number of sites (those without a proper change included)."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    population, rng = sites(tree), random.Random(seed)
-    order = sorted(population)
-    rng.shuffle(order)
-    drawn: list[dict[str, Any]] = []
-    for path, line, column, family in order:
-        source = (tree / path).read_text()
-        changes = list(population[path, line, column, family])
-        rng.shuffle(changes)
-        for name, occurrence in changes:
-            mutated = mutate_code(source, get_operator(name)(), occurrence)
-            if mutated is None or essence(mutated) in (None, essence(source)):
-                continue
-            pairs = zip(source.splitlines(), mutated.splitlines(), strict=False)
-            before, after = next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
-            operator = name.partition("/")[2]
-            drawn.append({"number": len(drawn), "path": path, "line": line, "operator": operator, "before": before,
-                          "after": after, "source": mutated})  # fmt: skip
-            break
-        if len(drawn) == num:
-            break
-    return drawn, len(order)
 
 
 # Runs.
@@ -266,7 +188,9 @@ def in_child(work: Callable[[], int], log: Path, limit: float) -> tuple[int, flo
         time.sleep(0.02)
 
 
-def run_tests(tree: Path, tests: dict[str, float], target: Path, num_examples: int) -> Callable[[], int]:
+def run_tests(
+    tree: Path, files: list[str], limits: dict[str, float] | None, target: Path, num_examples: int
+) -> Callable[[], int]:
     """Return what a child does: the tests in order, until one fails, whose name is written to ``target``."""
 
     def work() -> int:
@@ -274,8 +198,7 @@ def run_tests(tree: Path, tests: dict[str, float], target: Path, num_examples: i
 
         os.chdir(tree)
         sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
-        watch = Watch({name: seconds + 5 for name, seconds in tests.items()}, num_examples)
-        files = sorted({name.partition("::")[0] for name in tests})
+        watch = Watch(limits, num_examples)
         code = pytest.main([*FLAGS, "-x", *files], plugins=[watch])
         target.write_text("\n".join(watch.failed))
         return int(code)
@@ -283,18 +206,24 @@ def run_tests(tree: Path, tests: dict[str, float], target: Path, num_examples: i
     return work
 
 
-def judge(mutant: dict[str, Any], tree: Path, tests: dict[str, float], num_examples: int) -> dict[str, Any]:
-    """Run a mutant's tests; say what became of it."""
+def judge(
+    mutant: dict[str, Any], tree: Path, tests: dict[str, float], num_examples: int, files: list[str] | None = None
+) -> dict[str, Any]:
+    """Run a mutant's tests, or all those of some files; say what became of it."""
     result = {key: mutant[key] for key in ("number", "path", "line", "operator", "before", "after")}
-    result["num_tests"] = len(tests)
-    if not tests:
+    result["num_tests"] = len(tests) if files is None else None
+    limits = {name: seconds + 5 for name, seconds in tests.items()} if files is None else None
+    limit = 10 * sum(tests.values()) + 300 if files is None else 1800
+    if files is None:
+        files = sorted({name.partition("::")[0] for name in tests})
+    if not files:
         return result | {"status": "survived", "by": None, "seconds": 0.0}
     path, killer, log = tree / mutant["path"], tree / "killer.txt", tree / "log.txt"
     original, times = path.read_bytes(), path.stat()
     killer.write_text("")
     path.write_text(mutant["source"])
     try:
-        code, seconds = in_child(run_tests(tree, tests, killer, num_examples), log, 10 * sum(tests.values()) + 300)
+        code, seconds = in_child(run_tests(tree, files, limits, killer, num_examples), log, limit)
     finally:
         path.write_bytes(original)
         os.utime(path, (times.st_atime, times.st_mtime))
@@ -307,7 +236,7 @@ def wilson(num_hits: int, num: int, z: float = 1.96) -> tuple[float, float]:
     """Return the 95 % interval of a share."""
     share, scale = num_hits / num, 1 + z * z / num
     middle = (share + z * z / (2 * num)) / scale
-    half = z / scale * sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    half = z / scale * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
     return middle - half, middle + half
 
 
@@ -353,14 +282,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutation")
     parser.add_argument("--only", help="numbers of mutants, with commas: run these again with today's tests")
+    parser.add_argument("--tests", nargs="*", help="with --only: files of tests to run")
     parser.add_argument("--examples", type=int, default=8, help="hypothesis examples a test at most")
     parser.add_argument("--budget", type=float, default=80, help="seconds of tests a mutant at most")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     tree = prepare(args.work)
     measured_at, done_at = args.work / "measured.json", args.work / f"mutants-{args.seed}.jsonl"
-    if args.only is not None:
-        measured_at.unlink(missing_ok=True)
     measured = json.loads(measured_at.read_text()) if measured_at.exists() else measure(tree, measured_at)
     mutants, num_sites = sample(tree, args.num, args.seed)
     preload()
@@ -372,7 +300,11 @@ def main() -> None:
         for mutant in mutants:
             if mutant["number"] in done and mutant["number"] not in again:
                 continue
-            result = judge(mutant, tree, covering(mutant, tree, measured, args.budget), args.examples)
+            if mutant["number"] in again:
+                known = {name.partition("::")[0] for name in covering(mutant, tree, measured, math.inf)}
+                result = judge(mutant, tree, {}, 1000, args.tests or sorted(known))
+            else:
+                result = judge(mutant, tree, covering(mutant, tree, measured, args.budget), args.examples)
             done[mutant["number"]] = result
             file.write(json.dumps(result) + "\n")
             file.flush()

@@ -339,6 +339,8 @@ def test_options_are_named_and_documented(cls: type[Decoder]) -> None:
     needs = cls().requirements()
     assert needs.predictions
     assert needs.mask_token == (needs.predictions != ("next_token",))
+    with pytest.raises(FrozenInstanceError):
+        needs.mask_token = False  # type: ignore[misc]
 
 
 def test_all_decoders_are_exported() -> None:
