@@ -298,7 +298,7 @@ def main() -> None:
     again = set() if args.only is None else {int(number) for number in args.only.split(",")}
     with done_at.open("a") as file:
         for mutant in mutants:
-            if mutant["number"] in done and mutant["number"] not in again:
+            if mutant["number"] not in again if again else mutant["number"] in done:
                 continue
             if mutant["number"] in again:
                 known = {name.partition("::")[0] for name in covering(mutant, tree, measured, math.inf)}
@@ -310,8 +310,8 @@ def main() -> None:
             file.flush()
             print(f"{mutant['number']:4d} {result['status']:9} {result['seconds']:6.1f} s  {result['path']}:"
                   f"{result['line']}  {result['after']}  {result['by'] or ''}", flush=True)  # fmt: skip
-    results = [done[mutant["number"]] for mutant in mutants]
-    write_result(args, results, num_sites, measured)
+    if len(done) == len(mutants):
+        write_result(args, [done[mutant["number"]] for mutant in mutants], num_sites, measured)
 
 
 def write_result(

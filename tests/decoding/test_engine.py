@@ -390,6 +390,14 @@ def test_nobody_starves_within_a_budget() -> None:
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize(("budget", "num_calls"), [(1, 18), (2, 9), (3, 6), (4, 6), (1000, 6)])
+def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -> None:
+    model = HashModel(3, traits=ORDER, end_bias=-60.0)
+    options = {"max_batch_size": 3, "max_tokens_per_forward": budget}
+    output = decode(model, Autoregressive(), prompts_of(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
+    assert output.num_calls == num_calls
+
+
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^max_tokens_per_forward: expected .*, got 0"):
         decode(HashModel(traits=ORDER), Autoregressive(), prompts_of(1), SamplingParams(), max_tokens_per_forward=0)
