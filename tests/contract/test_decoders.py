@@ -199,6 +199,14 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
         assert expected is None or row.num_forwards == expected
 
 
+@each_decoder
+def test_a_response_of_hundreds_of_tokens_is_exact(cls: type[Decoder]) -> None:
+    decoder = LLaDA(steps=16) if cls is LLaDA else cls()
+    model, prompt = OracleModel(oracle_text(None), traits=traits_for(decoder)), Prompt(token_ids=(3, 4), id="p")
+    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=320)).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 322)]
+
+
 # What arithmetic says.
 
 

@@ -167,6 +167,11 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
             assert reading.scores == pytest.approx([float(softmax[5])])
 
 
+def test_an_unknown_statistic_is_no_statistic() -> None:
+    with pytest.raises(AssertionError, match="unknown statistic variance"):
+        read(random_table(), Draw(sampling=SamplingParams(), statistics=("variance",)), [3])
+
+
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
     table, how = random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
 
