@@ -261,6 +261,9 @@ def _prediction(values: Mapping[str, Any]) -> tuple[str, Prediction]:
     score = float(values["score"] or 0.0)  # as in the metrics contract
     if not 0 <= score <= 1:
         raise ValueError(f"score: expected a number in [0, 1], got {score}")
+    num_tokens, num_forwards = int(values["num_tokens"]), int(values["num_forwards"])
+    if not (0 <= num_tokens < 2**53 and 0 <= num_forwards < 2**53):
+        raise ValueError(f"num_tokens, num_forwards: expected counts, got {num_tokens} and {num_forwards}")
     texts = [str(values[key]) for key in ("id", "prompt", "response")] + [str(values.get("reference"))]
     "".join(texts).encode()  # half a surrogate pair could not be written
     return str(values["id"]), Prediction(
@@ -268,8 +271,8 @@ def _prediction(values: Mapping[str, Any]) -> tuple[str, Prediction]:
         response=str(values["response"]),
         reference=None if values.get("reference") is None else str(values["reference"]),
         score=score,
-        num_tokens=int(values["num_tokens"]),
-        num_forwards=int(values["num_forwards"]),
+        num_tokens=num_tokens,
+        num_forwards=num_forwards,
     )
 
 
