@@ -21,7 +21,7 @@ def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, "-e", ".[dev]")
+    install(session, "-e", ".[dev,eval]")
     session.run("pytest", *session.posargs, env=ENVIRONMENT)
 
 
@@ -44,7 +44,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types."""
-    install(session, "-e", ".[dev]")
+    install(session, "-e", ".[dev,eval]")
     session.run("pyright")
 
 
@@ -61,10 +61,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure; results land in benchmarks/results."""
-    install(session, ".")
-    for script in sorted(Path("benchmarks").glob("*.py")):
-        session.run("python", str(script), *session.posargs)
+    """Measure; results land in benchmarks/results. `nox -s bench -- decode growth` measures these parts only."""
+    install(session, ".", "matplotlib")
+    parts = session.posargs or ["decode", "prefill", "overhead", "training", "growth", "loss_memory"]
+    for part in (*parts, "table"):
+        session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)
 
 
 @nox.session
@@ -73,8 +74,8 @@ def reproduce(session: nox.Session) -> None:
     if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():
         known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
         session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")
-    install(session, ".", "matplotlib")
     folder = Path("experiments") / session.posargs[0]
+    install(session, ".[eval]" if folder.name == "main_results" else ".", "matplotlib")
     output = Path("runs") / "reproduce" / folder.name
     session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
 

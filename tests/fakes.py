@@ -157,7 +157,7 @@ class HashCache:
         self.values = torch.zeros(NUM_LEVELS, num_rows, 0, dtype=torch.long)
 
     def prepare(
-        self, rows: list[int], num_keys: int, source_index: Tensor, row_index: Tensor, cache_index: Tensor
+        self, rows: list[int], num_keys: int, source_index: Tensor | None, row_index: Tensor, cache_index: Tensor
     ) -> None:
         missing = max(num_keys - self.positions.shape[1], 0)
         self.positions, self.is_written, self.values = (
@@ -168,7 +168,8 @@ class HashCache:
         targets = list(zip(row_index.tolist(), cache_index.tolist(), strict=True))
         assert len(set(targets)) == len(targets), "two tokens are stored at one place"
         self.rows, self.num_keys = rows, num_keys
-        self.source_index, self.target = source_index, (row_index, cache_index)
+        self.source_index: Tensor | slice = slice(None) if source_index is None else source_index
+        self.target = (row_index, cache_index)
 
     def store_positions(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Write positions; return those that the sequences may see, and which of them are written."""

@@ -3,7 +3,7 @@
 usage: python experiments/dependency_study/run.py NAME=CHECKPOINT[:TASK] ... [--num_samples N] [--device cuda]
 
 CHECKPOINT is a checkpoint, a Hugging Face directory or a hub id; TASK one of the generated tasks (Sheet, Walk, ...) or
-a JSONL file of {"query", "response"} lines. Writes results.json and dependency.png beside this file.
+a JSONL file of {"query", "response"} lines. Writes results.json and dependency.png beside this file, or into --output.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=200)
     parser.add_argument("--max_distance", type=int, default=24)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for results.json and dependency.png")
     args = parser.parse_args()
     curves: dict[str, Any] = {}
     for given in args.models:
@@ -60,11 +61,12 @@ def main() -> None:
         print(name, [f"{d}: {kl:.3f}" for d, kl in zip(curve.distances, curve.kl, strict=True)])
     result = {"num_samples": args.num_samples, "num_targets": 4, "seed": 0, "curves": curves}
     result["environment"] = environment(0, sys.argv)
-    (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    plot(curves)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot(curves, args.output / "dependency.png")
 
 
-def plot(curves: dict[str, Any]) -> None:
+def plot(curves: dict[str, Any], path: Path) -> None:
     """Draw mean KL over the distance's absolute value, pairs of both signs together."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for name, curve in curves.items():
@@ -80,7 +82,7 @@ def plot(curves: dict[str, Any]) -> None:
     axes.set_yscale("symlog", linthresh=1e-3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(HERE / "dependency.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

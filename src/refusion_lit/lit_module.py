@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
-import warnings
-from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +11,13 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel, check_context, cut_at_stop
+from refusion_lit.api import TextModel, check_context
 from refusion_lit.bundle import BUNDLE_KEY, Bundle, check_weights, describe
-from refusion_lit.decoding import Decoder, DecodingOutput, ReFusion, decode
+from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.decoding.engine import check_model
-from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.sharding import gather, shard
@@ -31,15 +25,16 @@ from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
-from refusion_lit.objectives.step import StepLoss
-from refusion_lit.predictions import PredictionsFile, prediction
-from refusion_lit.reports.environment import config_of, environment_of
 from refusion_lit.reports.tables import decoder_table
-from refusion_lit.reports.write import write_report
-from refusion_lit.schedule import warmup_cosine
+from refusion_lit.schedule import parameter_groups, warmup_cosine
+from refusion_lit.stages.evaluation import Answerer, Evaluation, check_decoder_name, described
+from refusion_lit.stages.results import write_page, write_results
+from refusion_lit.stages.training import TrainingProgress
+from refusion_lit.stages.validation import ValidationLoss, corrupt_evenly, samples_as_text, text_writers
 from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
 
-_NUM_STRATA = 16
+__all__ = ["SlotDiffusionModule", "check_decoder_name", "parameter_groups"]
+
 _NUM_POSITIONS = "refusion_lit_num_positions"
 
 
@@ -67,8 +62,7 @@ class SlotDiffusionModule(L.LightningModule):
         resume: Let ``test`` and ``predict`` go on behind the predictions of an interrupted run in the same directory.
 
     Attributes:
-        num_positions: Token positions that training has computed on all processes: padding, second views and clean
-            copies count as much as any other. A resumed run goes on counting.
+        results: Of each decoder's name the figures of the last test.
     """
 
     def __init__(
@@ -110,14 +104,12 @@ class SlotDiffusionModule(L.LightningModule):
         self.prompt_template = prompt_template
         self.resume = resume
         self.backbone: Backbone | None = None
-        self._traits_from_checkpoint = False
-        self.validation_means: TermMeans | None = None
-        self.test_metrics = nn.ModuleDict()
-        self._files: dict[str, PredictionsFile] = {}
-        self.num_positions: Tensor = torch.zeros((), dtype=torch.float64)
-        self._positions_before, self._since, self._paused = 0.0, 0.0, 0.0
-        self._step_loss: StepLoss | None = None
         self.results: dict[str, dict[str, float]] = {}
+        self.mismatches: dict[str, list[str]] = {}
+        # What a run remembers; made anew for each.
+        self._progress = TrainingProgress()
+        self._validation: ValidationLoss | None = None
+        self._evaluation: Evaluation | None = None
         for name, decoder in self.decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
@@ -162,7 +154,7 @@ class SlotDiffusionModule(L.LightningModule):
             self.model.traits = bundle.traits
         if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
-        self.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
+        self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -171,8 +163,15 @@ class SlotDiffusionModule(L.LightningModule):
         check_kernel(self.objective.kernel, self.device)
         self.model.traits = self.objective.traits
         self.model.train()
-        self.num_positions = self.num_positions.to(self.device)
-        self._positions_before, self._since, self._step_loss = float(self.num_positions), 0.0, None
+        self._progress.start(self.device, self.trainer.world_size)
+
+    @property
+    def num_positions(self) -> Tensor:
+        """Token positions that training has computed on all processes; a resumed run goes on counting.
+
+        Padding, second views and clean copies count as much as any other.
+        """
+        return self._progress.num_positions
 
     def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Key what a model draws for itself, as dropout does, to the batch: a resumed run draws the same."""
@@ -195,45 +194,17 @@ class SlotDiffusionModule(L.LightningModule):
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
         """Return a batch's share of its step's loss, and log the step's loss by terms with the last batch."""
         corrupted = self.corrupt(batch)
-        step = self._step_loss = self._step_of(batch, corrupted)
+        num_accumulated = self.trainer.accumulate_grad_batches
+        step = self._progress.step_of(
+            batch, corrupted, lambda other: self.corrupt(other.to(self.device)), num_accumulated=num_accumulated
+        )
         loss = self.loss(corrupted)
         share = step.share(loss)
         if step.num_left == 0 and self._logs_now():
-            self._log_step(step, loss)
+            for name, value in self._progress.figures(step, loss).items():
+                self.log(f"train/{name}", value, prog_bar=name == "loss")
         # Lightning divides by the number of accumulated batches, and gradients are averaged over processes.
-        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
-
-    def _step_of(self, batch: ResponseBatch, corrupted: CorruptedBatch) -> StepLoss:
-        """Return what the optimizer step of a batch adds up to; the step's first batch counts them all."""
-        if batch.following is None and self._step_loss is not None and self._step_loss.num_left:
-            return self._step_loss
-        if batch.following is None and self.trainer.accumulate_grad_batches > 1:
-            raise ValueError(
-                "trainer.accumulate_grad_batches: expected 1 with a loader that does not look ahead, got "
-                f"{self.trainer.accumulate_grad_batches}; use InstructionDataModule's loader, or one that sets "
-                "ResponseBatch.following on the first batch of each step."
-            )
-        others = [self.corrupt(other.to(self.device)) for other in batch.following or ()]
-        step = StepLoss.of([corrupted, *others], self._over_processes)
-        self.num_positions = self.num_positions + step.num_positions
-        return step
-
-    def _over_processes(self, values: Tensor) -> Tensor:
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(values)
-        return values
-
-    def _log_step(self, step: StepLoss, loss: LossOutput) -> None:
-        loss = replace(loss, sums=self._over_processes(step.sums), counts=step.counts)
-        self.log_dict({f"train/{name}": mean for name, mean in loss.named_means().items()})
-        self.log("train/loss", loss.total, prog_bar=True)
-        self.log("train/num_positions", self.num_positions)
-        self.log("train/padding", 1 - step.num_real / step.num_positions)
-        now, num_positions = time.perf_counter(), float(self.num_positions)
-        if self._since:
-            rate = (num_positions - self._positions_before) / (now - self._since)
-            self.log("train/positions_per_second", torch.tensor(rate, dtype=torch.float64))  # not the default, bf16
-        self._positions_before, self._since = num_positions, now
+        return share * (num_accumulated * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""
@@ -263,60 +234,44 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Stop the clock of training."""
-        self._paused = time.perf_counter()
+        self._progress.pause()
+        self._validation = ValidationLoss(self.device)
 
     def on_validation_end(self) -> None:
         """Let the clock of training run on."""
-        self._since += (time.perf_counter() - self._paused) * (self._since > 0)
+        self._progress.go_on()
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss at fixed mask ratios, the same in every run."""
         if not batch.ids:  # there are fewer samples than processes
             return
-        strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
-        ratio = (strata.double() + 0.5) / _NUM_STRATA
-        noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
-        corrupted = self.objective.corrupt(batch, noise, self.model.special_tokens, mask_ratio=ratio)
-        if self.validation_means is None:
-            self.validation_means = TermMeans(corrupted.term_names, corrupted.coefficients).to(self.device)
-        self.validation_means.update(self.loss(corrupted))
+        assert self._validation is not None
+        corrupted = corrupt_evenly(self.objective, batch, self.model.special_tokens)
+        self._validation.add(corrupted, self.loss(corrupted))
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation losses and a few decoded samples."""
-        if self.trainer.world_size > 1:
-            self._know_the_terms()
-        if self.validation_means is None:
+        assert self._validation is not None
+        means = self._validation.means(self.trainer.strategy.broadcast)
+        if not means:
             return
-        means = self.validation_means.compute()
-        self.validation_means = None  # made anew each time: tensors of inference mode cannot be updated outside it
         self.log("val/loss", means.pop("total").float(), prog_bar=True)
         self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
         if not self.trainer.sanity_checking and self.trainer.is_global_zero and _is_whole(self.trainer.strategy):
             self._log_samples()
 
-    def _know_the_terms(self) -> None:
-        """Let a process without validation samples take part in the sums over processes; the first one has some."""
-        means = self.validation_means
-        terms = self.trainer.strategy.broadcast(means and (means.names, means.coefficients))
-        if means is None and terms is not None:
-            self.validation_means = TermMeans(*terms).to(self.device)
-
     def _log_samples(self) -> None:
         module = getattr(self.trainer, "datamodule", None)
-        experiments = [getattr(logger, "experiment", None) for logger in self.loggers]
-        writers: list[Any] = [experiment for experiment in experiments if hasattr(experiment, "add_text")]
+        writers = text_writers(self.loggers)
         decoder = next(iter(self.decoders.values()))
         fits = not decoder.requirements().mismatches(self.model.traits)
         if module is None or not writers or not self.num_logged_samples or not fits:
             return
         batch: PromptBatch = module.sample_prompts(self.num_logged_samples)
-        output = self._decode(decoder, batch)
-        lines = [
-            f"`{example.query}`\n\n    {self._text(row.token_ids)}\n\n(reference `{example.response}`)"
-            for example, row in zip(batch.examples, output.rows, strict=True)
-        ]
+        answerer = self._answerer()
+        responses = [answerer.text(row) for row in answerer.decode(decoder, batch).rows]
         for writer in writers:
-            writer.add_text("samples", "\n\n".join(lines), self.global_step)
+            writer.add_text("samples", samples_as_text(batch, responses), self.global_step)
 
     # --- test and prediction ---------------------------------------------------------------------------------
 
@@ -326,139 +281,87 @@ class SlotDiffusionModule(L.LightningModule):
             name: check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
             for name, decoder in self.decoders.items()
         }
-        gather(self.model)
-        self._open({f"predictions_{name}": name for name in self.decoders})
-        self.test_metrics = nn.ModuleDict({name: DecodingMetrics() for name in self.decoders}).to(self.device)
-        for name, metrics in self.test_metrics.items():
-            assert isinstance(metrics, DecodingMetrics)
-            metrics.restore(self._files[f"predictions_{name}"].state or {})
+        self._evaluation = self._start(self.decoders, "predictions_{}", counted=True)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
-        for name, decoder in self.decoders.items():
-            file = self._files[f"predictions_{name}"]
-            left = _left(batch, file.done)
-            if not left.prompts:
-                continue
-            output = self._decode(decoder, left)
-            lines = self._predictions(left, output)
-            metrics = self.test_metrics[name]
-            assert isinstance(metrics, DecodingMetrics)
-            metrics.update(output, [line["score"] or 0.0 for line in lines])
-            file.write(lines, metrics.snapshot())
+        self._running.step(batch)
 
     def on_test_epoch_end(self) -> None:
         """Print the table of decoders and write the results."""
-        self.results = {}
-        for name, metrics in self.test_metrics.items():
-            assert isinstance(metrics, DecodingMetrics)
-            self.results[name] = metrics.compute()
-            for figure, value in self.results[name].items():
+        self.results = self._running.figures()
+        for name, figures in self.results.items():
+            for figure, value in figures.items():
                 self.log(f"test/{name}/{figure}", float(value))
-        self._merge()
+        self._running.merge(self.trainer.strategy)
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
-            self._write_results()
-            self._write_report()
-        self._forget()
+            write_page(write_results(self._running.directory, self._summary(), seed=self.seed))
+        self._running.forget()
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "sampling": asdict(self.sampling),
+            "max_batch_size": self.max_batch_size,
+            "batch_size": self.batch_size,
+            "max_tokens_per_forward": self.max_tokens_per_forward,
+            "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
+            "results": self.results,
+            "mismatches": self.mismatches,
+        }
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
-        check_model(self.model, next(iter(self.decoders.values())), allow_mismatch=self.allow_mismatch)
-        gather(self.model)
-        self._open({"predictions": next(iter(self.decoders))})
+        name, decoder = next(iter(self.decoders.items()))
+        check_model(self.model, decoder, allow_mismatch=self.allow_mismatch)
+        self._evaluation = self._start({name: decoder}, "predictions", counted=False)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, write and return its predictions."""
-        file = self._files["predictions"]
-        left = _left(batch, file.done)
-        if not left.prompts:
-            return []
-        lines = self._predictions(left, self._decode(next(iter(self.decoders.values())), left))
-        file.write(lines)
-        return lines
+        return self._running.step(batch)
 
     def on_predict_end(self) -> None:
         """Close the predictions file."""
-        self._merge()
-        self._forget()
+        self._running.merge(self.trainer.strategy)
+        self._running.forget()
 
-    def _decode(self, decoder: Decoder, batch: PromptBatch) -> DecodingOutput:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".* does not fit this model")  # said once, at the start
-                return decode(
-                    self.model,
-                    decoder,
-                    batch.prompts,
-                    self.sampling,
-                    max_batch_size=self.max_batch_size,
-                    max_tokens_per_forward=self.max_tokens_per_forward,
-                    detokenize=self._detokenize,
-                    allow_mismatch=self.allow_mismatch,
-                )
-        finally:
-            self.model.train(training)
+    @property
+    def _running(self) -> Evaluation:
+        assert self._evaluation is not None, "no test or prediction has been started"
+        return self._evaluation
+
+    def _answerer(self) -> Answerer:
+        return Answerer(
+            model=self.model,
+            detokenize=self._detokenize,
+            sampling=self.sampling,
+            max_batch_size=self.max_batch_size,
+            max_tokens_per_forward=self.max_tokens_per_forward,
+            allow_mismatch=self.allow_mismatch,
+        )
 
     def _detokenize(self, token_ids: list[int]) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _text(self, token_ids: list[int]) -> str:
-        return cut_at_stop(self._detokenize(token_ids), self.sampling.stop)
-
-    def _predictions(self, batch: PromptBatch, output: DecodingOutput) -> list[dict[str, Any]]:
-        task = self.trainer.datamodule.task  # type: ignore[attr-defined]
-        lines = []
-        for example, row in zip(batch.examples, output.rows, strict=True):
-            text = self._text(row.token_ids)
-            lines.append(
-                prediction(
-                    row,
-                    prompt=example.query,
-                    response=text,
-                    reference=example.response,
-                    score=task.score(example, text),
-                    record_forwards=self.record_forwards,
-                )
-            )
-        return lines
-
-    def _open(self, names: Mapping[str, str]) -> None:
-        """Open predictions files, each for a decoder by its name, when all prompts fit the model."""
-        data = getattr(self.trainer, "datamodule", None)
+    def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
+        """Open the predictions files, when all prompts fit the model."""
+        gather(self.model)
+        data: Any = getattr(self.trainer, "datamodule", None)
         check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
-        self._directory = self.output_directory  # known to all processes only when all ask for it
-        shared = {
-            "checkpoint": str(self.trainer.ckpt_path or self.backbone_config.source),
-            "sampling": asdict(self.sampling),
-            "record_forwards": self.record_forwards,
-        }
-        self._files = {
-            file: PredictionsFile(
-                self._directory,
-                file,
-                {**shared, "decoder": _described(self.decoders[name])},
-                rank=self.trainer.global_rank,
-                num_ranks=self.trainer.world_size,
-                resume=self.resume,
-            )
-            for file, name in names.items()
-        }
-
-    def _merge(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self.trainer.strategy.barrier("predictions")
-        if self.trainer.is_global_zero:
-            for file in self._files.values():
-                file.merge()
-
-    def _forget(self) -> None:
-        for file in self._files.values():
-            file.forget()
+        return Evaluation(
+            self._answerer(),
+            decoders,
+            data.task,
+            self.output_directory,  # known to all processes only when all ask for it
+            file_name=file_name,
+            checkpoint=str(self.trainer.ckpt_path or self.backbone_config.source),
+            record_forwards=self.record_forwards,
+            counted_on=self.device if counted else None,
+            rank=self.trainer.global_rank,
+            num_ranks=self.trainer.world_size,
+            resume=self.resume,
+        )
 
     @property
     def output_directory(self) -> Path:
@@ -471,62 +374,7 @@ class SlotDiffusionModule(L.LightningModule):
         module = getattr(self.trainer, "datamodule", None)
         return min(self.max_batch_size, getattr(module, "eval_batch_size", self.max_batch_size))
 
-    def _write_report(self) -> None:
-        """Write the page beside the results, which are safe by now whatever happens here."""
-        try:
-            page = write_report([self._directory / "results.json"])[0]
-        except (ValueError, OSError) as error:
-            warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
-        else:
-            rank_zero_info(f"report: {page}")
-
-    def _write_results(self) -> None:
-        options = {name: _described(decoder) for name, decoder in self.decoders.items()}
-        results = {
-            "sampling": asdict(self.sampling),
-            "max_batch_size": self.max_batch_size,
-            "batch_size": self.batch_size,
-            "max_tokens_per_forward": self.max_tokens_per_forward,
-            "decoders": options,
-            "results": self.results,
-            "mismatches": self.mismatches,
-            "environment": environment_of(self._directory, self.seed),
-            "config": config_of(self._directory),
-        }
-        path = self._directory / "results.json"
-        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-
-
-def _described(decoder: Decoder) -> Mapping[str, Any]:
-    return {"class": type(decoder).__name__, **asdict(decoder)}  # type: ignore[call-overload] - a dataclass
-
 
 def _is_whole(strategy: Strategy) -> bool:
     """Whether one process can run the model without the others, for its weights are not sharded."""
     return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-
-
-def _left(batch: PromptBatch, done: Set[str]) -> PromptBatch:
-    """Return a batch without the prompts that are done."""
-    kept = [i for i, prompt in enumerate(batch.prompts) if prompt.id not in done]
-    return replace(batch, prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])
-
-
-def check_decoder_name(name: str) -> None:
-    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
-
-    Raises:
-        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
-    """
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
-
-
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Split trainable parameters: matrices take the optimizer's weight decay, norms and biases none."""
-    is_trained: Callable[[Tensor], bool] = lambda p: p.requires_grad  # noqa: E731
-    parameters = [p for p in module.parameters() if is_trained(p)]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]

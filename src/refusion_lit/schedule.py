@@ -1,9 +1,11 @@
-"""Learning-rate schedules."""
+"""Parameter groups of optimizers, and learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,3 +26,12 @@ def warmup_cosine(optimizer: Optimizer, num_warmup_steps: int, num_steps: int, f
         return rise * (final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
     return LambdaLR(optimizer, factor)
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Split trainable parameters: matrices take the optimizer's weight decay, norms and biases none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -15,6 +15,8 @@ from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
 from refusion_lit.predictions import KEYS
 
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
@@ -49,6 +51,30 @@ def test_test_prints_the_table_and_writes_results(
     assert (figures["num_tokens"], figures["num_forwards"]) == (tokens, forwards)
     assert figures["tokens_per_forward"] == pytest.approx(tokens / forwards)
     assert figures["score"] == pytest.approx(sum(line["score"] for line in lines) / 12)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "directory"])
+def test_a_checkpoint_or_a_directory_brings_the_model(checkpoint: str, tmp_path: Path, source: str) -> None:
+    path = checkpoint if source == "checkpoint" else MODEL
+    config = {"model": {"backbone": {"random_init": True}}}  # the training's, of no use here
+    (tmp_path / "overlay.yaml").write_text(json.dumps(config))
+    args = ["test", "--config", ABLATION, "--config", str(tmp_path / "overlay.yaml"), f"--ckpt_path={path}"]
+    args += ["--model.decoders={ar: {class_path: ReFusion, init_args: {slot_size: 8, num_serial_blocks: 1}}}"]
+    args += ["--data.task.num_test=2", "--model.sampling.max_new_tokens=48", "--trainer.enable_progress_bar=false"]
+    assert main([*args, f"--runs_dir={tmp_path}", "--num_threads=1"]) == 0
+    run = tmp_path / "ablation" / "version_0"
+    lines = [json.loads(line) for line in (run / "predictions_ar.jsonl").read_text().splitlines()]
+    model = refusion_lit.load(path)
+    decoder = ReFusion(slot_size=8, num_serial_blocks=1)
+    ids = [line["id"] for line in lines]
+    answers = model.generate([line["prompt"] for line in lines], decoder=decoder, max_new_tokens=48, ids=ids)
+    assert [line["response_ids"] for line in lines] == [answer.token_ids for answer in answers]
+
+
+def test_random_weights_are_told_of(tmp_path: Path) -> None:
+    args = ["validate", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.warmup_steps=1"]
+    with pytest.warns(UserWarning, match="ckpt_path: none given, so that the model has random weights"):
+        assert main([option for option in args if "max_steps" not in option]) == 0
 
 
 def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> None:
@@ -265,6 +291,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"refusion-lit {refusion_lit.__version__}"
 
 
+def test_help_begins_with_a_short_usage_and_names_one_way_to_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: refusion-lit fit --config FILE [--OPTION VALUE ...]\n\n")
+    options = {word for line in shown.splitlines() for word in line.split()[:1] if word.startswith("--")}
+    assert {"--model.optimizer", "--ckpt_path", "--data.batch_size"} <= options
+    assert "--optimizer" not in options
+
+
 def test_init_copies_the_configs(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path)]) == 0
     assert (tmp_path / "configs" / "quickstart.yaml").read_text() == Path(QUICKSTART).read_text()
@@ -292,6 +328,41 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
         (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
         (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
         (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
+        (
+            ["test", "--config", ABLATION],
+            "ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to test",
+        ),
+        (["test", "--config", ABLATION, "--ckpt_path=best"], "got 'best', which only a training knows"),
+        (
+            ["fit", "--config", ABLATION],
+            "backbone: expected a source (directory or hub id) or a config with model_type",
+        ),
+        (["fit"], "data.task, data.tokenizer: expected a value, got none; give them, or a config"),
+        (["fit", "quickstart.yaml"], "options start with --, as in --config FILE"),
+        (["generate"], "ckpt_path: expected a value, got none; give it."),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, HumanEval"),
+        (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (No module named 'none'); known are"),
+        (
+            ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
+            "data.task: expected a subclass of Task, got",
+        ),
+        (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],
+            "model.decoders: slot_size: expected an integer, got 'x'.",
+        ),
+        (
+            ["fit", "--config", QUICKSTART, "--model.backbone.attention=up"],
+            "model.backbone.attention: expected 'causal', 'bidirectional', 'block_causal' or null, got 'up'.",
+        ),
+        (["fit", "--config", QUICKSTART, "--num_threads=0"], "num_threads: expected an integer of at least 1, got 0"),
+        (["fit", "--config", QUICKSTART, "--trainer.val_check_interval=x"], "trainer: Invalid time format"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.backbone.config.model_type=qwen33"],
+            "model_type: expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'?",
+        ),
+        (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "got no.yaml, which does not exist"),
+        (["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"], "'bfloat16' or 'float16', got 'fp32'."),
     ],
 )
 def test_errors_are_one_line_with_the_fix(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fakes import MASK, PAD, VOCAB, HashModel
-from refusion_lit.decoding import executor as executor_module
+from refusion_lit.decoding import reading as reading_module
 from refusion_lit.decoding.executor import Executor
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
 from refusion_lit.types import SamplingParams
@@ -63,7 +63,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
         for row, group in enumerate(groups)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor_module, "_MAX_LOGITS", chunk)
+        patch.setattr(reading_module, "_MAX_LOGITS", chunk)
         readings = executor.forward(requests)
     longest = max(len(branch.tokens) for group in groups for branch in group)
     assert executor.num_calls == 1

@@ -284,7 +284,8 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
     planned = [draw for phase, draw in draws if phase == "plan"]
     assert [draw.sampling for draw in planned] == [sampling, sampling]
     assert len({draw.round for draw in planned}) == 2
-    assert [draw for phase, draw in draws if phase == "more"] == planned  # same forward, same noise
+    # Same forward, same noise; nobody looks at the probabilities of what stands behind a slot's first token.
+    assert [draw for phase, draw in draws if phase == "more"] == [replace(d, with_probability=False) for d in planned]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit.decoding.sampling import draw, filter_logits
+from refusion_lit.decoding import sampling as sampling_module
+from refusion_lit.decoding.sampling import draw, filter_logits, first_argmax
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
 
@@ -69,6 +70,24 @@ def test_temperature_zero_takes_the_most_probable_and_the_lower_of_equals() -> N
     drawn = draw(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), None)
     assert drawn.tokens.tolist() == [1, 0, 1]
     assert torch.equal(drawn.filtered, logits), "nothing is filtered"
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, 2.0, -math.inf, math.inf, math.nan]), min_size=70, max_size=70),
+        min_size=1,
+        max_size=3,
+    ),
+    vocab=st.integers(64, 70),
+)
+def test_the_highest_is_found_block_by_block(rows: list[list[float]], vocab: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_module, "_BLOCK", 2)
+        found = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
+    for index, row in zip(found, rows, strict=True):
+        ranks = [math.inf if math.isnan(value) else min(value, 1e300) for value in row[:vocab]]
+        assert index == ranks.index(max(ranks))
 
 
 @pytest.mark.parametrize(

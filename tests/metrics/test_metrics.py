@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import torch
@@ -77,6 +78,31 @@ def test_latency_leaves_the_warm_up_batch_out() -> None:
     assert metrics.compute()["latency_median"] == pytest.approx(50.0, rel=0.05)  # nothing else to tell of
     metrics.update(_output([_row(1, 1, seconds=0.2)], seconds=0.2), [1.0])
     assert metrics.compute()["latency_p95"] == pytest.approx(0.2, rel=0.05)
+
+
+def test_a_process_that_goes_on_from_a_snapshot_warms_up_anew() -> None:
+    outputs = [_output([_row(tokens, 2, seconds)], seconds) for tokens, seconds in ((1, 90.0), (30, 2.0), (1, 70.0))]
+    metrics = DecodingMetrics()
+    for output in outputs[:2]:
+        metrics.update(output, [1.0])
+    resumed = DecodingMetrics()
+    resumed.restore(json.loads(json.dumps(metrics.snapshot())))
+    resumed.update(_output([], seconds=0.0, num_calls=0), [])  # a process without prompts is as cold as before
+    resumed.update(outputs[2], [0.5])
+    figures = resumed.compute()
+    assert figures["tokens_per_second"] == pytest.approx(30 / 2)
+    assert figures["latency_p95"] == pytest.approx(2.0, rel=0.05)
+    assert (figures["num_tokens"], figures["num_batches"], figures["seconds"]) == (32, 3, 162.0)
+    resumed.update(_output([_row(14, 2, 2.0)], 2.0), [1.0])
+    assert resumed.compute()["tokens_per_second"] == pytest.approx(44 / 4)
+
+
+def test_cold_batches_of_two_processes_are_timed_where_there_are_no_others() -> None:
+    first, second = DecodingMetrics(), DecodingMetrics()
+    first.update(_output([_row(10, 2, 4.0)], seconds=4.0), [1.0])
+    second.restore(first.snapshot())
+    second.update(_output([_row(20, 2, 1.0)], seconds=1.0), [1.0])
+    assert second.compute()["tokens_per_second"] == pytest.approx(30 / 5)
 
 
 def test_states_add_up_over_processes() -> None:

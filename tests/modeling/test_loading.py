@@ -118,6 +118,17 @@ def test_attention_is_computed_as_asked_for(implementation: Any) -> None:
         assert backbone.config._attn_implementation == implementation
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_decoding_is_lean_unless_told_otherwise_and_no_directory_says_so(lean: bool, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    backbone = BackboneConfig(source=str(MID), lean=lean).build(tokenizer)
+    assert backbone.lean is lean
+    assert (backbone.make_cache(1).lean is not None) is lean
+    save_directory(backbone, tokenizer, tmp_path / "saved")
+    assert "lean" not in (tmp_path / "saved" / "config.json").read_text()
+    assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).lean
+
+
 def test_a_released_directory_needs_no_code_of_its_own() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
     backbone = BackboneConfig(source=str(MID)).build(tokenizer).eval()
@@ -394,3 +405,14 @@ def test_overrides_that_the_architecture_does_not_know_are_refused() -> None:
     config = BackboneConfig(source=str(MID), config={"num_hiden_layers": 1})
     with pytest.raises(ValueError, match=r"^backbone\.config: .*num_hiden_layers.*num_hidden_layers"):
         config.build(AutoTokenizer.from_pretrained(MID))
+
+
+def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_wrote_is_not() -> None:
+    tokenizer = masked_tokenizer()
+    with pytest.raises(ValueError, match="Qwen3Config has no option hidden_sise; did you mean hidden_size"):
+        BackboneConfig(config={**ARCHITECTURE, "hidden_sise": 8}).build(tokenizer)
+    with pytest.raises(ValueError, match="expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'"):
+        BackboneConfig(config={**ARCHITECTURE, "model_type": "qwen33"}).build(tokenizer)
+    written = architecture_of(BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer))
+    assert written["rope_parameters"]["rope_theta"] == 500.0
+    BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option

@@ -14,8 +14,8 @@ import pytest
 
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.lit_module import SlotDiffusionModule
 from refusion_lit.predictions import PredictionsFile
+from refusion_lit.stages.evaluation import Answerer
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
 
@@ -32,16 +32,16 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
 
     def patch() -> None:
-        decode, count = SlotDiffusionModule._decode, 0
+        decode, count = Answerer.decode, 0
 
-        def interrupted(self: SlotDiffusionModule, decoder: Any, batch: Any) -> Any:
+        def interrupted(self: Answerer, decoder: Any, batch: Any) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
             return decode(self, decoder, batch)
 
-        SlotDiffusionModule._decode = interrupted
+        Answerer.decode = interrupted
 
     return patch
 

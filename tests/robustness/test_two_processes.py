@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,12 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
         assert _without_times(_lines(both / name)) == _without_times(_lines(alone / name))
         assert len(_lines(both / name)) == num
         one, two = (values[decoder] for values in results)
-        of_calls = {"num_calls", "tokens_per_call"}  # which a batch shares, and two processes have other batches
+        of_calls = {
+            "num_calls",
+            "tokens_per_call",
+            "num_batches",
+            "calls_per_batch",
+        }  # which a batch shares, and two processes have other batches
         of_time = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
         for figure in one.keys() - of_calls - of_time:
             assert two[figure] == pytest.approx(one[figure], rel=1e-12), figure
@@ -108,3 +115,20 @@ def test_a_failing_process_ends_all_with_its_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(SlotDiffusionModule, "test_step", failing)
     with pytest.raises(ProcessRaisedException, match="the second process cannot go on"):
         _run(tmp_path, "test", 6, *TWO)
+
+
+def test_torchrun_gives_the_figures_of_one_process(tmp_path: Path) -> None:
+    alone = _run(tmp_path, "validate", 5)
+    options = [*OPTIONS, "--data.task.num_validation=5", "--data.task.num_test=5", f"--ckpt_path={MODEL}"]
+    options += [f"--runs_dir={tmp_path}", "--run_name=r", "--run_version=torchrun"]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "refusion_lit.cli",
+         "validate", *options, "--trainer.devices=2", "--trainer.strategy=ddp"],
+        check=True, cwd=tmp_path, timeout=240,
+    )  # fmt: skip
+    losses = []
+    for run in (alone, tmp_path / "r" / "torchrun"):
+        with (run / "metrics.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        losses.append({key: float(value) for key, value in row.items() if key.startswith("val/")})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

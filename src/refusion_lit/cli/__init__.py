@@ -19,6 +19,8 @@ usage: refusion-lit COMMAND [OPTIONS]
   chat       talk to a model and see in which order it decodes
   trace      watch a decode, forward by forward; writes an HTML page
   report     compare finished tests: a page, plots, tables for papers
+  score      score a predictions file again       refusion-lit score predictions.jsonl --task Gsm8k --task.test FILE
+  evaluate   run tasks of the lm-evaluation-harness
   export     turn a checkpoint into a Hugging Face directory
   sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
@@ -30,6 +32,8 @@ _OWN = {
     "generate": "refusion_lit.cli.generate",
     "chat": "refusion_lit.cli.chat",
     "trace": "refusion_lit.cli.trace",
+    "score": "refusion_lit.cli.score",
+    "evaluate": "refusion_lit.cli.evaluate",
     "export": "refusion_lit.cli.export",
     "sweep": "refusion_lit.cli.sweep",
     "init": "refusion_lit.cli.init",
@@ -57,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        from refusion_lit.cli.parser import shorten
+        from refusion_lit.cli.messages import shorten
 
         return _fail(shorten(" ".join(str(error).split())))
     except OSError as error:

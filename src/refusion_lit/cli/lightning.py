@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
 from refusion_lit.checkpoints import AtomicCheckpointIO, SaveOnSignal, newest_checkpoint
 from refusion_lit.cli.environment import write_environment
+from refusion_lit.cli.messages import shorten
 from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
@@ -44,10 +46,20 @@ _EXPECTED = (
 )
 
 
+# Callbacks of the training, which only a training goes on with.
+_EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
+
+
 _HOW_TO_GO_ON = (
     "finished batches are on disk, go on with the same command and --run_version VERSION --model.resume true "
     "(fit: --ckpt_path last)"
 )
+
+
+_CKPT_PATH = {
+    "fit": "checkpoint of a training to go on with; last: the newest one of RUN_NAME (and RUN_VERSION), or a new start",
+    "others": "checkpoint, Hugging Face directory or hub id, which brings the model; last: the newest one of RUN_NAME",
+}
 
 
 class SaveRun(SaveConfigCallback):
@@ -82,6 +94,19 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
+        """Return a subcommand's parser, with help that says what these options do here."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
+            elif action.dest == "weights_only":
+                action.help = "without effect: checkpoints are loaded as data, whatever it says"
+            elif action.dest.split(".")[0] in ("optimizer", "lr_scheduler"):
+                action.help = SUPPRESS  # Lightning's own; model.optimizer and model.lr_scheduler spare norms and biases
+        return parser
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
         """Parse; a decoder may be given by its file."""
         super().parse_arguments(parser, with_component_files(args, "model.decoders"))
@@ -104,6 +129,8 @@ class RefusionCLI(LightningCLI):
         if "weights_only" in config:
             config.weights_only = True  # our checkpoints need no more
         if config.num_threads is not None:
+            if config.num_threads < 1:
+                raise ValueError(f"num_threads: expected an integer of at least 1, got {config.num_threads}; raise it.")
             torch.set_num_threads(config.num_threads)
         if config.get("ckpt_path") == "last":
             config.ckpt_path = self._last(config)
@@ -120,8 +147,11 @@ class RefusionCLI(LightningCLI):
                 for cls, options in ((TensorBoardLogger, shared), (CSVLogger, flushed))
             ]
         source = config.get("ckpt_path")
-        if self.subcommand in ("test", "predict", "validate") and source:
-            self._use_source(config, str(source))
+        if self.subcommand in ("test", "predict", "validate"):
+            if source:
+                self._use_source(config, str(source))
+            else:
+                _check_backbone(config.model.backbone, self.subcommand)
 
     def _last(self, config: Namespace) -> str | None:
         """Return the newest checkpoint of the run's name, or of its version where one is named."""
@@ -151,7 +181,11 @@ class RefusionCLI(LightningCLI):
             config.model.backbone.source = None
             config.model.backbone.config = bundle.backbone_config().config
             return
-        if source in ("best", "hpc"):
+        if source == "best":
+            raise ValueError(
+                "ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path."
+            )
+        if source == "hpc":
             return
         config.data.tokenizer = Namespace(
             class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
@@ -159,7 +193,19 @@ class RefusionCLI(LightningCLI):
         )
         config.model.backbone.source = source
         config.model.backbone.config = {}
+        config.model.backbone.random_init = False
         config.ckpt_path = None
+
+
+def _check_backbone(backbone: Namespace, command: str) -> None:
+    """Refuse to go on without any model, and say so where its weights are random."""
+    if backbone.source is None and "model_type" not in backbone.config:
+        raise ValueError(
+            f"ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to {command}, got none, and the "
+            "config names no model.backbone either; give --ckpt_path."
+        )
+    if backbone.source is None or backbone.random_init:
+        rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
 
 
 def _check_sharding(config: Namespace, source: str) -> None:
@@ -238,6 +284,8 @@ def run(args: list[str]) -> int:
     except SIGTERMException as stopped:
         message = getattr(stopped, "message", f"stopped by SIGTERM; {_HOW_TO_GO_ON}")
         return _fail(message, int(stopped.code or 143))
+    except MisconfigurationException as error:  # Lightning's word for a user's error
+        return _fail(f"trainer: {shorten(' '.join(str(error).split()))}", 2)
     except RuntimeError as error:
         if "closed by peer" not in str(error) and "reset by peer" not in str(error):
             raise
@@ -257,7 +305,7 @@ def _fail(message: str, code: int) -> int:
 def _run(args: list[str]) -> int:
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
-    for pattern in _EXPECTED:
+    for pattern in _EXPECTED if args[0] == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
         warnings.filterwarnings("ignore", message=pattern)
     RefusionCLI(
         SlotDiffusionModule,

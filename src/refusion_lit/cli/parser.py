@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
+from refusion_lit.cli.messages import readable
 from refusion_lit.cli.suggestions import nearest
 from refusion_lit.yaml_files import read_yaml
 
 _UNKNOWN = (
     re.compile(r"Key '(?P<name>[^']+)' is not expected"),
-    re.compile(r"Unrecognized arguments?: -*(?P<name>[^\s=]+)", re.IGNORECASE),
+    re.compile(r"Unrecognized arguments?: --(?P<name>[^\s=]+)", re.IGNORECASE),
     re.compile(r"No action for key \"?'?(?P<name>[\w.]+)"),
     re.compile(r"Group '[^']*' does not accept nested key '(?P<name>[^']+)'"),
     re.compile(r"does not accept (?:nested )?key '(?P<name>[^']+)'"),
@@ -24,11 +26,8 @@ _UNKNOWN = (
     re.compile(r"does not accept option '(?P<name>[^']+)'"),
 )
 _CLASS = re.compile(
-    r"(?:Unexpected import path format: |No subclass of .* named |Expected a dot import path string: )"
-    r"(?P<name>[\w.]+)"
-)
-_UNION = re.compile(
-    r"(?P<key>[\w.]+: )?Does not validate against any of the Union subtypes.* Errors: - (?P<first>.*?) - Exp"
+    r"expected (?:the name or import path of a class|a class that can be imported|a subclass of \S+), "
+    r"got (?P<name>[\w.]+)"
 )
 
 
@@ -54,12 +53,14 @@ class _OneLineErrors:
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing pages of usage."""
-        text = " ".join(str(message).split())
-        raise UsageError(f"{shorten(text)}{self._hint(text)}") from ex
+        text = readable(" ".join(str(message).split()))
+        raise UsageError(f"{text}{self._hint(text)}") from ex
 
     def _hint(self, text: str) -> str:
         if "did you mean" in text:
             return ""
+        if re.search(r"unrecognized arguments: [^-]", text, re.IGNORECASE):
+            return "; options start with --, as in --config FILE"
         known = self._known_options()
         for pattern in _UNKNOWN:
             found = pattern.search(text)
@@ -71,17 +72,26 @@ class _OneLineErrors:
                 return nearest(name.rsplit(".", 1)[-1], sorted({option.rsplit(".", 1)[-1] for option in known}))
         found = _CLASS.search(text)
         if found:
-            return nearest(found["name"].rsplit(".", 1)[-1], _class_names())
+            return nearest(found["name"].rsplit(".", 1)[-1], self._known_classes(text.partition(":")[0]))
         return ""
 
-    def _known_options(self) -> list[str]:
-        from dataclasses import fields, is_dataclass
+    def _known_classes(self, option: str) -> list[str]:
+        """Return the names of the classes that an option takes."""
+        types = [getattr(action, "_typehint", None) for action in self._all_actions() if action.dest == option]
+        names = {cls.__name__ for hint in types for base in _classes_in(hint) for cls in _concrete(base)}
+        return sorted(name for name in names if not name.startswith("_"))
 
+    def _all_actions(self) -> list[Any]:
         actions = list(self._actions)  # type: ignore[attr-defined]
         for action in self._actions:  # type: ignore[attr-defined]
             for parser in (getattr(action, "_name_parser_map", None) or {}).values():  # those of the subcommands
                 actions += getattr(parser, "_actions", [])
-        names = [action.dest for action in actions if action.dest not in ("help", None)]
+        return actions
+
+    def _known_options(self) -> list[str]:
+        from dataclasses import fields, is_dataclass
+
+        names = [action.dest for action in self._all_actions() if action.dest not in ("help", None)]
         options = {field.name for cls in _component_classes() if is_dataclass(cls) for field in fields(cls)}
         return sorted({*names, *options})
 
@@ -135,24 +145,24 @@ def _component_classes() -> list[type]:
     from refusion_lit.objectives import Objective
     from refusion_lit.tasks import Task
 
+    return [cls for base in (Decoder, Objective, Task, TokenizerSource) for cls in _concrete(base)]
+
+
+def _concrete(base: type) -> list[type]:
+    """Return a class and those that inherit from it, without abstract ones."""
     found: list[type] = []
-    waiting: list[Any] = [Decoder, Objective, Task, TokenizerSource]
+    waiting: list[Any] = [base]
     while waiting:
         cls = waiting.pop()
         waiting.extend(cls.__subclasses__())
-        if not getattr(cls, "__abstractmethods__", None):
+        if not inspect.isabstract(cls):
             found.append(cls)
     return found
 
 
-def _class_names() -> list[str]:
-    return sorted({cls.__name__ for cls in _component_classes()})
-
-
-def shorten(text: str) -> str:
-    """Drop the parser's own prologue and what follows the essential sentence."""
-    text = re.sub(r"^Parser key \"([^\"]+)\": ", r"\1: ", text)
-    union = _UNION.match(text)
-    if union:
-        text = f"{union['key'] or ''}{union['first']}"
-    return text if len(text) <= 700 else f"{text[:700]} ..."
+def _classes_in(hint: Any) -> list[type]:  # noqa: ANN401 - a type hint
+    """Return the classes that a type hint is made of, without builtins."""
+    arguments = get_args(hint)
+    if arguments:
+        return [cls for argument in arguments for cls in _classes_in(argument)]
+    return [hint] if isinstance(hint, type) and hint.__module__ not in ("builtins", "collections.abc") else []

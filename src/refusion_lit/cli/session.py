@@ -18,14 +18,24 @@ if TYPE_CHECKING:
 
 def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> None:
     """Add the options of model, decoder and sampling, named as in ``generate``."""
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True,
-                        help="class of the decoder, or a YAML file like those in configs/decoder")  # fmt: skip
+    add_decoder_option(parser)
     parser.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="tokens a response at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--top_p", type=float, default=1.0, help="nucleus, with a temperature above 0")
     parser.add_argument("--top_k", type=int | None, default=None, help="most probable tokens kept, likewise")
     parser.add_argument("--stop", type=list[str], default=[], help="strings that end a response")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    add_loading_options(parser)
+
+
+def add_decoder_option(parser: OneLineParser) -> None:
+    """Add the decoder with its options."""
+    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True,
+                        help="class of the decoder, or a YAML file like those in configs/decoder")  # fmt: skip
+
+
+def add_loading_options(parser: OneLineParser) -> None:
+    """Add the options that say how ``--ckpt_path`` is loaded."""
     parser.add_argument("--dtype", type=Literal["float32", "float64", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     parser.add_argument("--attention", type=Literal["causal", "bidirectional", "block_causal"] | None, default=None,

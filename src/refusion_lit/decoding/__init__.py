@@ -3,9 +3,10 @@
 from refusion_lit.decoding.autoregressive import Autoregressive
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
 from refusion_lit.decoding.block_diffusion import BlockDiffusion
-from refusion_lit.decoding.engine import DecodingOutput, GenerationCallback, ModelMismatchError, RowOutput, decode
+from refusion_lit.decoding.engine import ModelMismatchError, decode
 from refusion_lit.decoding.fast_dllm import FastDLLM
 from refusion_lit.decoding.llada import LLaDA
+from refusion_lit.decoding.output import DecodingOutput, GenerationCallback, RowOutput
 from refusion_lit.decoding.refusion import RecomputeKV, ReFusion
 
 __all__ = [

@@ -48,7 +48,7 @@ class Autoregressive(Decoder):
         readings = yield Forward(
             phase="next_token" if place else "prefill",
             branches=(branch,),
-            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=1),
+            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=1, with_probability=False),
         )
         token = readings[0].tokens[0]
         state.commit([place], [token])

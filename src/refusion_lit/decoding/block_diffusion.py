@@ -196,7 +196,7 @@ class BlockDiffusion(Decoder):
         """Cache the clean blocks before ``block_start``; with ``predicts`` the last token gives the one behind it."""
         last = block_start - 1 - state.context_length
         branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
-        draw = Draw(sampling=state.sampling.greedy(), shift=1)
+        draw = Draw(sampling=state.sampling.greedy(), shift=1, with_probability=False)
         readings = yield Forward(phase="store", branches=(branch,), draw=draw)
         state.context_length = block_start
         if predicts:

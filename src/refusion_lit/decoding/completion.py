@@ -174,7 +174,7 @@ def complete_by_masks(completion: Completion, token_threshold: float, round_numb
         token_threshold: A proposal is accepted while its probability is above it.
         round_number: Number of the first draw, for its noise key (draws are greedy).
     """
-    how = Draw(sampling=completion.sampling.greedy(), round=round_number)
+    how = Draw(sampling=completion.sampling.greedy(), round=round_number, with_probability=False)
     proposed = False
     while not completion.is_done:
         if not proposed:
@@ -263,7 +263,7 @@ def complete_autoregressively(completion: Completion, token_threshold: float, ro
         token_threshold: A proposal is accepted while its probability is above it.
         round_number: Number of the first draw, for its noise key (draws are greedy).
     """
-    how = Draw(sampling=completion.sampling.greedy(), round=round_number, shift=1)
+    how = Draw(sampling=completion.sampling.greedy(), round=round_number, shift=1, with_probability=False)
     first = True
     while not completion.is_done:
         cached = completion.num_cached

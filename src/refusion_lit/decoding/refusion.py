@@ -7,7 +7,7 @@ a completion is not lost; any number of new tokens works; ids that cannot be par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import ClassVar, Literal
 
@@ -215,7 +215,8 @@ class ReFusion(Decoder):
         if size > 1:
             rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
             draft_at = (*[()] * (plan.num_branches - 1), rest)
-            further = (yield MoreDrafts(draft_at=draft_at, draw=draw))[-1].tokens
+            silent = replace(draw, with_probability=False)
+            further = (yield MoreDrafts(draft_at=draft_at, draw=silent))[-1].tokens
             for i, draft in enumerate(drafts):
                 draft.extend(further[i * (size - 1) : (i + 1) * (size - 1)])
         return [plan.slots[i] for i in chosen], drafts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from refusion_lit.types import SamplingParams
 
@@ -53,6 +54,7 @@ class Draw:
         statistics: Wanted besides: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, nats), ``filtered`` (the drawn token's probability
             after temperature, top-p and top-k).
+        with_probability: Whether anybody looks at the drafts' probabilities, which are much of the work.
     """
 
     sampling: SamplingParams
@@ -62,6 +64,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistics: tuple[str, ...] = ()
+    with_probability: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +99,7 @@ class Forward:
         """Return where each branch begins in this forward's rows of a call, laid end to end, of ``length`` each."""
         if not self.packed:
             return [i * length for i in range(len(self.branches))]
-        lengths = [len(branch.tokens) for branch in self.branches]
-        return [sum(lengths[:i]) for i in range(len(lengths))]
+        return list(accumulate((len(branch.tokens) for branch in self.branches[:-1]), initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ class Reading:
 
     Attributes:
         tokens: Drawn token for each ``draft_at``.
-        probabilities: Its probability under the softmax of the unchanged logits (guidance included), in [0, 1].
+        probabilities: Its probability under the softmax of the unchanged logits (guidance included), in [0, 1]; none
+            if the draw wanted none, unless a trace is recorded.
         statistics: One list a wanted statistic.
         scores: Probability for each ``score_at``.
     """

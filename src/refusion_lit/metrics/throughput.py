@@ -34,7 +34,7 @@ class DecodingMetrics(Metric):
     out its own warm-up; ``seconds`` are those of all processes added up, so ``tokens_per_second`` is a process's.
 
     Args:
-        warm_up: Batches whose time is left out, on each process.
+        warm_up: Batches whose time is left out, on each process, and again on one that goes on from a snapshot.
     """
 
     full_state_update = False
@@ -52,6 +52,8 @@ class DecodingMetrics(Metric):
     def __init__(self, warm_up: int = 1) -> None:
         super().__init__()
         self.warm_up = warm_up
+        # No state: what this process has still to warm up is neither summed over processes nor kept for a resumed run.
+        self._num_to_warm_up = warm_up
         self.add_state("totals", torch.zeros(len(self._FIELDS), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("timed", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_batches", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -75,7 +77,8 @@ class DecodingMetrics(Metric):
             sum(row.finish_reason == "unfinished" for row in rows), output.seconds, len(ratios), sum(ratios),
         )  # fmt: skip
         self.totals += torch.tensor(values, dtype=torch.float64, device=self.totals.device)
-        is_warm = int(self.num_batches >= self.warm_up)
+        is_warm = int(self._num_to_warm_up == 0)
+        self._num_to_warm_up = max(self._num_to_warm_up - bool(rows), 0)
         if is_warm:
             self.timed += torch.tensor((num_tokens, output.seconds), dtype=torch.float64, device=self.timed.device)
         self.num_batches += bool(rows)
@@ -108,10 +111,16 @@ class DecodingMetrics(Metric):
         return {name: getattr(self, name).tolist() for name in self._defaults}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`snapshot`."""
+        """Go on from a :meth:`snapshot`; this process is cold and has batches of its own to warm up."""
+        self._num_to_warm_up = self.warm_up
         for name, values in snapshot.items():
             state = getattr(self, name)
             setattr(self, name, torch.tensor(values, dtype=state.dtype, device=state.device))
+
+    def reset(self) -> None:
+        """Forget what was counted, and warm up anew."""
+        super().reset()
+        self._num_to_warm_up = self.warm_up
 
     # Bins run from 10 microseconds to about 28 hours, each 4.6 % wide.
     def _bin(self, seconds: float) -> int:

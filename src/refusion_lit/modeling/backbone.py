@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from refusion_lit.modeling.attention import additive
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.lean import LeanBody, is_known
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 _HEAD_CHANGES = (
@@ -32,15 +33,20 @@ class Backbone(nn.Module, LanguageModel):
         model: Any decoder-only model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its ids with a meaning.
+        lean: Decode with :class:`~refusion_lit.modeling.lean.LeanBody` where it knows the architecture, which is
+            faster; anything else, and training, runs by the library's forward.
 
     Raises:
         ValueError: If the head is not one plain linear map, or a layer's attention cannot be replaced by our masks.
     """
 
-    def __init__(self, model: PreTrainedModel, traits: ModelTraits, special_tokens: SpecialTokens) -> None:
+    def __init__(
+        self, model: PreTrainedModel, traits: ModelTraits, special_tokens: SpecialTokens, *, lean: bool = True
+    ) -> None:
         super().__init__()
         check_supported(model)
         self.model = model
+        self.lean = lean
         self.traits = traits
         self.special_tokens = special_tokens
 
@@ -77,6 +83,15 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Bool[Tensor, "batch token key"] | None,
         cache: SlotCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type)):
+            lean = self._lean_body() if cache is None else cache.lean
+            if lean is not None:
+                return lean(input_ids, position_ids, attention_mask, cache)
+        return self._library_states(input_ids, position_ids, attention_mask, cache)
+
+    def _library_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: SlotCache | None
+    ) -> Tensor:
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -90,7 +105,14 @@ class Backbone(nn.Module, LanguageModel):
         return self.head(hidden)
 
     def make_cache(self, num_rows: int) -> SlotCache:  # noqa: D102
-        return SlotCache(self.config.num_hidden_layers, num_rows)
+        cache = SlotCache(self.config.num_hidden_layers, num_rows)
+        # Modules may be wrapped or replaced between two generations, but not during one.
+        cache.lean = self._lean_body()
+        return cache
+
+    def _lean_body(self) -> LeanBody | None:
+        body = self.body
+        return LeanBody(body) if self.lean and is_known(body) else None
 
     def forward(
         self,
@@ -98,8 +120,11 @@ class Backbone(nn.Module, LanguageModel):
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states; the entry point for wrappers that only intercept ``forward`` (DDP, FSDP)."""
-        return self.hidden_states(input_ids, position_ids, attention_mask)
+        """Return hidden states by the library's forward, as training needs them.
+
+        The entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
+        """
+        return self._library_states(input_ids, position_ids, attention_mask, None)
 
     def _library_mask(
         self, mask: Bool[Tensor, "batch token key"] | None, position_ids: Int[Tensor, "batch token"]

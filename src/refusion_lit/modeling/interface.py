@@ -44,7 +44,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """Apply the head."""
+        """Apply the head; the caller may change the result in place."""
 
     @abstractmethod
     def make_cache(self, num_rows: int) -> SlotCache | None:

@@ -7,10 +7,11 @@ which indices its tokens are written to; which entries a query sees is the atten
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -43,19 +44,19 @@ class _StoredLayer(DynamicLayer):
         """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.stored_keys is not None
-        assert self.stored_values is not None
-        return self._exchange(self.stored_keys, key_states), self._exchange(self.stored_values, value_states)
+        keys, values = self.exchange(*(states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def _exchange(self, stored: Tensor, states: Tensor) -> Tensor:
+    def exchange(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [token, head, dim] states and return [sequence, key, head, dim]."""
+        if not self.is_initialized:
+            # The library's order of axes: its method of this name belongs to its interface.
+            self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
         plan = self._owner.plan
         assert plan is not None, "SlotCache.prepare must be called before each forward"
-        flat = states.transpose(1, 2).flatten(0, 1)
-        stored.view(-1, *stored.shape[2:])[plan.write_index] = flat[plan.source_index]
-        visible = stored[:, : plan.num_keys]
-        if plan.rows is not None:
-            visible = visible[plan.rows]
-        return visible.transpose(1, 2)
+        assert self.stored_keys is not None
+        assert self.stored_values is not None
+        return plan.exchange(self.stored_keys, keys), plan.exchange(self.stored_values, values)
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` entries a row; what is stored stays where it is."""
@@ -80,8 +81,14 @@ class _StoredLayer(DynamicLayer):
 class _WritePlan:
     __slots__ = ("num_keys", "rows", "source_index", "write_index")
 
-    def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor, write_index: Tensor) -> None:
+    def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor | None, write_index: Tensor) -> None:
         self.rows, self.num_keys, self.source_index, self.write_index = rows, num_keys, source_index, write_index
+
+    def exchange(self, stored: Tensor, states: Tensor) -> Tensor:
+        states = states if self.source_index is None else states[self.source_index]
+        stored.view(-1, *stored.shape[2:]).index_copy_(0, self.write_index, states)
+        visible = stored[:, : self.num_keys]
+        return visible if self.rows is None else visible[self.rows]
 
 
 class SlotCache:
@@ -91,12 +98,16 @@ class SlotCache:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one a prompt being decoded.
         capacity: Entries a row to begin with; grows by chunks of 128.
+
+    Attributes:
+        lean: What the model that made the cache runs its body by, in place of the library's forward.
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
         self.plan: _WritePlan | None = None
+        self.lean: Callable[..., Tensor] | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
         self.past_key_values = Cache(layers=list(self._layers))
 
@@ -104,7 +115,7 @@ class SlotCache:
         self,
         rows: list[int],
         num_keys: int,
-        source_index: Int[Tensor, " token"],
+        source_index: Int[Tensor, " token"] | None,
         row_index: Int[Tensor, " token"],
         cache_index: Int[Tensor, " token"],
     ) -> None:
@@ -113,7 +124,8 @@ class SlotCache:
         Args:
             rows: Storage row of each sequence of the forward; a row may serve several sequences.
             num_keys: The forward attends to the first so many entries of its rows (its mask says which of them).
-            source_index: Flat index (sequence times padded length plus offset) of every token to store.
+            source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
+                all tokens of the forward in their order.
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
@@ -121,10 +133,22 @@ class SlotCache:
             self.capacity = -(-num_keys // _CHUNK) * _CHUNK
             for layer in self._layers:
                 layer.grow(self.capacity)
-        device = source_index.device
+        device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else torch.tensor(rows, device=device)
         self.plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
+
+    def exchange(
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
+    ) -> tuple[Float[Tensor, "sequence key head dim"], Float[Tensor, "sequence key head dim"]]:
+        """Write a layer's keys and values as prepared and return what each sequence may attend to.
+
+        Args:
+            layer: Number of the layer.
+            keys: Of all tokens of the forward, sequence by sequence, padding included.
+            values: Likewise.
+        """
+        return self._layers[layer].exchange(keys, values)
 
     def keep(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.backbone import Backbone
@@ -56,6 +57,9 @@ class BackboneConfig:
         block_size: Tokens a block, with ``attention: block_causal``.
         dtype: Type of the weights.
         attn_implementation: How attention is computed.
+        lean: Decode without the library's bookkeeping where the architecture is known (Qwen2, Qwen3, Llama with
+            ``attn_implementation: sdpa``, weights neither adapted nor quantised nor sharded): equal up to rounding,
+            about twice as fast on small models. Neither training nor checkpoints know of it.
         gradient_checkpointing: Trade time for memory in training.
         lora: Train low-rank adapters instead of all weights.
         trust_remote_code: Allow the source to bring Python code that is executed on this machine. Off by default.
@@ -69,6 +73,7 @@ class BackboneConfig:
     block_size: int | None = None
     dtype: DType = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
+    lean: bool = True
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     trust_remote_code: bool = False
@@ -103,7 +108,7 @@ class BackboneConfig:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         with _seeded(seed):
             model = self._model(config, tokenizer)
-        return Backbone(model, traits, special_tokens_of(tokenizer))
+        return Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean)
 
     def _model(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - transformers' or peft's
         random_weights = self.source is None or self.random_init
@@ -126,6 +131,7 @@ class BackboneConfig:
             values |= self.config
             values.setdefault("eos_token_id", tokenizer.eos_token_id)
             values.setdefault("bos_token_id", None)
+            _check_architecture(self.config)
             return AutoConfig.for_model(**values)
         config: Any
         if self.trust_remote_code:
@@ -144,9 +150,7 @@ class BackboneConfig:
                 f"loaded ({reason_of(error)}). Check the path, or the id and the network."
             ) from error
         for name in unknown:
-            near = get_close_matches(name, config.to_dict(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")
+            raise _unknown_option(name, config)
         return config
 
     def _random(self, config: Any) -> PreTrainedModel:  # noqa: ANN401
@@ -180,6 +184,35 @@ class BackboneConfig:
                 f"{len(missing) - 1} more. Fetch them again, or set random_init: true to train from random weights."
             )
         return model
+
+
+def _check_architecture(values: Mapping[str, Any]) -> None:
+    """Refuse a model type that transformers does not know, and misspelt options, which it would keep and not use.
+
+    Names that are like none of the architecture's stay: some are taken in under other names. So does what transformers
+    wrote itself, perhaps another version.
+
+    Raises:
+        ValueError: Naming the nearest right word.
+    """
+    model_type = values["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        near = get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; take one such as 'qwen3' or 'llama'."
+        raise ValueError(f"backbone.config.model_type: expected one that transformers knows, got {model_type!r}{hint}")
+    if "transformers_version" in values:
+        return
+    config = CONFIG_MAPPING[model_type]()
+    for name in values:
+        is_token = name.endswith("_token_id")  # these resemble one another, and ours is new to the architecture
+        if not hasattr(config, name) and not is_token and get_close_matches(name, config.to_dict(), n=1, cutoff=0.8):
+            raise _unknown_option(name, config)
+
+
+def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one class per architecture
+    near = get_close_matches(name, config.to_dict(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")
 
 
 @contextmanager

@@ -37,6 +37,7 @@ def environment(seed: object, command: list[str]) -> dict[str, Any]:
         "git": _git(),
         "hardware": {
             "machine": platform.machine(),
+            "processor": _processor(),
             "system": platform.system(),
             "num_cpus": os.cpu_count(),
             "num_threads": torch.get_num_threads(),
@@ -83,6 +84,13 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _processor() -> str | None:
+    """Return the processor's name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _git() -> dict[str, Any] | None:

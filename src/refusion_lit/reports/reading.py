@@ -240,12 +240,16 @@ def _make_unique(rows: Sequence[Row]) -> None:
 
 
 def _read_predictions(folder: Path, decoder: str, notes: list[str]) -> dict[str, Prediction]:
-    """Return predictions by id from all processes' files; a prompt that a sampler repeated counts once."""
-    pattern = re.compile(rf"predictions_{re.escape(decoder)}(_rank\d+)?\.jsonl")
+    """Return predictions by id from all processes' files; a prompt that a sampler repeated counts once.
+
+    What ``refusion-lit score`` has written beside them goes before the scores of the test.
+    """
+    pattern = re.compile(rf"predictions_{re.escape(decoder)}(_rank\d+)?(\.scored)?\.jsonl")
+    paths = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
     predictions: dict[str, Prediction] = {}
-    for path in sorted(folder.iterdir()):
-        if not pattern.fullmatch(path.name):
-            continue
+    for path in sorted(paths, key=lambda path: (path.suffixes[:-1] != [".scored"], path.name)):
+        if path.suffixes[:-1] == [".scored"]:
+            notes.append(f"{path.name}: scores of {decoder} are those that `refusion-lit score` gave afterwards.")
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 try:

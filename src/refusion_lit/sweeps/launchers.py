@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.sweeps.files import LOCK, PROCESS, take_lock, write_json
-from refusion_lit.sweeps.worker import run_point
 
 _POLL_SECONDS = 0.1
 
@@ -161,6 +160,8 @@ class Slurm(Launcher):
             if self.partition is not None:
                 settings["slurm_partition"] = self.partition
         executor.update_parameters(**settings, **self.parameters)
+        from refusion_lit.sweeps.worker import run_point  # here, for a local point is this module run as a script
+
         # A local executor has no array: it is given so many jobs as may run at once.
         share = len(folders) if self.cluster == "slurm" else self.num_workers
         waiting, running = list(folders), {}

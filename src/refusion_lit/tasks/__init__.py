@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from refusion_lit.tasks.additions import Additions
 from refusion_lit.tasks.base import SPLITS, Split, Task
+from refusion_lit.tasks.code import CodeTask
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.generated import GeneratedTask
+from refusion_lit.tasks.gsm8k import Gsm8k
+from refusion_lit.tasks.humaneval import HumanEval
 from refusion_lit.tasks.latin import Latin
+from refusion_lit.tasks.mbpp import Mbpp
 from refusion_lit.tasks.records import Records
 from refusion_lit.tasks.sheet import Sheet
 from refusion_lit.tasks.sudoku import Sudoku
@@ -18,9 +22,13 @@ from refusion_lit.tasks.walk import Walk
 __all__ = [
     "SPLITS",
     "Additions",
+    "CodeTask",
     "GeneratedTask",
+    "Gsm8k",
+    "HumanEval",
     "InstructionFiles",
     "Latin",
+    "Mbpp",
     "Records",
     "Sheet",
     "Split",

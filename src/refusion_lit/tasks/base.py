@@ -31,8 +31,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def score(self, example: Example, response: str) -> float:
-        """Return how right a response is, from 0 to 1.
+    def score(self, example: Example, response: str) -> float | None:
+        """Return how right a response is, from 0 to 1; ``None`` if it is not to be scored here.
 
         Args:
             example: The example that was asked.

@@ -87,6 +87,16 @@ class InstructionFiles(Task):
         """Return 1 if the response is the reference, white space at the ends aside."""
         return float(response.strip() == example.response.strip())
 
+    def rows(self) -> Iterator[Row]:
+        """Read all rows of the training files, or of all splits of the hub data set, as they are.
+
+        Raises:
+            ValueError: If something cannot be read, naming it.
+        """
+        sources = self._dataset_splits if self.dataset is not None else self._source("train") or []
+        for source in sources:
+            yield from self._rows(source)
+
     def _source(self, split: Split) -> list[str] | None:
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None and self.dataset is not None:

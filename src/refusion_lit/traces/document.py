@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from refusion_lit.decoding import RowOutput
-from refusion_lit.decoding.engine import TraceRound
+from refusion_lit.decoding.output import TraceRound
 
 _FORMAT = "refusion-lit-trace"
 _VERSION = 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from refusion_lit.decoding.engine import TraceRound
+from refusion_lit.decoding.output import TraceRound
 from refusion_lit.traces.document import Trace
 
 Status = Literal["drafted", "rejected", "accepted"]

@@ -1,0 +1,163 @@
+"""What the benchmarks share: paired timing, models, prompts, and results that say how they came about."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from refusion_lit.cli.environment import environment
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SpecialTokens
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = ROOT / "tests" / "goldens"
+RESULTS = Path(__file__).parent / "results"
+
+VOCABULARY_HEAVY: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151_936,
+}  # fmt: skip
+"""Most of its time goes into the head, as in small models with the vocabularies of large ones."""
+
+
+@dataclass
+class Work:
+    """One thing to time.
+
+    Attributes:
+        run: Does the work and says what came out of it (``num_tokens``, ``num_forwards``, ...).
+        max_repeats: Slow work is repeated less.
+        seconds: What each repeat took.
+        outcome: What the last repeat returned.
+    """
+
+    run: Callable[[], dict[str, Any]]
+    max_repeats: int = 1_000
+    seconds: list[float] = field(default_factory=list)
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """Return median seconds, rates and all repeats."""
+        median = statistics.median(self.seconds)
+        rates: dict[str, Any] = {}
+        if "num_tokens" in self.outcome:
+            rates["tokens_per_second"] = round(self.outcome["num_tokens"] / median, 2)
+            if self.outcome.get("num_forwards"):
+                rates["tokens_per_forward"] = round(self.outcome["num_tokens"] / self.outcome["num_forwards"], 3)
+        shown = {name: value for name, value in self.outcome.items() if name != "text"}
+        return {**shown, **rates, "median_seconds": median, "seconds": self.seconds}
+
+
+def interleaved(works: Mapping[str, Work], repeats: int, *, seed: int = 0, warmup: bool = True) -> None:
+    """Time each work ``repeats`` times, all of them in every round, in an order drawn anew for every round.
+
+    What else the machine does then hits all of them alike, and ratios within a round mean something.
+    """
+    rng = random.Random(seed)
+    if warmup:
+        for work in works.values():
+            if work.max_repeats > 1:
+                work.run()
+    for number in range(repeats):
+        names = [name for name, work in works.items() if number < work.max_repeats]
+        rng.shuffle(names)
+        for name in names:
+            started = _now()
+            works[name].outcome = works[name].run()
+            works[name].seconds.append(_now() - started)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def speed_ratio(fast: Work, slow: Work) -> float:
+    """Return how many times the tokens a second one work makes of another's: the median over the rounds they share."""
+    tokens = fast.outcome["num_tokens"] / slow.outcome["num_tokens"]
+    return statistics.median(s / f for f, s in zip(fast.seconds, slow.seconds, strict=False)) * tokens
+
+
+def time_ratio(first: Work, second: Work) -> float:
+    """Return the median over the rounds they share of one work's time over another's."""
+    return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=False))
+
+
+def aim(text: str, value: float, bound: float, *, at_least: bool) -> dict[str, Any]:
+    """Say whether an aim is met."""
+    met = value >= bound if at_least else value <= bound
+    return {"aim": text, "bound": bound, "value": round(value, 3), "met": bool(met)}
+
+
+def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:
+    """Load one of the small models that the reference outputs were made with."""
+    from transformers import AutoTokenizer
+
+    from refusion_lit.modeling.loading import BackboneConfig
+
+    directory = str(GOLDENS / "models" / f"additions-{name}")
+    return BackboneConfig(source=directory, attention=attention).build(AutoTokenizer.from_pretrained(directory)).eval()
+
+
+def golden_runs(name: str) -> dict[str, Any]:
+    """Load settings and runs of a reference file."""
+    return json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text())
+
+
+def random_model(
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    attention: AttentionKind = "causal",
+) -> Backbone:
+    """Make a Qwen3-shaped model with random weights; its last id is the mask."""
+    values: dict[str, Any] = {
+        "tie_word_embeddings": True, "max_position_embeddings": 8192, "use_sliding_window": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **options,
+    }  # fmt: skip
+    config = AutoConfig.for_model("qwen3", **values)
+    with torch.random.fork_rng(devices=()), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    vocab = config.vocab_size
+    special = SpecialTokens(mask_token_id=vocab - 1, eos_token_ids=(1,), pad_token_id=0, vocab_size=vocab)
+    return Backbone(model, ModelTraits(attention=attention), special)
+
+
+def with_library_body(model: Backbone) -> Backbone:
+    """Return the same weights run by transformers' forward, whatever the lean body knows."""
+    return Backbone(model.model, model.traits, model.special_tokens, lean=False)
+
+
+def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:
+    """Draw prompts of plain tokens."""
+    rng = random.Random(seed)
+    return [Prompt(token_ids=tuple(rng.randrange(3, 128) for _ in range(length)), id=str(i)) for i in range(number)]
+
+
+def write(
+    name: str, config: Mapping[str, Any], results: Mapping[str, Any], *, output: str | None, seconds: float, seed: int
+) -> None:
+    """Write a result with all that it depends on."""
+    module = Path(sys.argv[0]).stem
+    described = environment(seed, ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    described["hardware"]["num_threads"] = torch.get_num_threads()
+    path = Path(output) if output else RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for entry in results.get("aims", []):
+        print(f"{'met ' if entry['met'] else 'MISS'} {entry['value']:8} ({entry['bound']}) {entry['aim']}", flush=True)

@@ -1,0 +1,114 @@
+"""Growth: cost of a token against the length of the answer.
+
+usage: python -m benchmarks.growth [--repeats 3] [--lengths '[64, 128, 256, 512, 1024]']
+
+ReFusion in serial blocks of 64 tokens (a replayed schedule: two slots of 8 a round, all accepted), autoregressive
+decoding, and LLaDA with one step a token, on a model of hidden size 96 and 3 layers. Writes a JSON and a plot.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import RESULTS, Work, aim, interleaved, random_model, random_prompts, write
+from benchmarks.peers import default_variants, ours, replayed
+from benchmarks.replay import ALL_ACCEPTED, Replay
+from jsonargparse import auto_cli
+
+from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 512,
+}  # fmt: skip
+BLOCK = 64
+
+
+def plot(costs: dict[str, dict[int, float]], path: Path) -> None:
+    """Draw milliseconds a token over the answer's length, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+    for name, values in costs.items():
+        axes.plot(list(values), [1e3 * value for value in values.values()], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="answer length (tokens)", ylabel="milliseconds a token")
+    lengths = list(next(iter(costs.values())))
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main(
+    repeats: int = 3,
+    threads: int = 1,
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024),
+    prompt_length: int = 32,
+    output: str | None = None,
+) -> None:
+    """Measure growth.
+
+    Args:
+        repeats: Rounds of the interleaved timing; LLaDA's answers of 512 tokens and more are timed once.
+        threads: Threads of torch.
+        lengths: Answer lengths, multiples of 64.
+        prompt_length: Tokens of the prompt.
+        output: Where to write the JSON; the plot lands beside it.
+    """
+    warnings.filterwarnings("ignore", message=".* does not fit this model")
+    torch.set_num_threads(threads)
+    started = time.perf_counter()
+    mask = MODEL["vocab_size"] - 1
+    causal, bidirectional = (random_model(MODEL, attention=kind) for kind in ("causal", "bidirectional"))
+    replay = Replay(ALL_ACCEPTED, prompt_length, mask)
+    fastest = next(iter(default_variants().values()))
+    works: dict[tuple[str, int], Work] = {}
+    prompts = random_prompts(1, prompt_length)
+    for length in lengths:
+        decoder = ReFusion(num_serial_blocks=length // BLOCK, **fastest)
+        works["ReFusion", length] = ours(replayed(causal, replay), decoder, prompts, length)
+        works["autoregressive", length] = ours(replayed(causal, replay), Autoregressive(), prompts, length)
+        repeated = 1 if length >= 512 else repeats
+        works["LLaDA", length] = ours(replayed(bidirectional, replay), LLaDA(), prompts, length, max_repeats=repeated)
+    interleaved({f"{name}, {length} tokens": work for (name, length), work in works.items()}, repeats)
+    names = ("ReFusion", "autoregressive", "LLaDA")
+    summaries = {key: work.summary() for key, work in works.items()}
+    costs = {
+        name: {n: summaries[name, n]["median_seconds"] / summaries[name, n]["num_tokens"] for n in lengths}
+        for name in names
+    }
+    growth = {name: costs[name][lengths[-1]] / costs[name][lengths[0]] for name in names}
+    span = f"cost of a token, {lengths[-1]} tokens over {lengths[0]}"
+    aims = [
+        aim(f"{span}: ReFusion", growth["ReFusion"], 2.0, at_least=False),
+        aim(f"{span}: LLaDA, one step a token", growth["LLaDA"], 4.0, at_least=True),
+    ]
+    cases = {
+        name: {
+            "seconds_a_token": costs[name],
+            "growth": round(growth[name], 3),
+            "runs": {n: summaries[name, n] for n in lengths},
+        }
+        for name in names
+    }
+    config = {
+        "repeats": repeats, "threads": threads, "lengths": lengths, "prompt_length": prompt_length, "model": MODEL,
+        "tokens_a_serial_block": BLOCK, "refusion": fastest,
+    }  # fmt: skip
+    plot(costs, Path(output).with_suffix(".png") if output else RESULTS / "growth.png")
+    seconds = time.perf_counter() - started
+    write("growth", config, {"aims": aims, "cases": cases}, output=output, seconds=seconds, seed=0)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,123 @@
+"""Make benchmarks/results/README.md from the results' JSON.
+
+usage: python -m benchmarks.table
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from jsonargparse import auto_cli
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Say in a line where and from what a result comes."""
+    known = result["environment"]
+    hardware, git = known["hardware"], known["git"] or {}
+    device = ", ".join(hardware["devices"]) or hardware["processor"] or hardware["machine"]
+    commit = git.get("commit", "unknown")[:10] + (" and changes" if git.get("dirty") else "")
+    return (
+        f"{device}, {hardware['num_cpus']} cores, {hardware['num_threads']} thread(s), "
+        f"torch {known['packages']['torch']}, transformers {known['packages']['transformers']}, commit {commit}"
+    )
+
+
+def case_rows(cases: list[dict[str, Any]]) -> Iterator[list[object]]:
+    """Return a row for every run of every case of a decoding result."""
+    for case in cases:
+        for name, run in case["runs"].items():
+            ratio = case["ratios"].get(f"{name.removesuffix(', batch 1')} / plain", "")
+            share = run.get("share_of_bandwidth_limit")
+            yield [
+                case["case"], name, run["tokens_per_second"], run["tokens_per_forward"], ratio,
+                "" if share is None else f"{share:.0%}",
+            ]  # fmt: skip
+
+
+def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Return the page's parts."""
+    aims = [
+        [entry["aim"], entry["bound"], entry["value"], "yes" if entry["met"] else "no"]
+        for result in results.values()
+        for entry in result.get("aims", [])
+    ]
+    yield "## Aims\n\n" + table(["aim", "bound", "measured", "met"], aims)
+    for name in ("decode", "gpu"):
+        if name in results:
+            head = ["case", "decoder", "tokens/s", "tokens/forward", "times plain", "of bandwidth limit"]
+            yield f"## {name}\n\n" + table(head, case_rows(results[name]["cases"]))
+    if "overhead" in results:
+        rows = [
+            [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values(),
+             ", ".join(f"{place} {share:.1%}" for place, share in list(case["where_outside"].items())[:4])]
+            for name, case in results["overhead"]["cases"].items()
+        ]  # fmt: skip
+        head = ["case", "outside body and head", "body (ms a call)", "head", "outside", "most of it in"]
+        yield "## overhead\n\n" + table(head, rows)
+    if "prefill" in results:
+        rows = [
+            [case, name, f"{run['prompt_tokens_per_second']:.0f}", values["ratios"][f"{name} / body, seconds"]]
+            for case, values in results["prefill"]["cases"].items()
+            for name, run in values["runs"].items()
+        ]
+        yield "## prefill\n\n" + table(["case", "decoder", "prompt tokens/s", "seconds over the body's"], rows)
+    if "training" in results:
+        rows = [
+            [case, name, f"{run['median_seconds'] * 1e3:.1f}", run["extra_megabytes"],
+             values["hybrid_over_autoregressive"] if name == "hybrid" else ""]
+            for case, values in results["training"]["cases"].items()
+            for name, run in values["runs"].items()
+        ]  # fmt: skip
+        head = ["model", "objective", "milliseconds a step", "peak megabytes", "over autoregressive"]
+        yield "## training\n\n" + table(head, rows)
+    if "growth" in results:
+        cases = results["growth"]["cases"]
+        lengths = list(next(iter(cases.values()))["seconds_a_token"])
+        rows = [
+            [name, *(f"{value * 1e3:.2f}" for value in case["seconds_a_token"].values()), case["growth"]]
+            for name, case in cases.items()
+        ]
+        text = table(["milliseconds a token", *(f"{n} tokens" for n in lengths), "growth"], rows)
+        yield "## growth\n\n" + text + "\n![milliseconds a token against answer length](growth.png)\n"
+    if "loss_memory" in results:
+        ways = results["loss_memory"]["ways"].items()
+        rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]
+        yield "## loss memory\n\n" + table(["way", "extra megabytes", "seconds"], rows)
+
+
+def main(directory: str = str(RESULTS)) -> None:
+    """Write the table.
+
+    Args:
+        directory: Where the JSON is and the table goes.
+    """
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(directory).glob("*.json"))}
+    lines = [
+        "# Results",
+        (
+            "Made by `python -m benchmarks.table` from the JSON beside it; `nox -s bench` measures anew. Every ratio "
+            "is a median over rounds in which all its decoders ran, in random order, in one process. A text is the "
+            "same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
+        ),
+        "\n".join(
+            f"- {name}: {machine(result)}"
+            for name, result in results.items()
+            if "processor" in result.get("environment", {}).get("hardware", {})
+        ),
+        *sections(results),
+    ]
+    (Path(directory) / "README.md").write_text("\n\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,43 @@
+"""Gather a sweep's table into one JSON without the paths of the machine that ran it.
+
+usage: python experiments/collect_sweep.py SWEEP_DIRECTORY OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+LOCAL = {"folder", "error", "point", "seconds"}
+
+
+def value(text: str) -> Any:
+    """Return a cell as what it was: numbers as numbers, the name of a checkpoint as that of its run."""
+    if text.endswith(".ckpt"):
+        return Path(text).parents[2].name
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def main(directory: Path, output: Path) -> None:
+    """Write every row by its options and decoder."""
+    with (directory / "results.csv").open(encoding="utf-8", newline="") as file:
+        rows = [{k: value(v) for k, v in row.items() if k not in LOCAL} for row in csv.DictReader(file)]
+    unfinished = [row for row in rows if row["status"] != "finished"]
+    if unfinished:
+        raise SystemExit(f"{len(unfinished)} rows of {directory} are not finished; run the sweep with --resume first")
+    environments = sorted((directory / "points").glob("*/test/environment.json"))
+    environments += sorted((directory / "points").glob("*/*/test/environment.json"))
+    described = json.loads(environments[0].read_text(encoding="utf-8"))
+    described.pop("command", None)
+    text = json.dumps({"rows": rows, "environment": described}, indent=1)
+    output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

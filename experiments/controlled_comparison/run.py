@@ -1,0 +1,124 @@
+"""Train and decode every run of the comparison, one at a time; finished runs are skipped, so it can be killed.
+
+usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--output FILE] [--only NAME ...]
+
+All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
+batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).parent
+OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
+PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
+EXTRA = (("sheet", "block", 0, 2.0),)
+"""Runs outside the equal budget, by its factor: block diffusion with as many samples as the others, not positions."""
+BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
+"""Token positions computed in each training; a doubled sequence costs double."""
+LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
+           for task in ("sheet", "walk", "latin")}  # fmt: skip
+
+
+def options(task: str, objective: str, seed: int) -> list[str]:
+    """Return the options that fit and test share."""
+    names = ("common", f"task_{task}", f"objective_{objective}")
+    result = [item for name in names for item in ("--config", str(HERE / f"{name}.yaml"))]
+    result += ["--seed_everything", str(seed), "--model.seed", str(seed), "--data.seed", str(seed)]
+    if objective == "masked":
+        length = LENGTHS[task]
+        result += ["--model.objective.init_args.pad_responses_to", str(length)]
+        for tokens in (1, 2, 4, 8):
+            result += [f"--model.decoders.llada_{tokens}.init_args.steps", str(length // tokens)]
+    return result
+
+
+def positions_a_step(args: list[str]) -> int:
+    """Return the token positions that the model computes for a training batch (all batches of a task are alike)."""
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.lit_module import SlotDiffusionModule
+
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
+    cli.model.configure_model()
+    counts = set()
+    for _, batch in zip(range(3), cli.datamodule.train_dataloader(), strict=False):
+        counts.add(cli.model.corrupt(batch).input_ids.numel())
+    assert len(counts) == 1, f"batches differ in size: {counts}"
+    return counts.pop()
+
+
+def command(*args: str) -> None:
+    """Run a refusion-lit command with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args, "--num_threads", "1"], check=True, env=environment)
+
+
+def one_run(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> None:
+    """Train and test one objective; its result appears in ``work`` when all is done."""
+    name = f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
+    target = work / f"{name}.json"
+    if target.exists():
+        print(f"{name}: done", flush=True)
+        return
+    shared = options(task, objective, seed)
+    positions = positions_a_step(shared)
+    steps = round(factor * BUDGETS[task] / positions)
+    places = ["--runs_dir", str(work / "runs"), "--run_name", name]
+    fit, test = work / "runs" / name / "fit", work / "runs" / name / "test"
+    trained = fit / "trained.json"  # written last: a training that was killed starts anew
+    shutil.rmtree(test, ignore_errors=True)
+    print(f"{name}: {steps} steps of {positions} positions", flush=True)
+    if not trained.exists():
+        shutil.rmtree(fit, ignore_errors=True)
+        start = time.perf_counter()
+        command("fit", *shared, *places, "--run_version", "fit", "--trainer.max_steps", str(steps))
+        trained.write_text(json.dumps({"training_seconds": time.perf_counter() - start}))
+    start = time.perf_counter()
+    command("test", *shared, *places, "--run_version", "test", "--ckpt_path", str(fit / "checkpoints" / "last.ckpt"))
+    results = json.loads((test / "results.json").read_text())
+    record = {
+        "task": task, "objective": objective, "seed": seed, "budget_factor": factor,
+        "num_steps": steps, "positions_per_step": positions,
+        "num_positions": steps * positions, **json.loads(trained.read_text()),
+        "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
+        "environment": json.loads((fit / "environment.json").read_text()),
+    }  # fmt: skip
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(target)
+
+
+def main() -> None:
+    """Run what is missing, and gather everything into results.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
+    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    for task, seed in PLAN:
+        for objective in args.only or OBJECTIVES:
+            one_run(task, objective, seed, args.work_dir)
+    for task, objective, seed, factor in EXTRA:
+        if objective in (args.only or OBJECTIVES):
+            one_run(task, objective, seed, args.work_dir, factor)
+    records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
+    for record in records:
+        record["environment"].pop("command", None)  # it says where things lay on that machine
+    text = json.dumps({"budgets": BUDGETS, "runs": records}, indent=1)
+    args.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

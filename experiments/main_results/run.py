@@ -1,0 +1,111 @@
+"""Run benchmarks and put the figures beside the published ones.
+
+usage: python experiments/main_results/run.py SETTINGS.yaml --ckpt_path MODEL --output FOLDER
+
+A benchmark is a ``refusion-lit evaluate`` of its own (the lm-evaluation-harness), or, where programs are scored, a
+``refusion-lit test`` of one of this project's tasks. One whose result lies in FOLDER is not run again. Writes
+``results.json`` and ``table.md`` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from refusion_lit.cli.environment import environment
+
+HERE = Path(__file__).parent
+CLI = [sys.executable, "-m", "refusion_lit.cli"]
+
+
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return values as options of the command line."""
+    return [f"--{k}={json.dumps(v) if isinstance(v, (list, dict, bool)) else v}" for k, v in values.items()]
+
+
+def by_harness(values: Mapping[str, Any], common: Mapping[str, Any], checkpoint: str, target: Path) -> dict[str, Any]:
+    """Evaluate one benchmark with the harness, which lists a task's main metric first."""
+    settings = {**common, "tasks": values["tasks"], "ckpt_path": checkpoint, "output": str(target)}
+    decoder = ["--decoder=ReFusion", *options({f"decoder.{k}": v for k, v in values["decoder"].items()})]
+    subprocess.run([*CLI, "evaluate", *options(settings), *decoder], check=True)
+    found = json.loads(target.read_text(encoding="utf-8"))
+    (task,) = values["tasks"]
+    metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
+    metric, score = next(iter(metrics.items()))
+    throughput = found["throughput"]
+    # A group of tasks (MATH, MMLU-Pro) has a figure a member.
+    tokens, seconds = (sum(member[name] for member in throughput.values()) for name in ("num_tokens", "seconds"))
+    forwards = sum(member["num_forwards"] for member in throughput.values())
+    return {
+        "score": score,
+        "metric": f"{task}: {metric}",
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_forward": tokens / forwards,
+    }
+
+
+def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str) -> dict[str, Any]:
+    """Decode and score one of this project's tasks; programs run in the sandbox."""
+    decoder = {f"model.decoders.refusion.init_args.{k}": v for k, v in values["decoder"].items()}
+    settings = {"ckpt_path": checkpoint, "runs_dir": output, "run_name": name, "run_version": "test"}
+    base = [f"--config={HERE.parent / 'base_full.yaml'}", "--model.decoders.refusion=ReFusion"]
+    native = {"data.task.allow_code_execution": True, **values["native"]}
+    task = {key: native.pop(key) for key in ("data.task",)}
+    subprocess.run([*CLI, "test", *base, *options({**settings, **task, **native, **decoder})], check=True)
+    found = json.loads((output / name / "test" / "results.json").read_text(encoding="utf-8"))["results"]["refusion"]
+    kept = ("score", "tokens_per_second", "tokens_per_forward")
+    return {"metric": f"{values['native']['data.task']}: pass@1", **{key: found[key] for key in kept}}
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a Markdown table: published models by benchmark, then this run."""
+    published = json.loads((HERE / "published.json").read_text(encoding="utf-8"))
+    names = published["benchmarks"]
+    own = [name for name in found if name not in names]
+    lines = ["| model | " + " | ".join([*names, *own]) + " |", "|---" * (1 + len(names) + len(own)) + "|"]
+    for model, pairs in published["models"].items():
+        cells = [f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs]
+        lines.append("| " + " | ".join([f"{model} (published)", *cells, *["" for _ in own]]) + " |")
+    cells = [_cell(found.get(name)) for name in (*names, *own)]
+    lines.append("| " + " | ".join(["this run", *cells]) + " |")
+    return "\n".join(lines) + "\n\nScore in percent / tokens per second. An empty cell was not run.\n"
+
+
+def _cell(result: Mapping[str, Any] | None) -> str:
+    return f"{100 * result['score']:.2f} / {result['tokens_per_second']:.2f}" if result else ""
+
+
+def main() -> None:
+    """Run what is missing and gather."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("--ckpt_path", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    settings = yaml.safe_load(args.settings.read_text(encoding="utf-8"))
+    args.output.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name, values in settings["benchmarks"].items():
+        plain = name.replace(" ", "_")
+        done = args.output / f"{plain}.done.json"
+        if not done.exists():
+            if "native" in values:
+                result = by_test(values, args.ckpt_path, args.output, plain)
+            else:
+                result = by_harness(values, settings["common"], args.ckpt_path, args.output / f"{plain}.json")
+            done.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        found[name] = json.loads(done.read_text(encoding="utf-8"))
+    summary = {"settings": settings, "results": found, "environment": environment(0, sys.argv)}
+    (args.output / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (args.output / "table.md").write_text(table(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""``refusion-lit evaluate``: tasks of the lm-evaluation-harness, with the throughput beside the scores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from jsonargparse import Namespace
+
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.session import add_decoder_option, add_loading_options, load_model_of
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``evaluate``."""
+    parser = OneLineParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
+    parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
+    parser.add_argument("--tasks", type=list[str], required=True, help="names of the harness's tasks")
+    parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
+    add_decoder_option(parser)
+    parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
+    parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
+    parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
+    parser.add_argument("--limit", type=int | None, default=None, help="only the first so many documents of a task")
+    parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
+                        help="generation options over the tasks' own, for example {max_gen_toks: 512}")  # fmt: skip
+    parser.add_argument("--apply_chat_template", type=bool, default=False, help="prompts as turns of a chat")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and draws")
+    add_loading_options(parser)
+    parser.add_argument("--output", type=str | None, default=None, help="JSON file for scores and throughput")
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Evaluate.
+
+    Raises:
+        ValueError: If an option is wrong, or the harness is not installed.
+    """
+    parser = build_parser()
+    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    try:
+        from lm_eval.tasks import TaskManager
+
+        from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
+    except ImportError as error:
+        raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
+    output = Path(options.output) if options.output is not None else None
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
+    manager = TaskManager(include_path=options.include_path)
+    unknown = [task for task in options.tasks if task not in manager.all_tasks]
+    if unknown or not options.tasks:
+        raise ValueError(
+            f"tasks: expected names of the harness's tasks or of those below --include_path, got "
+            f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
+        )
+    names = ("decoder", "likelihood", "num_draws", "batch_size", "seed", "allow_mismatch")
+    model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
+    results = evaluate(
+        model,
+        options.tasks,
+        task_manager=manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        gen_kwargs=options.gen_kwargs or None,
+        apply_chat_template=options.apply_chat_template,
+    )
+    kept = {name: results[name] for name in ("results", "n-samples", "throughput", "refusion_lit")}
+    text = json.dumps(kept, indent=2, default=str) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+    return 0

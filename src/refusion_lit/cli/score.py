@@ -1,0 +1,150 @@
+"""``refusion-lit score``: score a predictions file, so that a scorer can be mended without decoding again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from jsonargparse import Namespace
+
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.predictions import write_lines
+from refusion_lit.tasks import CodeTask, Task
+from refusion_lit.tasks.code import pass_at_k, problem_of
+from refusion_lit.types import Example
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``score``."""
+    parser = OneLineParser(prog="refusion-lit score", description="Score a predictions file.")
+    parser.add_argument("predictions", type=str, help="JSON lines that test, predict or generate wrote")
+    task = "class of the task, or a YAML file, with the options that the predictions were made with"
+    parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
+    parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="where from")
+    scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
+    parser.add_argument("--output", type=str | None, default=None, help=scored)
+    parser.add_argument("--k", type=list[int], default=[1], help="the k of pass@k, for tasks scored by running code")
+    parser.add_argument("--num_workers", type=int, default=1, help="responses scored at the same time")
+    parser.add_argument("--allow_code_execution", action="store_true",
+                        help="run programs that a model wrote, sandboxed, on this machine")  # fmt: skip
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Score.
+
+    Raises:
+        ValueError: If an option or a prediction is wrong, or code would run that is not allowed to.
+    """
+    options = cast("Namespace", (parser := build_parser()).instantiate_classes(parser.parse_args(args)))
+    source = Path(options.predictions)
+    output = Path(options.output) if options.output else source.with_suffix(".scored.jsonl")
+    if options.num_workers < 1:
+        raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
+    if output.resolve() == source.resolve():
+        raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
+    if not output.parent.is_dir():
+        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
+    task = options.task
+    if isinstance(task, CodeTask):
+        task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
+        if not task.allow_code_execution:
+            raise ValueError(
+                f"allow_code_execution: {type(task).__name__} runs programs that a model wrote on this machine, which "
+                "is off; add --allow_code_execution if you want that."
+            )
+        _ = task.sandbox.isolation  # refuses weak isolation, and says what it found, before anything else
+    examples = {example.id: example for example in task.examples(options.split)}
+    lines = read_predictions(source)
+    _check_ids(lines, examples, source, repeated=isinstance(task, CodeTask))
+    if isinstance(task, CodeTask):
+        _check_k(lines, options.k)
+    with ThreadPoolExecutor(options.num_workers) as pool:
+        scores = list(pool.map(lambda line: task.score(examples[line["id"]], line["response"]), lines))
+    write_lines(output, ({**line, "score": score} for line, score in zip(lines, scores, strict=True)))
+    figures = summarise(lines, scores, options.k if isinstance(task, CodeTask) else [])
+    figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stderr.write(f"wrote {output}\n")
+    return 0
+
+
+def read_predictions(path: Path) -> list[dict[str, Any]]:
+    """Read a predictions file.
+
+    Raises:
+        ValueError: If it is missing or empty, or a line has no id and response.
+    """
+    if not path.is_file():
+        raise ValueError(f"predictions: expected a file, got {path}, which does not exist; check the path.")
+    lines = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"predictions: {path} is not UTF-8 text ({error.reason}); convert it.") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"predictions: {path}:{number} is not JSON ({error}); remove or mend the line.") from error
+        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("id", "response")):
+            raise ValueError(f"predictions: {path}:{number}: expected an object with texts 'id' and 'response'.")
+        lines.append(values)
+    if not lines:
+        raise ValueError(f"predictions: expected at least one prediction, got an empty file {path}.")
+    return lines
+
+
+def summarise(
+    lines: Sequence[dict[str, Any]], scores: Sequence[float | None], ks: Sequence[int]
+) -> dict[str, float | int]:
+    """Return the mean score, how many scores changed, and pass@k as the mean over problems.
+
+    Args:
+        lines: Predictions with their former scores.
+        scores: Their new scores; ``None`` counts as 0.
+        ks: The k of pass@k; empty for tasks that are not about programs.
+    """
+    values = [score or 0.0 for score in scores]
+    problems: defaultdict[str, list[float]] = defaultdict(list)
+    for line, value in zip(lines, values, strict=True):
+        problems[problem_of(line["id"])].append(value)
+    changed = sum(line.get("score") not in (None, score) for line, score in zip(lines, scores, strict=True))
+    figures: dict[str, float | int] = {
+        "score": sum(values) / len(values),
+        "num_predictions": len(values),
+        "num_changed": changed,
+    }
+    for k in ks:
+        estimates = [pass_at_k(len(found), round(sum(found)), k) for found in problems.values()]
+        figures[f"pass@{k}"] = sum(estimates) / len(estimates)
+    return figures
+
+
+def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path, *, repeated: bool) -> None:
+    unknown = [line["id"] for line in lines if line["id"] not in examples]
+    if unknown:
+        raise ValueError(
+            f"predictions: {len(unknown)} of {len(lines)} ids in {source} are not in the task's split, the first is "
+            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made."
+        )
+    (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
+    if count > 1 and not repeated:
+        raise ValueError(f"predictions: expected each id once, got {identity!r} {count} times in {source}.")
+
+
+def _check_k(lines: Sequence[dict[str, Any]], ks: Sequence[int]) -> None:
+    fewest = min(Counter(problem_of(line["id"]) for line in lines).values())
+    if not ks or not all(1 <= k <= fewest for k in ks):
+        raise ValueError(
+            f"k: expected integers from 1 to {fewest}, the fewest samples of a problem, got {ks}; draw more samples "
+            "(task.num_samples) or lower k."
+        )

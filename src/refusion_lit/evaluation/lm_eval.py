@@ -1,0 +1,265 @@
+"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install refusion-lit[eval]``)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from refusion_lit.api import TextModel, check_context, load
+from refusion_lit.data.encoding import encode_text
+from refusion_lit.decoding import Decoder, ReFusion
+from refusion_lit.evaluation import likelihood
+from refusion_lit.evaluation.likelihood import Likelihood
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.types import SamplingParams
+
+_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
+
+
+class RefusionLitModel(LM):
+    """Answers the harness's requests.
+
+    Args:
+        pretrained: Checkpoint, Hugging Face directory or hub id; or a loaded model.
+        decoder: The strategy; ``ReFusion()`` by default.
+        likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
+            token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
+        num_draws: States drawn for ``monte_carlo_masked``.
+        batch_size: Prompts (or drawn states) that share a forward. Changes no token.
+        max_gen_toks: Tokens a response at most, where the task does not say.
+        seed: Seeds sampling and the draws.
+        device: Where the model is put, for example ``cuda:0``.
+        dtype: Type of the weights.
+        allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
+        attention: Attention pattern of a directory that does not name its own.
+        block_size: Tokens a block, with ``block_causal``.
+        revision: Pinned revision of a hub id.
+        trust_remote_code: Let the source run its own Python code on this machine.
+
+    Raises:
+        ValueError: If an option is unknown or impossible, or the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | TextModel,
+        decoder: Decoder | None = None,
+        likelihood: Likelihood = "autoregressive",
+        num_draws: int = 128,
+        batch_size: int | str = 1,
+        max_gen_toks: int = 256,
+        seed: int = 0,
+        device: str | None = None,
+        dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+        allow_mismatch: bool = False,
+        attention: Literal["causal", "bidirectional", "block_causal"] | None = None,
+        block_size: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **unused: object,
+    ) -> None:
+        super().__init__()
+        left = {name: value for name, value in unused.items() if name != "max_batch_size" and value is not None}
+        if left:
+            raise ValueError(f"model_args: expected options of refusion_lit, got {', '.join(left)}; remove them.")
+        if likelihood not in get_args(Likelihood):
+            raise ValueError(f"likelihood: expected one of {', '.join(get_args(Likelihood))}, got {likelihood!r}.")
+        if not str(batch_size).isdigit() or min(int(batch_size), num_draws) < 1:
+            raise ValueError(
+                f"batch_size, num_draws: expected integers of at least 1, got {batch_size!r}, {num_draws}; change them."
+            )
+        if decoder is not None and not isinstance(decoder, Decoder):
+            raise ValueError(f"decoder: expected an object such as ReFusion(slot_size=8), got {decoder!r}; make one.")
+        if isinstance(pretrained, TextModel):
+            self.model = pretrained
+        else:
+            overrides = BackboneConfig(source=str(pretrained), attention=attention, block_size=block_size)
+            self.model = load(
+                pretrained,
+                dtype=dtype,
+                device=device,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                overrides=overrides,
+            )
+        self.decoder = decoder or ReFusion()
+        self.likelihood: Likelihood = likelihood
+        self.num_draws, self.batch_size, self.max_gen_toks = num_draws, int(batch_size), max_gen_toks
+        self.seed, self.allow_mismatch = seed, allow_mismatch
+        self._has_template = False
+        self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
+        """Answer prompts; those of a task with the same options share forwards.
+
+        Raises:
+            ValueError: If an option cannot be honoured or a prompt is too long; before anything is decoded.
+        """
+        groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
+        prompts, names, answers = [], _names(requests), [""] * len(requests)
+        for index, request in enumerate(requests):
+            self.decoder.check(sampling := self._sampling(request.args[1]))
+            prompts.append(self._encode(request.args[0]))
+            check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
+            groups[_task(request), sampling].append(index)
+        for (task, sampling), indices in groups.items():
+            started = time.perf_counter()
+            found = self.model.generate_ids(
+                [prompts[i] for i in indices],
+                decoder=self.decoder,
+                sampling=sampling,
+                batch_size=self.batch_size,
+                ids=[names[i] for i in indices],
+                allow_mismatch=self.allow_mismatch,
+            )
+            self._seconds[task] += time.perf_counter() - started
+            for index, generation in zip(indices, found, strict=True):
+                answers[index] = generation.text
+                self._totals[task].update(
+                    num_prompts=1, num_tokens=generation.num_tokens, num_forwards=generation.num_forwards
+                )
+                self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
+        return answers
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:  # noqa: ARG002
+        """Return log-likelihoods of continuations in nats, by the estimate named in ``likelihood``."""
+        answers = []
+        for request in requests:
+            context, text = request.args
+            moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
+            context, text = context[: len(context) - len(moved)], moved + text
+            before = self._encode(context) if context else []
+            whole = self._encode(context + text)
+            # Where the two are not cut at the same place, the continuation begins at the first token that differs.
+            same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+            answers.append(self._loglikelihood(whole[:same], whole[same:]))
+            self.cache_hook.add_partial("loglikelihood", request.args, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
+        """Return log-likelihoods of whole texts in nats, behind an end-of-sequence token."""
+        return [self._loglikelihood([], self._encode(request.args[0]))[0] for request in requests]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render turns with the tokenizer's chat template."""
+        if not self.model.tokenizer.chat_template:
+            raise ValueError("apply_chat_template: expected a tokenizer with a chat template, got none; leave it out.")
+        self._has_template = True
+        return str(
+            self.model.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the tokenizer's chat template, for the harness's records."""
+        template = self.model.tokenizer.chat_template
+        return str(template) if chat_template and template else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, under which the harness caches rendered requests."""
+        return str(self.model.tokenizer.name_or_path).replace("/", "__")
+
+    def throughput(self) -> dict[str, dict[str, float]]:
+        """Return, for each task that generated, totals over its responses so far and ratios of these totals."""
+        return {
+            task: {
+                **totals,
+                "seconds": self._seconds[task],
+                "tokens_per_forward": totals["num_tokens"] / totals["num_forwards"],
+                "tokens_per_second": totals["num_tokens"] / self._seconds[task],
+            }
+            for task, totals in self._totals.items()
+        }
+
+    def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
+        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=self.max_gen_toks))
+        strange = values.keys() - _OPTIONS
+        if strange:
+            raise ValueError(
+                f"generation_kwargs: expected {', '.join(sorted(_OPTIONS))}, got {', '.join(sorted(strange))}; "
+                "remove what no decoder here can honour."
+            )
+        return SamplingParams(
+            max_new_tokens=values["max_gen_toks"],
+            # Asked to sample and told nothing more, as transformers does.
+            temperature=values.get("temperature", 1.0 if values["do_sample"] else 0.0),
+            top_p=values.get("top_p", 1.0),
+            top_k=values.get("top_k") or None,
+            seed=values.get("seed", self.seed),
+            stop=tuple(stop for stop in values["until"] if stop),
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        """Encode a prompt; names of special tokens are meant only where a chat template was rendered."""
+        if self._has_template:
+            return list(self.model.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        return encode_text(self.model.tokenizer, text)
+
+    def _loglikelihood(self, context: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
+        if not text:
+            return 0.0, True
+        backbone = self.model.backbone
+        known = list(context) or [backbone.special_tokens.eos_token_ids[0]]
+        check_context(backbone, {"of loglikelihood": len(known) + len(text)}, 0)
+        likelihood.check(backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
+        if self.likelihood == "autoregressive":
+            return likelihood.autoregressive(backbone, known, text)
+        return likelihood.monte_carlo_masked(
+            backbone, known, text, num_draws=self.num_draws, batch_size=self.batch_size, seed=self.seed
+        )
+
+
+register_model("refusion_lit")(RefusionLitModel)
+
+
+def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Run harness tasks and put the throughput figures beside the scores.
+
+    Args:
+        model: The adapter.
+        tasks: Names of tasks or their configs.
+        options: What ``lm_eval.simple_evaluate`` takes besides.
+
+    Returns:
+        The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and in ``refusion_lit``
+        the decoder and the name of the estimate of likelihoods.
+    """
+    model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
+    results = simple_evaluate(model=model, tasks=list(tasks), **options)
+    assert results is not None
+    settings = {
+        "decoder": repr(model.decoder),
+        "batch_size": model.batch_size,
+        "likelihood": model.likelihood,
+        "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,
+    }
+    return {**results, "throughput": model.throughput(), "refusion_lit": settings}
+
+
+def _names(requests: Sequence[Any]) -> list[str]:
+    """Name requests by task and document, which key their sampling noise; repeats are numbered."""
+    seen: Counter[str] = Counter()
+    names = []
+    for request in requests:
+        name = f"{_task(request)}/{request.doc_id}"
+        names.append(f"{name}#{seen[name]}")
+        seen[name] += 1
+    return names
+
+
+def _task(request: Any) -> str:  # noqa: ANN401 - the harness's requests are not typed
+    return str(request.task_name)

@@ -1,0 +1,124 @@
+"""``refusion-lit score`` on predictions files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import QUICKSTART, REPOSITORY
+from refusion_lit.cli import main
+from refusion_lit.reports import read_runs
+from refusion_lit.sandbox import Sandbox
+from tasks.test_code import HUMANEVAL, runs_code
+
+
+def _lines(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> list[str]:
+    data = _lines(tmp_path / "test.jsonl", [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(4)])
+    rows = [{"id": f"test:test.jsonl:{i + 1}", "response": f"#### {i % 2}", "score": 0.0, "x": i} for i in range(3)]
+    return ["score", _lines(tmp_path / "p.jsonl", rows), "--task=Gsm8k", f"--task.test={data}"]
+
+
+def test_scores_are_written_anew_and_the_rest_is_kept(
+    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (tmp_path / "p.jsonl").read_text()
+    assert main(gsm8k) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures == {
+        "score": pytest.approx(2 / 3), "num_predictions": 3, "num_changed": 2, "num_without_prediction": 1}  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "p.scored.jsonl").read_text().splitlines()]
+    assert [row["score"] for row in rows] == [1.0, 1.0, 0.0]
+    assert [row["x"] for row in rows] == [0, 1, 2]
+    assert (tmp_path / "p.jsonl").read_text() == before
+
+
+def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: dict[str, list[dict[str, object]]] = {
+        "twice": [{"id": "test:test.jsonl:1", "response": ""}] * 2,
+        "unknown": [{"id": "nobody", "response": ""}],
+        "fields": [{"id": "test:test.jsonl:1"}],
+        "empty": [],
+    }
+    wrong = {name: ["score", _lines(tmp_path / f"{name}.jsonl", lines), *gsm8k[2:]] for name, lines in rows.items()}
+    wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
+    wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
+    wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
+    messages = {
+        "folder": "output: expected a file in a folder that exists",
+        "twice": "expected each id once, got 'test:test.jsonl:1' 2 times",
+        "unknown": "1 of 1 ids",
+        "fields": "fields.jsonl:1: expected an object with texts 'id' and 'response'",
+        "empty": "got an empty file",
+        "missing": "which does not exist",
+        "same": "output: expected another file",
+    }
+    for name, arguments in wrong.items():
+        assert main(arguments) == 2, name
+        assert messages[name] in capsys.readouterr().err
+
+
+def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _lines(tmp_path / "h.jsonl", [HUMANEVAL, {**HUMANEVAL, "task_id": "HumanEval/901"}])
+    right, wrong = "    return half(half(x))\n", "    return x\n"
+    answers = {"900#0": right, "900#1": wrong, "901#0": wrong, "901#1": wrong}
+    rows = [{"id": f"HumanEval/{name}", "response": text, "score": None} for name, text in answers.items()]
+    arguments = ["score", _lines(tmp_path / "p.jsonl", rows), "--task=HumanEval", f"--task.files={data}"]
+    arguments += ["--task.num_samples=2", "--k=[1,2]", "--num_workers=2"]
+    assert main(arguments) == 2
+    assert "add --allow_code_execution" in capsys.readouterr().err
+    assert not (tmp_path / "p.scored.jsonl").exists()
+    try:
+        description = Sandbox().isolation.describe()
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert main([*arguments, "--allow_code_execution"]) == 0
+    captured = capsys.readouterr()
+    assert f"isolation of generated code: {description}" in captured.err
+    figures = json.loads(captured.out)
+    assert (figures["score"], figures["pass@1"], figures["pass@2"]) == (0.25, 0.25, 0.5)
+    assert main([*arguments, "--allow_code_execution", "--k=[3]"]) == 2
+    assert "k: expected integers from 1 to 2" in capsys.readouterr().err
+
+
+def test_weak_isolation_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = _lines(tmp_path / "h.jsonl", [HUMANEVAL])
+    predictions = _lines(tmp_path / "p.jsonl", [{"id": "HumanEval/900", "response": "    return x\n"}])
+    monkeypatch.setattr("refusion_lit.sandbox.runner._Worker.layers", lambda worker: [])
+    monkeypatch.setattr("refusion_lit.sandbox.isolation.bubblewrap", lambda directory: None)
+    arguments = ["score", predictions, "--task=HumanEval", f"--task.files={data}", "--allow_code_execution"]
+    assert main(arguments) == 2
+    assert "minimum_isolation: expected at least 'full', got limits" in capsys.readouterr().err
+
+
+@runs_code
+def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [{**HUMANEVAL, "prompt": f"12+3{i}", "task_id": f"HumanEval/{i}"} for i in range(2)]
+    task = ["HumanEval", f"files={_lines(tmp_path / 'h.jsonl', problems)}"]
+    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+    arguments = ["test", "--config", QUICKSTART, f"--ckpt_path={model}", f"--data.task={task[0]}",
+                 f"--data.task.{task[1]}", "--model.sampling.max_new_tokens=16", "--num_threads=1",
+                 "--trainer.enable_progress_bar=false", f"--runs_dir={tmp_path}"]  # fmt: skip
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count("HumanEval: programs are not run without allow_code_execution") == 1
+    run = tmp_path / "quickstart" / "version_0"
+    file = run / "predictions_refusion.jsonl"
+    predictions = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["score"] for line in predictions] == [None, None]
+    predictions[0]["response"] = "def quarter(x):\n    return x / 4"  # the model knows no Python
+    _lines(file, predictions)
+    scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
+    assert main(scored) == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == 0.5
+    collection = read_runs([run])
+    assert [p.score for p in collection.rows[0].predictions.values()] == [1.0, 0.0]
+    assert any("predictions_refusion.scored.jsonl" in note for note in collection.notes)

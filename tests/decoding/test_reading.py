@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
+from refusion_lit.decoding import Autoregressive, ReFusion, decode
+from refusion_lit.decoding import reading as reading_module
+from refusion_lit.decoding.reading import Reader, Span
+from refusion_lit.decoding.requests import Draw, Reading
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+
+GREEDY = Draw(sampling=SamplingParams())
+SILENT = Draw(sampling=SamplingParams(), with_probability=False)
+
+
+class TableModel(FakeModel):
+    """The logits of hidden state ``i`` are row ``i`` of a table."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+        self.rows: list[list[int]] = []
+
+    def hidden_states(self, *_: Any) -> Tensor:
+        raise AssertionError("only the head is read")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.rows.append(hidden[:, 0].tolist())
+        return self.table[hidden[:, 0]]
+
+    def make_cache(self, num_rows: int) -> None:
+        return None
+
+
+def read_slowly(row: list[float], forbidden: tuple[int, ...], given: int | None) -> tuple[int, float]:
+    """Return the token that is drawn, or the given one, and its probability, in plain Python."""
+    highest = torch.finfo(torch.float64).max
+    finite = [-highest if math.isnan(value) else min(max(value, -highest), highest) for value in row]
+    allowed = [token for token in range(VOCAB) if token not in (MASK, PAD, *forbidden)]
+    token = max(allowed, key=lambda token: (finite[token], -token)) if given is None else given
+    weights = [math.exp(max(value - max(finite), -1e4)) for value in finite]
+    return token, weights[token] / sum(weights)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 9999),
+    broken=st.sampled_from([0.0, 0.02, 0.5]),
+    chunk=st.integers(1, 60),
+    all_probabilities=st.booleans(),
+)
+def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: int, all_probabilities: bool) -> None:
+    chance = random.Random(seed)
+    table = [[chance.gauss(0, 3) for _ in range(VOCAB + 2)] for _ in range(12)]
+    for row in table:
+        if chance.random() < broken:
+            for token in chance.sample(range(VOCAB + 2), chance.randint(1, VOCAB + 2)):
+                row[token] = chance.choice([math.nan, math.inf, -math.inf])
+    draws = [GREEDY, SILENT, Draw(sampling=SamplingParams(), forbidden=(EOS, 5)),
+             Draw(sampling=SamplingParams(), statistics=("margin",))]  # fmt: skip
+    spans = []
+    for _ in range(chance.randint(1, 8)):
+        index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
+        given_tokens = [chance.randrange(VOCAB) for _ in index] if chance.random() < 0.4 else None
+        spans.append(Span(Reading(), chance.choice(draws), index, given_tokens))
+    model = TableModel(torch.tensor(table, dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
+        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
+        Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], spans)
+    for span in spans:
+        given_tokens = span.given or [None] * len(span.index)
+        expected = [
+            read_slowly(table[i], span.draw.forbidden, token) for i, token in zip(span.index, given_tokens, strict=True)
+        ]
+        probabilities = pytest.approx([probability for _, probability in expected], abs=1e-12)
+        if span.given is not None:
+            assert (span.reading.scores, span.reading.tokens) == (probabilities, [])
+            continue
+        assert span.reading.tokens == [token for token, _ in expected]
+        is_read = span.draw.with_probability or all_probabilities
+        assert span.reading.probabilities == (probabilities if is_read else [])
+        assert len(span.reading.statistics.get("margin", ())) == len(span.index) * len(span.draw.statistics)
+
+
+def test_greedy_reads_share_one_pass_of_the_head() -> None:
+    model = TableModel(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)))
+    kinds: list[tuple[Draw, list[int] | None]] = [(GREEDY, None), (SILENT, None), (GREEDY, [3, 4]), (SILENT, [5, 6])]
+    spans = [Span(Reading(), how, [2 * i, 2 * i + 1], given) for i, (how, given) in enumerate(kinds)]
+    Reader(model).read(torch.arange(8)[:, None], spans)
+    assert sorted(model.rows[0]) == list(range(8))
+    assert len(model.rows) == 1, "finite logits are read once"
+    model.table[0] = torch.nan
+    Reader(model).read(torch.arange(8)[:, None], [Span(Reading(), GREEDY, range(8))])
+    assert len(model.rows) == 3, "only broken ones are read again"
+
+
+def num_softmax_rows(monkeypatch: pytest.MonkeyPatch, decoder: Any, **options: Any) -> tuple[int, Any]:
+    """Decode and count the rows whose probabilities are computed."""
+    rows, softmax = [0], Tensor.softmax
+
+    def counted(self: Tensor, dim: int) -> Tensor:
+        rows[0] += len(self)
+        return softmax(self, dim)
+
+    monkeypatch.setattr(Tensor, "softmax", counted)
+    model = OracleModel(oracle_text(None), traits=ModelTraits())  # of which nobody knows what it was trained for
+    prompts = [Prompt(token_ids=(5, 6), id="0")]
+    output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=8), **options)
+    monkeypatch.setattr(Tensor, "softmax", softmax)
+    return rows[0], output.rows[0]
+
+
+def test_probabilities_are_computed_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, fused=False)
+    silent, row = num_softmax_rows(monkeypatch, decoder)
+    assert silent == 2 + 6, "the slots' first tokens, and all but the first are tested"
+    traced, seen = num_softmax_rows(monkeypatch, decoder, trace=True)
+    assert traced == silent + 6
+    assert seen.token_ids == row.token_ids
+    assert all(len(entry.probabilities) == len(entry.tokens) for entry in seen.trace)
+    assert num_softmax_rows(monkeypatch, Autoregressive())[0] == 0

@@ -1,0 +1,263 @@
+"""The harness's adapter, with the harness's own task machinery on local files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lm_eval", reason="needs lm-eval (pip install refusion-lit[eval])")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+import refusion_lit  # noqa: E402
+from refusion_lit.cli import main  # noqa: E402
+from refusion_lit.decoding import ReFusion  # noqa: E402
+from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
+from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
+from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
+from refusion_lit.modeling.loading import BackboneConfig  # noqa: E402
+from refusion_lit.types import ModelTraits, SamplingParams  # noqa: E402
+
+MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+# The harness's own 13 000 task files are left out: reading them takes seconds.
+evaluate = partial(evaluate_all, task_manager=TaskManager(include_defaults=False), bootstrap_iters=0)
+QUERIES = ["12+34,56+78>", "11+22,33+44>", "50+49,10+10>"]
+
+
+@pytest.fixture
+def adapter() -> RefusionLitModel:
+    return RefusionLitModel(refusion_lit.load(MODEL), decoder=ReFusion(slot_size=4), batch_size=2, num_draws=8)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    rows = [{"q": q, "a": "".join(f"{s}={eval(s)};" for s in q[:-1].split(","))} for q in QUERIES]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "choices": [row["a"], "12+34=47;"]}) + "\n" for row in rows))
+    return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path)},
+            "test_split": "test", "doc_to_text": "{{q}}"}  # fmt: skip
+
+
+def _sums(data: dict[str, object], name: str = "sums", **options: object) -> dict[str, object]:
+    """Return a task that asks for the sums and looks for the exact answer."""
+    return {**data, "task": name, "doc_to_target": "{{a}}", "output_type": "generate_until", "target_delimiter": "",
+            "metric_list": [{"metric": "exact_match"}],
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 24, "do_sample": False, **options}}  # fmt: skip
+
+
+def _said(results: dict[str, Any], name: str = "sums") -> list[str]:
+    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0][0] for sample in samples]
+
+
+def test_generate_until_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    results = evaluate(adapter, [_sums(data), _sums(data, "cut", until=["="], max_gen_toks=10)])
+    model = refusion_lit.load(MODEL)
+    for name, options in (("sums", {"max_new_tokens": 24}), ("cut", {"max_new_tokens": 10, "stop": ("=",)})):
+        expected = model.generate(QUERIES, decoder=ReFusion(slot_size=4), sampling=SamplingParams(**options))
+        assert _said(results, name) == [g.text for g in expected]
+        right = sum(said == s["target"] for said, s in zip(_said(results, name), results["samples"][name], strict=True))
+        assert results["results"][name]["exact_match,none"] == pytest.approx(right / 3)
+        figures = results["throughput"][name]
+        assert figures["num_prompts"] == 3
+        assert figures["num_tokens"] == sum(g.num_tokens for g in expected)
+        assert figures["num_forwards"] == sum(g.num_forwards for g in expected)
+        assert figures["tokens_per_forward"] == figures["num_tokens"] / figures["num_forwards"]
+        assert figures["tokens_per_second"] == figures["num_tokens"] / figures["seconds"] > 0
+    assert all(len(text) == 5 for text in _said(results, "cut"))  # 12+34, and nothing from the stop string on
+    assert results["throughput"]["cut"]["num_tokens"] < results["throughput"]["sums"]["num_tokens"]
+
+
+def test_no_more_tokens_than_asked_for(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    results = evaluate(adapter, [_sums(data, max_gen_toks=9, until=[])])
+    assert results["throughput"]["sums"]["num_tokens"] == 27
+    assert [len(text) for text in _said(results)] == [9, 9, 9]
+
+
+def test_prompts_share_calls_and_nothing_else(data: dict[str, object]) -> None:
+    said, calls = {}, {}
+    for batch_size in (1, 3):
+        model = refusion_lit.load(MODEL)
+        seen: list[int] = []
+        inner = model.backbone.model.get_decoder()
+        inner.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        adapter = RefusionLitModel(model, decoder=ReFusion(slot_size=4), batch_size=batch_size)
+        said[batch_size] = _said(evaluate(adapter, [_sums(data, do_sample=True, temperature=2.0)]))
+        calls[batch_size] = len(seen)
+    assert said[1] == said[3]
+    assert 0 < calls[3] < calls[1]
+
+
+def test_by_its_name_in_the_registry(data: dict[str, object], adapter: RefusionLitModel) -> None:
+    arguments = {"pretrained": str(MODEL), "decoder": ReFusion(slot_size=4)}
+    manager = TaskManager(include_defaults=False)
+    found = simple_evaluate("refusion_lit", arguments, [_sums(data)], task_manager=manager, bootstrap_iters=0, limit=2)
+    assert found is not None
+    assert _said(found) == _said(evaluate(adapter, [_sums(data)], limit=2))
+
+
+def test_multiple_choice_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    task = {**data, "task": "choices", "doc_to_target": 0, "doc_to_choice": "{{choices}}",
+            "output_type": "multiple_choice", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    results = evaluate(adapter, [task])
+    model = adapter.model
+    for sample in results["samples"]["choices"]:
+        for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
+            ids = [int(i) for i in model.tokenizer(sample["doc"]["q"], add_special_tokens=False)["input_ids"]]
+            total = 0.0
+            for token in model.tokenizer(choice, add_special_tokens=False)["input_ids"]:
+                logits = model.backbone.model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
+                total += float(logits[0, -1, : model.backbone.special_tokens.vocab_size].log_softmax(-1)[token])
+                ids.append(token)
+            assert value == pytest.approx(total, abs=1e-4)
+
+
+def test_the_masked_estimate_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    task = {**data, "task": "choices", "doc_to_target": 0, "doc_to_choice": "{{choices}}",
+            "output_type": "multiple_choice", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    adapter.likelihood = "monte_carlo_masked"
+    results = evaluate(adapter, [task], limit=1)
+    assert (results["refusion_lit"]["likelihood"], results["refusion_lit"]["num_draws"]) == ("monte_carlo_masked", 8)
+    (sample,) = results["samples"]["choices"]
+    for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
+        context, text = [adapter._encode(part) for part in (sample["doc"]["q"], choice)]
+        expected, _ = monte_carlo_masked(adapter.model.backbone, context, text, num_draws=8, batch_size=8)
+        assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_masked_estimate_is_the_mean_over_masks() -> None:
+    path = MODEL.with_name("additions-bidirectional")
+    overrides = BackboneConfig(source=str(path), attention="bidirectional")
+    backbone = refusion_lit.load(path, overrides=overrides).backbone
+    mask = backbone.special_tokens.mask_token_id
+    context, text = [5, 6, 7], [8, 9]
+    expected, length = 0.0, len(text)
+    for count in (1, 2):
+        for chosen in combinations(range(length), count):
+            ids = [*context, *(mask if i in chosen else t for i, t in enumerate(text))]
+            allowed = torch.ones(1, 5, 5, dtype=torch.bool)
+            with torch.no_grad():
+                hidden = backbone.hidden_states(torch.tensor([ids]), torch.arange(5)[None], allowed)
+                logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].log_softmax(-1)
+            value = sum(float(logits[3 + i, text[i]]) for i in chosen)
+            expected += value * length / count / comb(length, count) / length
+    found, _ = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    assert found == pytest.approx(expected, rel=0.05)
+    again, _ = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=300)
+    assert again == pytest.approx(found, abs=1e-4)
+
+
+def test_a_causal_model_sees_known_tokens_before_masks() -> None:
+    backbone = refusion_lit.load(MODEL).backbone
+    mask = backbone.special_tokens.mask_token_id
+    found, _ = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
+    with torch.no_grad():
+        hidden = backbone.hidden_states(torch.tensor([[5, 6, 7, mask]]), torch.arange(4)[None], None)
+        logits = backbone.logits(hidden)[0, -1, : backbone.special_tokens.vocab_size].double().log_softmax(-1)
+    assert found == pytest.approx(float(logits[8]), abs=1e-6)
+    value, greedy = autoregressive(backbone, [5, 6], [7])
+    assert value < 0
+    assert isinstance(greedy, bool)
+
+
+def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel) -> None:
+    params = adapter._sampling({"until": "x", "max_tokens": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9})
+    assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("x",), 3, 0.5, 0.9)
+    assert adapter._sampling({"until": [], "do_sample": False, "temperature": 0.7}).temperature == 0
+    assert adapter._sampling({}).max_new_tokens == 256
+    assert adapter._sampling({"do_sample": True}).temperature == 1
+    assert adapter._sampling({"temperature": 0.3, "top_k": 7, "seed": 5}) == SamplingParams(
+        max_new_tokens=256, temperature=0.3, top_k=7, seed=5)  # fmt: skip
+    with pytest.raises(ValueError, match=r"generation_kwargs: .* got num_beams"):
+        adapter._sampling({"num_beams": 4})
+
+
+def test_bad_options(adapter: RefusionLitModel) -> None:
+    with pytest.raises(ValueError, match="likelihood: expected one of"):
+        RefusionLitModel(adapter.model, likelihood="exact")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model_args: .* got slot"):
+        RefusionLitModel(adapter.model, slot=3)
+    with pytest.raises(ValueError, match="batch_size"):
+        RefusionLitModel(adapter.model, batch_size="auto")
+    with pytest.raises(ValueError, match="decoder: expected an object"):
+        RefusionLitModel(adapter.model, decoder="ReFusion")  # type: ignore[arg-type]
+
+
+def test_estimates_that_a_model_cannot_give_are_refused() -> None:
+    backbone = refusion_lit.load(MODEL).backbone
+    for name in ("autoregressive", "monte_carlo_masked"):
+        check(backbone, name)  # a directory that does not say what it was trained for
+    backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    check(backbone, "monte_carlo_masked")
+    with pytest.raises(ValueError, match="expects a model trained for next_token, got one trained for mask, next_tok"):
+        check(backbone, "autoregressive")
+    with pytest.warns(UserWarning, match="expects a model trained for next_token"):
+        check(backbone, "autoregressive", allow_mismatch=True)
+    backbone.traits = ModelTraits(attention="bidirectional")
+    with pytest.raises(ValueError, match="expects a causal model"):
+        check(backbone, "autoregressive", allow_mismatch=True)
+    backbone.special_tokens = replace(backbone.special_tokens, mask_token_id=None)
+    with pytest.raises(ValueError, match="expects a model with a mask token"):
+        check(backbone, "monte_carlo_masked", allow_mismatch=True)
+
+
+def test_what_cannot_be_decoded_is_refused_before_anything_is(
+    adapter: RefusionLitModel, data: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match="num_serial_blocks: expected at most 1 "):
+        evaluate(adapter, [_sums(data), _sums(data, "short", max_gen_toks=3)])
+    with pytest.raises(ValueError, match=r"prompt sums/0#0: expected at most .* got 12; shorten it"):
+        evaluate(adapter, [_sums(data, max_gen_toks=adapter.model.backbone.config.max_position_embeddings)])
+    with pytest.raises(ValueError, match="unsafe"):  # the harness would run programs without a sandbox
+        evaluate(adapter, [{**_sums(data), "unsafe_code": True}])
+    assert adapter.throughput() == {}
+
+
+def test_chat_template(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    tokenizer = adapter.model.tokenizer
+    with pytest.raises(ValueError, match="apply_chat_template"):
+        adapter.apply_chat_template([{"role": "user", "content": "1"}])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}12>"
+    assert adapter.chat_template(True) == tokenizer.chat_template
+    turned = evaluate(adapter, [_sums(data)], apply_chat_template=True)
+    end = tokenizer.eos_token_id
+    prompts = [[*adapter._encode(query), end, *adapter._encode("12>")] for query in QUERIES]
+    model = refusion_lit.load(MODEL)
+    expected = model.generate_ids(prompts, decoder=ReFusion(slot_size=4), max_new_tokens=24)
+    assert _said(turned) == [g.text for g in expected]
+    plain = [g.text for g in model.generate(QUERIES, decoder=ReFusion(slot_size=4), max_new_tokens=24)]
+    assert _said(evaluate(adapter, [_sums(data)])) == plain != _said(turned)
+
+
+def test_the_command_writes_scores_and_throughput(
+    data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    (tmp_path / "local_sums.yaml").write_text(yaml.safe_dump(_sums(data, "local_sums")))
+    output = tmp_path / "out.json"
+    arguments = ["evaluate", f"--ckpt_path={MODEL}", f"--include_path={tmp_path}", "--decoder.slot_size=4", "--limit=2"]
+    assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 0
+    found = json.loads(output.read_text())
+    assert 0 <= found["results"]["local_sums"]["exact_match,none"] <= 1
+    assert found["throughput"]["local_sums"]["num_prompts"] == 2
+    assert "slot_size=4" in found["refusion_lit"]["decoder"]
+    capsys.readouterr()
+    assert main([*arguments, '--tasks=["local_sums"]', f"--output={tmp_path / 'none' / 'out.json'}"]) == 2
+    assert "output: expected a file in a folder that exists" in capsys.readouterr().err
+    assert main([*arguments, '--tasks=["local_sum"]']) == 2
+    assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err

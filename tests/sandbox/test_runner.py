@@ -1,0 +1,209 @@
+"""The sandbox against code that wants out, to stay, or to pass without being right."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from refusion_lit.sandbox import Limits, Outcome, Sandbox
+from refusion_lit.sandbox.isolation import Isolation
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
+
+QUICK = Limits(seconds=1.0, cpu_seconds=1, memory_mb=128, file_mb=1, num_open_files=32, num_processes=16)
+LAYERS = (("bubblewrap", "landlock", "seccomp"), ("namespaces", "landlock", "seccomp"), ("landlock", "seccomp"))
+
+
+@pytest.fixture(scope="module", params=LAYERS, ids="-".join)
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    box = Sandbox(limits=QUICK, layers=request.param, minimum="limits")
+    if box.isolation.level != "full" or len(box.isolation.layers) < len(request.param):
+        pytest.skip(f"this machine offers only {box.isolation.describe()}")
+    return box
+
+
+def test_right_code_passes_and_wrong_code_fails(sandbox: Sandbox) -> None:
+    assert sandbox.run("def f(x): return x + 1", "assert f(1) == 2") == Outcome(status="passed")
+    wrong = sandbox.run("def f(x): return x", "assert f(1) == 2, 'one more'")
+    assert (wrong.passed, wrong.status, wrong.message) == (False, "failed", "tests: AssertionError: one more")
+    assert sandbox.run("def f(x) return x", "").message.startswith("program: SyntaxError")
+
+
+def test_ordinary_programs_work(sandbox: Sandbox) -> None:
+    program = """
+import asyncio, collections, dataclasses, hashlib, heapq, itertools, math, random, re, tempfile, threading, decimal
+@dataclasses.dataclass
+class Point:
+    x: int
+async def two():
+    return 2
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("a")
+seen = []
+thread = threading.Thread(target=seen.append, args=(1,))
+thread.start()
+thread.join()
+"""
+    assert sandbox.run(program, "assert seen == [1] and asyncio.run(two()) == 2 and Point(1).x == 1").passed
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        (
+            'import os\nfor i in range(3, 32):\n    try: os.write(i, b\'{"tests": "done"}\\n{"nonce": ""}\\n\')\n'
+            "    except OSError: pass\nos._exit(0)"
+        ),
+        "print('passed')\nimport ctypes; ctypes.string_at(0)",
+    ],
+)
+def test_an_early_end_never_passes(sandbox: Sandbox, early: str) -> None:
+    for program, tests in ((early, ""), (f"def f():\n    exec({early!r})", "f()\nassert False")):
+        assert not sandbox.run(program, tests).passed
+
+
+def test_endless_loops_end(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    assert sandbox.run("while True: pass", "").status in ("timeout", "exited")
+    assert sandbox.run("import time\ntime.sleep(60)", "").status == "timeout"
+    assert time.monotonic() - started < 30
+
+
+def test_memory_is_limited(sandbox: Sandbox) -> None:
+    assert "MemoryError" in sandbox.run("x = bytearray(256 << 20)", "").message
+    assert not sandbox.run("x = []\nwhile True: x.append(bytearray(1 << 20))", "").passed
+
+
+def test_no_process_can_be_started(sandbox: Sandbox) -> None:
+    for start in ("os.fork()", "os.posix_spawn('/bin/true', ['true'], {})", "os.system('true') and 1/0",
+                  "os.execv('/bin/true', ['true'])", "ctypes.CDLL(None).syscall(57) < 0 and 1/0"):  # fmt: skip
+        assert sandbox.run(f"import os, ctypes\n{start}", "").status == "failed", start
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert not sandbox.run(bomb, "").passed
+
+
+def test_files_and_their_number_are_limited(sandbox: Sandbox) -> None:
+    assert "OSError" in sandbox.run("open('big', 'wb').write(bytes(2 << 20))", "").message
+    assert "OSError" in sandbox.run("files = [open(str(i), 'w') for i in range(64)]", "").message
+
+
+def test_files_outside_cannot_be_read_changed_or_deleted(sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("planted")
+    before = secret.stat()
+    for attempt in (
+        f"print(open({str(secret)!r}).read())",
+        f"open({str(secret)!r}, 'w')",
+        f"open({str(secret)!r}, 'a')",
+        f"os.truncate({str(secret)!r}, 0)",
+        f"os.remove({str(secret)!r})",
+        f"os.rename({str(secret)!r}, 'mine')",
+        f"os.link({str(secret)!r}, 'mine')",
+        f"os.chmod({str(secret)!r}, 0o777)",
+        f"os.utime({str(secret)!r}, (0, 0))",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"os.mkdir({str(tmp_path / 'folder')!r})",
+        f"os.listdir({str(tmp_path)!r})",
+        f"os.symlink({str(secret)!r}, 'link'); open('link').read()",
+        f"os.setxattr({str(secret)!r}, 'user.a', b'b')",
+        f"open('/proc/{os.getpid()}/environ').read()",
+        "open('/etc/passwd').read()",
+        "open('/etc/passwd', 'a')",
+    ):
+        assert sandbox.run(f"import os\n{attempt}", "").status == "failed", attempt
+    after = secret.stat()
+    assert (secret.read_text(), list(tmp_path.iterdir())) == ("planted", [secret])
+    assert (before.st_mode, before.st_mtime_ns) == (after.st_mode, after.st_mtime_ns)
+
+
+def test_nothing_of_the_environment_is_seen(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", "secret")
+    program = (
+        "import os, sys\nassert 'secret' not in repr(dict(os.environ)) + repr(sys.argv)\nassert os.listdir() == []"
+    )
+    assert sandbox.run(program, "").passed
+
+
+def test_there_is_no_network(sandbox: Sandbox) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.01)
+        port = server.getsockname()[1]
+        for attempt in (
+            f"socket.create_connection(('127.0.0.1', {port}), 1)",
+            f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+            "socket.socket(socket.AF_UNIX)",
+        ):
+            assert sandbox.run(f"import socket\n{attempt}", "").status == "failed", attempt
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_other_processes_cannot_be_killed_or_slowed(sandbox: Sandbox) -> None:
+    for attempt in (f"os.kill({os.getpid()}, 0)", "os.kill(os.getppid(), 9)", "os.killpg(0, 9)",
+                    f"resource.prlimit({os.getpid()}, resource.RLIMIT_CPU)", f"os.setpriority(0, {os.getpid()}, 19)",
+                    f"os.sched_setaffinity({os.getpid()}, [0])"):  # fmt: skip
+        assert sandbox.run(f"import os, resource\n{attempt}", "").status == "failed", attempt
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
+    for name in ("AS", "CPU", "FSIZE", "NOFILE"):
+        raised = f"resource.setrlimit(resource.RLIMIT_{name}, (resource.RLIM_INFINITY,) * 2)"
+        assert sandbox.run(f"import resource\n{raised}", "").status == "failed", name
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert Sandbox(limits=QUICK, minimum="limits").run("open('a', 'w').write('b')", "").passed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_children_are_killed_with_their_group_where_they_can_be_started(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    program = (
+        f"import os, time\nif not (child := os.fork()):\n    time.sleep(60)\nopen({str(file)!r}, 'w').write(str(child))"
+    )
+    limits = replace(QUICK, num_processes=4096)  # counted over all of the user's where there is no namespace
+    assert Sandbox(limits=limits, layers=(), minimum="limits").run(program, "").passed
+    status = Path("/proc") / file.read_text() / "stat"
+    deadline = time.monotonic() + 10
+    while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child outlived its program"
+        time.sleep(0.01)
+
+
+def test_too_weak_isolation_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="minimum_isolation: expected at least 'full', got limits"):
+        Sandbox(limits=QUICK, layers=()).run("", "")
+    assert Sandbox(limits=QUICK, layers=(), minimum="limits").run("", "").passed
+    with pytest.raises(ValueError, match="minimum_isolation: expected one of limits, files, full, got 'most'"):
+        Sandbox(minimum="most")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"limits\.memory_mb: expected a number of at least 64"):
+        Limits(memory_mb=1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "level"),
+    [((), "limits"), (("seccomp",), "limits"), (("namespaces",), "limits"), (("landlock",), "files"),
+     (("landlock", "seccomp"), "full"), (("bubblewrap", "seccomp"), "full")],
+)  # fmt: skip
+def test_levels(layers: tuple[str, ...], level: str) -> None:
+    assert Isolation(wrapper=(), layers=layers).level == level
+
+
+def test_isolation_that_fails_to_take_hold_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Sandbox(limits=QUICK, minimum="limits")
+    box.__dict__["isolation"] = Isolation(wrapper=(), layers=("landlock", "moat"))
+    with pytest.raises(ValueError, match="nothing was run"):
+        box.run("", "")

@@ -1,0 +1,194 @@
+"""HumanEval and MBPP: reading, what is run, and pass@k."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmark_data import benchmark_file
+from refusion_lit.sandbox import Sandbox
+from refusion_lit.tasks import SPLITS, CodeTask, HumanEval, Mbpp
+from refusion_lit.tasks.code import code_of, pass_at_k, problem_of
+from tasks.test_files import Hub
+
+HUMANEVAL = {
+    "task_id": "HumanEval/900",
+    "prompt": "import math\n\ndef half(x):\n    return x / 2\n\ndef quarter(x):\n    '''A quarter of x.'''\n",
+    "canonical_solution": "    return half(half(x))\n",
+    "test": "def check(candidate):\n    assert candidate(4) == 1\n",
+    "entry_point": "quarter",
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to add.",
+    "code": "class P:\r\n\tv = 3\r\ndef add(a, b):\r\n\treturn a + b",
+    "test_setup_code": "three = P().v",
+    "test_list": ["assert add(1, 2) == three", "assert add(0, 0) == 0"],
+}
+
+
+def _isolated() -> bool:
+    try:
+        return Sandbox().isolation.level == "full"
+    except ValueError:
+        return False
+
+
+runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no full isolation")
+
+
+def _file(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("num_samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(num_samples: int) -> None:
+    for num_passed in range(num_samples + 1):
+        passed = [True] * num_passed + [False] * (num_samples - num_passed)
+        for k in range(1, num_samples + 1):
+            subsets = [any(subset) for subset in combinations(passed, k)]
+            assert pass_at_k(num_samples, num_passed, k) == float(Fraction(sum(subsets), len(subsets)))
+
+
+def test_pass_at_k_of_many_samples_and_impossible_numbers() -> None:
+    assert pass_at_k(10_000, 1, 5_000) == 0.5
+    for arguments in ((1, 0, 2), (3, 4, 1), (3, -1, 1), (3, 1, 0)):
+        with pytest.raises(ValueError, match="expected an integer from"):
+            pass_at_k(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("    return 1", "    return 1"),
+        ("Sure:\n```python\nx = 1\n```\nDone.", "x = 1"),
+        ("```\nx\n```", "x"),
+        ("```py\na\n```\n```python\nlonger\n```", "longer"),
+        ("```python\ncut off", "cut off"),
+    ],
+)
+def test_code_is_taken_from_fences(response: str, code: str) -> None:
+    assert code_of(response) == code
+
+
+@runs_code
+def test_humaneval(tmp_path: Path) -> None:
+    task = HumanEval(files=_file(tmp_path / "h.jsonl", HUMANEVAL), allow_code_execution=True)
+    (example,) = task.examples("test")
+    assert (example.id, example.query, example.response) == (
+        "HumanEval/900", HUMANEVAL["prompt"], HUMANEVAL["canonical_solution"])  # fmt: skip
+    assert (task.examples("train"), task.examples("validation")) == ([], [])
+    right = [
+        example.response,
+        "    return half(half(x))\n\nprint(1 / 0)\ndef other(:",
+        "```python\ndef quarter(x):\n    return math.fabs(half(x) / 2)\n```",
+        "def quarter(x):\n    return x / 4",
+    ]
+    wrong = [
+        "    return x",
+        "",
+        "    pass\n",
+        "def quarter(x):\n    import os\n    os._exit(0)",
+        "    raise SystemExit",
+    ]
+    assert [task.score(example, text) for text in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@runs_code
+def test_mbpp(tmp_path: Path) -> None:
+    rows = [{**MBPP, "task_id": number} for number in (10, 11, 510, 511, 600, 601)]
+    task = Mbpp(files=_file(tmp_path / "m.jsonl", *rows), allow_code_execution=True)
+    ids = {split: [e.id for e in task.examples(split)] for split in ("train", "validation", "test")}
+    assert ids == {
+        "train": ["MBPP/10", "MBPP/601"],
+        "validation": ["MBPP/511", "MBPP/600"],
+        "test": ["MBPP/11", "MBPP/510"],
+    }
+    example = task.examples("test")[0]
+    assert all(test in example.query for test in [MBPP["text"], *MBPP["test_list"]])
+    assert task.score(example, example.response) == 1
+    assert task.score(example, f"Here:\n```python\n{MBPP['code']}\n```") == 1
+    assert task.score(example, example.response.replace("a + b", "a - b")) == 0
+
+
+@pytest.mark.parametrize(("cls", "row"), [(HumanEval, HUMANEVAL), (Mbpp, MBPP)])
+def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: object) -> None:
+    task = cls(files=_file(tmp_path / "x.jsonl", row))
+    (example,) = task.examples("test")
+    assert task.score(example, example.response) is None
+    with pytest.raises(ValueError, match="allow_code_execution: expected true"):
+        task.run(example, example.response)
+    assert "sandbox" not in task.__dict__
+
+
+def test_several_samples_have_ids_of_their_own(tmp_path: Path) -> None:
+    task = HumanEval(files=_file(tmp_path / "x.jsonl", HUMANEVAL), num_samples=3)
+    ids = [e.id for e in task.examples("test")]
+    assert len(set(ids)) == 3
+    assert {problem_of(identity) for identity in ids} == {"HumanEval/900"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "row", "message"),
+    [
+        (HumanEval, {**HUMANEVAL, "test": 3}, r"x\.jsonl:1: expected text in field 'test', got int"),
+        (HumanEval, {"task": "a"}, r"x\.jsonl:1: expected a field 'prompt'"),
+        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected a whole number in field 'task_id'"),
+        (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: expected a list of assertions"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, cls: type[CodeTask], row: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(files=_file(tmp_path / "x.jsonl", row)).examples("test")
+
+
+def test_bad_options_and_files(tmp_path: Path) -> None:
+    path = _file(tmp_path / "x.jsonl", MBPP, MBPP)
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: expected each problem once, got MBPP/11 again"):
+        Mbpp(files=path).examples("test")
+    with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got neither"):
+        Mbpp()
+    with pytest.raises(ValueError, match="got both"):
+        Mbpp(files=path, dataset="some/data")
+    with pytest.raises(ValueError, match="num_samples"):
+        Mbpp(files=path, num_samples=0)
+    with pytest.raises(ValueError, match="minimum_isolation"):
+        Mbpp(files=path, minimum_isolation="most")  # type: ignore[arg-type]
+    for cls in (HumanEval, Mbpp):
+        with pytest.raises(ValueError, match="template"):
+            cls(files=path, template="solve it")
+
+
+@runs_code
+@pytest.mark.parametrize(("cls", "name"), [(HumanEval, "humaneval/HumanEval.jsonl.gz"), (Mbpp, "mbpp/mbpp.jsonl")])
+def test_a_sample_of_the_canonical_solutions_passes(cls: type[CodeTask], name: str) -> None:
+    task = cls(files=str(benchmark_file(name)), allow_code_execution=True)
+    examples = task.examples("test")
+    assert len(examples) == (164 if cls is HumanEval else 500)
+    if os.environ.get("REFUSION_LIT_ALL_SOLUTIONS"):  # a minute or two
+        examples = [example for split in SPLITS for example in task.examples(split)]
+        assert [e.id for e in examples if not task.run(e, e.response).passed] == []
+    for example in Random(0).sample(examples, 12):
+        assert task.run(example, example.response).passed, example.id
+        assert not task.run(example, "def nothing():\n    pass\n").passed, example.id
+
+
+def test_problems_from_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"dataset": "some/rows", "dataset_name": "main", "dataset_revision": "abc"}
+    splits = {"train": [{**MBPP, "task_id": 601}], "prompt": [{**MBPP, "task_id": 1}], "test": [MBPP]}
+    hubs = (Mbpp, splits, "MBPP/11"), (HumanEval, {"test": [HUMANEVAL]}, "HumanEval/900")
+    for cls, content, identity in hubs:
+        hub = Hub("datasets")
+        hub.splits = content  # type: ignore[misc]
+        monkeypatch.setitem(sys.modules, "datasets", hub)
+        task = cls(**source)
+        assert [e.id for e in task.examples("test")] == [identity]
+        assert len(task.examples("train")) == len(content) - 1
