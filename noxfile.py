@@ -85,3 +85,23 @@ def docs(session: nox.Session) -> None:
     """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
     install(session, "mkdocs-material", "mkdocstrings[python]")
     session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def hard(session: nox.Session) -> None:
+    """Fuzz all input and make 10 200 random decodes; `nox -s hard -- mutation` tests the tests, for an hour or two.
+
+    `nox -s hard -- PART OPTIONS` runs one part (fuzz, decodes, mutation), for example `decodes --seed 3` or
+    `fuzz --hypothesis-seed=3`.
+    """
+    part, options = (session.posargs[0] if session.posargs else None), session.posargs[1:]
+    if part not in (None, "fuzz", "decodes", "mutation"):
+        session.error(f"expected fuzz, decodes or mutation, got {part}")
+    install(session, "-e", ".[dev,mutation]")
+    if part in (None, "fuzz"):
+        fuzz = sorted(str(path) for path in Path("tests/hardness").glob("test_fuzz_*.py"))
+        session.run("pytest", *fuzz, *options, env={**ENVIRONMENT, "REFUSION_LIT_HARD_EXAMPLES": "1000"})
+    if part in (None, "decodes"):
+        session.run("python", "experiments/hard_tests/random_decodes.py", *options, env=ENVIRONMENT)
+    if part == "mutation":
+        session.run("python", "experiments/hard_tests/mutation.py", *options, env=ENVIRONMENT)

@@ -74,7 +74,9 @@ def test_mask_and_padding_are_never_drawn(
     [
         ({"max_new_tokens": 0}, "^max_new_tokens: expected an integer of at least 1, got 0"),
         ({"max_new_tokens": -3}, "^max_new_tokens: expected an integer of at least 1, got -3"),
-        ({"temperature": -0.1}, "^temperature: expected a number of at least 0.*, got -0.1"),
+        ({"temperature": -0.1}, "^temperature: expected 0, or a number from 1e-30 to 1e30, got -0.1"),
+        ({"temperature": 1e-40}, "^temperature: expected .*, got 1e-40"),
+        ({"temperature": math.inf}, "^temperature: expected .*, got inf"),
         ({"temperature": math.nan}, "^temperature: expected .*, got nan"),
         ({"top_p": 0.0}, r"^top_p: expected a number in \(0, 1\], got 0.0"),
         ({"top_p": 1.01}, r"^top_p: expected a number in \(0, 1\], got 1.01"),

@@ -72,15 +72,15 @@ def finished_ids(path: str | Path) -> set[str]:
     file = Path(path)
     if not file.is_file():
         return set()
-    whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
+    whole, _, torn = file.read_bytes().rpartition(b"\n")  # a kill may cut a character in two
     try:
-        ids = {str(json.loads(line)["id"]) for line in whole.split("\n") if line}
-    except (ValueError, KeyError, TypeError) as error:
+        ids = {str(json.loads(line)["id"]) for line in whole.split(b"\n") if line}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
             f"output: expected a predictions file to go on with, got {path}; choose another one."
         ) from error
     if torn:
-        os.truncate(file, len(f"{whole}\n".encode()) if whole else 0)
+        os.truncate(file, file.stat().st_size - len(torn))
     return ids
 
 
@@ -180,20 +180,25 @@ class PredictionsFile:
                     "there is nothing left to do. Without resume it is made anew."
                 )
             return
-        progress = json.loads(self._progress.read_text(encoding="utf-8"))
-        if progress["settings"] != self._settings:
+        try:
+            progress = json.loads(self._progress.read_bytes())
+            settings, self.state, num_lines = dict(progress["settings"]), progress["state"], int(progress["num_lines"])
+            lines = self.path.read_bytes().split(b"\n")[: max(num_lines, 0)]  # leaves out a torn last line
+            self.done = {str(json.loads(line)["id"]) for line in lines}
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"resume: expected an unfinished run's predictions in {self.path} and its progress beside it, got "
+                "something else; start anew without resume."
+            ) from error
+        if settings != self._settings:
             differing = sorted(
-                key
-                for key in {*progress["settings"], *self._settings}
-                if progress["settings"].get(key) != self._settings.get(key)
+                key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key)
             )
             raise ValueError(
                 f"resume: expected the settings of the unfinished {self.path.name}, got others for "
                 f"{', '.join(differing)}; set them as they were, or start anew without resume."
             )
-        lines = self.path.read_text(encoding="utf-8").split("\n")[: progress["num_lines"]]
-        self.done = {str(json.loads(line)["id"]) for line in lines}
-        self.state, self._num_lines = progress["state"], len(lines)
-        unfinished = self.path.with_suffix(".unfinished")  # leaves out a torn last line
-        unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        self._num_lines = len(lines)
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_bytes(b"".join(line + b"\n" for line in lines))
         os.replace(unfinished, self.path)

@@ -241,7 +241,8 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: At most so many tokens are returned for a prompt, end of sequence included; at least 1.
-        temperature: 0 takes the most probable token; above 0 draws from the softmax of logits / temperature.
+        temperature: 0 takes the most probable token; from 1e-30 to 1e30 draws from the softmax of logits / temperature
+            (beyond, float32 would overflow and a forbidden token could be drawn).
         top_p: Nucleus in (0, 1]; 1 keeps everything. Has no effect at temperature 0.
         top_k: Keep the so many most probable tokens; ``None`` keeps all. Has no effect at temperature 0.
         seed: Sampling noise is a function of seed, prompt id, round and position alone.
@@ -258,7 +259,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse what no decoder could do."""
         _require(self.max_new_tokens >= 1, "max_new_tokens", "an integer of at least 1", self.max_new_tokens)
-        _require(self.temperature >= 0, "temperature", "a number of at least 0", self.temperature)
+        in_range = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30
+        _require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
         _require(self.top_k is None or self.top_k >= 1, "top_k", "an integer of at least 1, or null", self.top_k)
 

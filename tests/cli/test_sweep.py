@@ -112,7 +112,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
         ("num_samples: 0", "num_samples: expected at least 1"),
         ("launcher: Locl", "Locl"),
         ("a: [", "is not YAML"),
-        ("- 1", "expected a sweep's options"),
+        ("- 1", "expected options by name"),
     ],
 )
 def test_a_wrong_sweep_file_is_one_line(

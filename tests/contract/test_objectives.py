@@ -346,6 +346,7 @@ def test_options_cannot_change(objective: Objective) -> None:
         objective.chunk_size = 3  # type: ignore[misc]
     assert replace(objective) == objective
     assert isinstance(hash(objective), int)
+    assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(type(objective)).parameters.values())
 
 
 def test_all_objectives_are_here() -> None:

@@ -196,6 +196,27 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
+def test_a_place_is_committed_once_with_a_token_of_its_own() -> None:
+    state = Scripted(script=()).begin(prompts_of(2)[0], SamplingParams(max_new_tokens=4), SPECIAL)
+    with pytest.raises(ValueError, match="longer"):
+        state.commit([0, 1], [5, 6, 7])
+    with pytest.raises(AssertionError, match="committed twice"):
+        state.commit([0], [5])
+    state.commit([2], [5])
+    assert (state.is_masked, state.num_committed, state.final_prefix()) == ([False, False, False, True], 3, [5, 6, 5])
+
+
+def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
+    target = oracle_text(None)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
+    sampling = SamplingParams(max_new_tokens=12, stop=(letters([target(2)]),))
+    model = OracleModel(target, certainty=lambda place: 0.97 - place / 1000)  # the first slot comes first
+    [row] = decode(model, decoder, prompts_of(2), sampling, detokenize=letters, trace=True).rows
+    assert (row.token_ids, row.finish_reason) == ([target(2)], "stop")
+    assert [entry.phase for entry in row.trace] == ["plan", "verify+plan"]
+    assert row.trace[1].accepted == [2, 3, 4, 5]
+
+
 class Recorder(GenerationCallback):
     def __init__(self) -> None:
         self.prefixes: dict[int, list[list[int]]] = {}
@@ -367,6 +388,14 @@ def test_nobody_starves_within_a_budget() -> None:
     for stop in range(2, 19, 2):
         counts = [watcher[:stop].count(index) for index in range(3)]
         assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(("budget", "num_calls"), [(1, 18), (2, 9), (3, 6), (4, 6), (1000, 6)])
+def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -> None:
+    model = HashModel(3, traits=ORDER, end_bias=-60.0)
+    options = {"max_batch_size": 3, "max_tokens_per_forward": budget}
+    output = decode(model, Autoregressive(), prompts_of(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
+    assert output.num_calls == num_calls
 
 
 def test_an_impossible_budget_is_refused() -> None:

@@ -167,6 +167,27 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
             assert reading.scores == pytest.approx([float(softmax[5])])
 
 
+def test_an_unknown_statistic_is_no_statistic() -> None:
+    with pytest.raises(AssertionError, match="unknown statistic variance"):
+        read(random_table(), Draw(sampling=SamplingParams(), statistics=("variance",)), [3])
+
+
+def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
+    table, how = random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
+
+    def guided(tokens: list[int], others: list[int]) -> Forward:
+        places = range(len(tokens))
+        scored = tuple((offset, 5 + offset) for offset in places)
+        first = Branch(tokens=tokens, positions=places, draft_at=places, score_at=scored)
+        return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=how, cached=False)
+
+    forwards = [guided([3, 4, 5], [6, 7, 8]), guided([9, 8], [4, 3]), guided([10, 11, 12], [3, 9, 5])]
+    together = Executor(GivenLogits(table), 3).forward([(i, str(i), f) for i, f in enumerate(forwards)])
+    for number, forward in enumerate(forwards):
+        [[alone, _]] = Executor(GivenLogits(table), 1).forward([(0, str(number), forward)])
+        assert together[number][0] == alone
+
+
 def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
     table = random_table()
     best = int(table[3].topk(VOCAB).indices[[int(i) not in (PAD, MASK) for i in table[3].topk(VOCAB).indices]][0])

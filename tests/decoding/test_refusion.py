@@ -445,3 +445,12 @@ def test_a_completion_costs_what_arithmetic_says() -> None:
         [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=8)).rows
         assert row.forward_shapes == [(1, 1 + 8), (1, 8), *expected]
         assert row.token_ids == [oracle_text(None)(place) for place in range(1, 9)]
+
+
+def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:
+    # Five slots in four serial blocks of two: the fourth would begin behind the last wanted slot.
+    model = OracleModel(oracle_text(None))
+    prompt = Prompt(token_ids=(3, 4), id="p")
+    [row] = decode(model, ReFusion(slot_size=2, num_serial_blocks=4), [prompt], SamplingParams(max_new_tokens=10)).rows
+    assert row.num_tokens == 10
+    assert max(place for call in model.calls for place, _ in call.fed) == 2 + 12 - 1

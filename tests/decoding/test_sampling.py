@@ -10,7 +10,7 @@ from torch import Tensor
 
 from refusion_lit.decoding import sampling as sampling_module
 from refusion_lit.decoding.sampling import draw, filter_logits, first_argmax
-from refusion_lit.noise import stable_key
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
 
 LOGITS = st.lists(
@@ -123,3 +123,13 @@ def test_logits_of_any_size_can_be_drawn_from() -> None:
             tokens = draw(logits.repeat(50, 1), sampling, keys_of(100)).tokens
             assert set(tokens[::2].tolist()) <= ({1, 2} if temperature < 1e30 else {0, 1, 2})
             assert set(tokens[1::2].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("bits", [0, 2**53 - 1])
+def test_the_least_and_the_greatest_noise_are_numbers(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    def constant(self: KeyedNoise, purpose: str, size: int) -> Tensor:
+        return torch.full((1, size), bits)
+
+    monkeypatch.setattr(KeyedNoise, "bits", constant)
+    drawn = draw(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), keys_of(1))
+    assert drawn.tokens.tolist() == [2], "with equal noise the most probable token is drawn"

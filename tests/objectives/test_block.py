@@ -239,7 +239,7 @@ def test_complementary_views_are_disjoint_and_cover_the_response(
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 0}, {"t_min": 0.0}, {"t_max": 1.2}, {"t_max": 0.2, "t_min": 0.3}],
+    [{"block_size": 0}, {"t_min": 0.0}, {"t_min": -0.1}, {"t_max": 1.2}, {"t_max": 0.2, "t_min": 0.3}],
 )
 def test_impossible_options_are_refused_by_name(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

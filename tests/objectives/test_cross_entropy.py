@@ -86,6 +86,10 @@ def test_head_sees_labelled_positions_in_chunks() -> None:
     assert head.calls == [num_labelled], "one chunk needs no recomputation"
 
 
+def test_default_chunk_fills_64_megabytes_in_float32() -> None:
+    assert cross_entropy._default_chunk_size(torch.zeros(3, 2), torch.nn.Linear(2, 2**16)) == 256
+
+
 def test_default_chunk_keeps_logits_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 3 * VOCAB * 4 + 1)
     hidden, labels, weights, terms = make_inputs()

@@ -282,7 +282,15 @@ def test_released_programs_labels_follow_our_rules() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"slot_sizes": ()}, {"slot_sizes": (4, 0)}, {"eps": 0.0}, {"eps": 1.5}, {"mdm_weight": -1.0}, {"chunk_size": 0}],
+    [
+        {"slot_sizes": ()},
+        {"slot_sizes": (4, 0)},
+        {"eps": 0.0},
+        {"eps": 1.5},
+        {"mdm_weight": -0.5},
+        {"ar_weight": -0.5},
+        {"chunk_size": 0},
+    ],
 )
 def test_impossible_options_are_refused_by_name(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,8 +123,18 @@ def test_cart_weights_on_paper() -> None:
     assert weights[2].item() == pytest.approx(0.5 * (0.25 + 0.5 + 0.25))
 
 
+def test_padding_of_responses_is_the_first_end_of_sequence(
+    make_batch: Callable[..., ResponseBatch], make_noise: Noise, special_tokens: SpecialTokens
+) -> None:
+    batch = make_batch([(2, 3)])
+    several = replace(special_tokens, eos_token_ids=(7, 8))
+    corrupted = Masked(pad_responses_to=5).corrupt(batch, make_noise(batch), several, mask_ratio=torch.ones(1))
+    assert corrupted.labels[0, -2:].tolist() == [7, 7]
+
+
 @pytest.mark.parametrize(
-    "options", [{"eps": 0.0}, {"pad_responses_to": 0}, {"cart_p": 0.0}, {"cart_p": 1.1}, {"chunk_size": -1}]
+    "options",
+    [{"eps": 0.0}, {"pad_responses_to": 0}, {"cart_p": 0.0}, {"cart_p": -0.5}, {"cart_p": 1.1}, {"chunk_size": -1}],
 )
 def test_impossible_options_are_refused_by_name(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

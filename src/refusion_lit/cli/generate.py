@@ -53,7 +53,7 @@ def run(args: list[str]) -> int:
     options = cast("Namespace", parser.instantiate_classes(parsed))
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("prompt: expected exactly one of --prompt and --prompts; give one of them.")
-    requests = [_Request("0", options.prompt)] if options.prompts is None else list(_read(options.prompts))
+    requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requests:
         raise ValueError(f"prompts: expected at least one prompt, got an empty file {options.prompts}.")
     for request in requests:
@@ -144,18 +144,19 @@ class _Stream(GenerationCallback):
             self._printed = stable
 
 
-def _read(source: str) -> Iterator[_Request]:
+def read_prompts(source: str) -> Iterator[_Request]:
     """Read prompts: a plain line is one prompt; a JSON object needs ``prompt``, may have ``id`` and ``reference``."""
     if source == "-":
-        lines = sys.stdin.read().splitlines()
+        text = sys.stdin.read()
     else:
         path = Path(source)
         if not path.is_file():
             raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"prompts: {source} is not UTF-8 text ({error.reason}); convert it.") from error
+    lines = text.split("\n")  # what else may end a line (U+2028, say) is a character of a prompt like others
     is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -166,10 +167,15 @@ def _read(source: str) -> Iterator[_Request]:
 def _from_json(line: str, where: str, default_id: str) -> _Request:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"prompts: {where} is not JSON ({error.msg}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}).") from error
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise ValueError(f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}.")
     reference = values.get("reference")
-    reference = None if reference is None else str(reference)
-    return _Request(str(values.get("id", default_id)), values["prompt"], reference)
+    try:
+        reference = None if reference is None else str(reference)
+        request = _Request(str(values.get("id", default_id)), values["prompt"], reference)
+        "".join((request.id, request.prompt, reference or "")).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompts: {where}: expected Unicode, got half a surrogate pair; mend the line.") from error
+    return request

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
 from refusion_lit.cli.messages import readable
 from refusion_lit.cli.suggestions import nearest
+from refusion_lit.yaml_files import read_yaml
 
 _UNKNOWN = (
     re.compile(r"Key '(?P<name>[^']+)' is not expected"),
@@ -36,6 +36,21 @@ class UsageError(ValueError):
 
 
 class _OneLineErrors:
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Parse; a config file that is no YAML is refused by its name.
+
+        Raises:
+            UsageError: If something is wrong.
+        """
+        try:
+            return super().parse_args(args, *rest, **options)  # type: ignore[misc]
+        # What PyYAML raises for such files is often not its own error, and passes through jsonargparse.
+        except (UnicodeDecodeError, TypeError, AttributeError, LookupError, RecursionError):
+            for name in [arg.rpartition("=")[2] for arg in args or ()]:
+                if name.endswith((".yaml", ".yml")):
+                    read_yaml(Path(name), "config")
+            raise
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing pages of usage."""
         text = readable(" ".join(str(message).split()))
@@ -117,11 +132,8 @@ def with_component_files(args: Sequence[str], group: str) -> list[str]:
 def _read_component(path: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist.")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or "class_path" not in values:
+    values = read_yaml(path, name)
+    if "class_path" not in values:
         raise ValueError(f"{name}: expected a component (class_path and init_args) in {path}, got something else.")
     return values
 

@@ -18,6 +18,7 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.suggestions import nearest
 from refusion_lit.sweeps import Sweep, describe, plan
 from refusion_lit.sweeps import run as run_sweep
+from refusion_lit.yaml_files import read_yaml
 
 
 def build_parser() -> OneLineParser:
@@ -95,20 +96,17 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist.")
     parser = OneLineParser(prog="refusion-lit sweep")
     parser.add_class_arguments(Sweep, "sweep")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"config: {file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"config: expected a sweep's options in {file}, got {type(values).__name__}.")
+    values = read_yaml(file, "config")
     names = [field.name for field in fields(Sweep)]
     for name in values:
         if name not in names:
             raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
     if num_workers is not None:
         launcher: Any = values.get("launcher") or "Local"
-        launcher = {"class_path": launcher} if isinstance(launcher, str) else dict(launcher)
-        launcher["init_args"] = {**(launcher.get("init_args") or {}), "num_workers": num_workers}
+        launcher = {"class_path": launcher} if isinstance(launcher, str) else launcher
+        options = launcher.get("init_args") or {} if isinstance(launcher, dict) else None
+        if isinstance(options, dict):  # else it is refused below
+            launcher = {**launcher, "init_args": {**options, "num_workers": num_workers}}
         values["launcher"] = launcher
     parsed = cast("Namespace", parser.parse_object({"sweep": values}))
     return cast("Namespace", parser.instantiate_classes(parsed)).sweep

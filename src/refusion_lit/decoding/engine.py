@@ -14,7 +14,7 @@ import torch
 from refusion_lit.decoding.base import Decoder, RowState
 from refusion_lit.decoding.executor import Executor
 from refusion_lit.decoding.output import DecodingOutput, GenerationCallback, RowOutput, TraceRound
-from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.decoding.requests import Branch, Forward, MoreDrafts, Reading, Request
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -36,6 +36,7 @@ class _Running:
     num_positions: int = 0
     shapes: list[tuple[int, int]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    traced: Sequence[Branch] = ()
     ratios: list[float] = field(default_factory=list)
     num_forwards_before: int = 0
     stopped_at: int | None = None
@@ -315,12 +316,10 @@ def _record(row: _Running, request: Request, readings: list[Reading], accepted: 
     start = row.state.prompt_length
     if isinstance(request, Forward):
         places = [[b.positions[o] + request.draw.shift for o in b.draft_at] for b in request.branches]
-        entry["branches"] = request.branches
+        row.traced = request.branches
     else:
-        branches = entry["branches"]
-        places = [
-            [b.positions[o] + request.draw.shift for o in at] for b, at in zip(branches, request.draft_at, strict=True)
-        ]
+        pairs = zip(row.traced, request.draft_at, strict=True)
+        places = [[b.positions[o] + request.draw.shift for o in at] for b, at in pairs]
     for name, values in (
         ("positions", [p for at in places for p in at]),
         ("tokens", [t for r in readings for t in r.tokens]),
@@ -329,8 +328,6 @@ def _record(row: _Running, request: Request, readings: list[Reading], accepted: 
         ("accepted", [start + place for place in accepted]),
     ):
         entry.setdefault(name, []).extend(values)
-    if row.request is None or isinstance(row.request, Forward):
-        entry.pop("branches", None)
 
 
 def _now(model: LanguageModel) -> float:

@@ -92,5 +92,6 @@ def draw(
         return Drawn(first_argmax(filtered), filtered)
     assert noise_keys is not None
     bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
-    uniform = (bits.double() + 0.5) * 2.0**-53
+    # The greatest of them would be rounded to 1, whose noise is infinite: minus infinity plus it is no number.
+    uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
     return Drawn((filtered.double() - (-uniform.log()).log()).argmax(-1), filtered)

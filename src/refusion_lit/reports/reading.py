@@ -137,7 +137,7 @@ def varied_options(runs: Sequence[Run]) -> list[str]:
 def _read_run(path: Path, argument: Path, source: str, notes: list[str]) -> Run | None:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         notes.append(f"{path} could not be read and was left out.")
         return None
     if not isinstance(results, dict) or not _is_table(results.get("results")):
@@ -254,7 +254,7 @@ def _read_predictions(folder: Path, decoder: str, notes: list[str]) -> dict[str,
             for number, line in enumerate(lines, start=1):
                 try:
                     identity, value = _prediction(json.loads(line))
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                     notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                     continue
                 predictions.setdefault(identity, value)
@@ -262,20 +262,28 @@ def _read_predictions(folder: Path, decoder: str, notes: list[str]) -> dict[str,
 
 
 def _prediction(values: Mapping[str, Any]) -> tuple[str, Prediction]:
+    score = float(values["score"] or 0.0)  # as in the metrics contract
+    if not 0 <= score <= 1:
+        raise ValueError(f"score: expected a number in [0, 1], got {score}")
+    num_tokens, num_forwards = int(values["num_tokens"]), int(values["num_forwards"])
+    if not (0 <= num_tokens < 2**53 and 0 <= num_forwards < 2**53):
+        raise ValueError(f"num_tokens, num_forwards: expected counts, got {num_tokens} and {num_forwards}")
+    texts = [str(values[key]) for key in ("id", "prompt", "response")] + [str(values.get("reference"))]
+    "".join(texts).encode()  # half a surrogate pair could not be written
     return str(values["id"]), Prediction(
         prompt=str(values["prompt"]),
         response=str(values["response"]),
         reference=None if values.get("reference") is None else str(values["reference"]),
-        score=float(values["score"] or 0.0),  # as in the metrics contract
-        num_tokens=int(values["num_tokens"]),
-        num_forwards=int(values["num_forwards"]),
+        score=score,
+        num_tokens=num_tokens,
+        num_forwards=num_forwards,
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from refusion_lit.sweeps.spec import Sweep
+from refusion_lit.yaml_files import read_yaml
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]
@@ -98,23 +97,6 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
         identity["test_checkpoint"] = sweep.test_checkpoint  # type: ignore[assignment]
     text = json.dumps(identity, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
-
-
-def read_yaml(path: Path, option: str) -> Config:
-    """Read a YAML file of options.
-
-    Raises:
-        ValueError: If it is missing or holds no options.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{option}: expected a YAML file, got {path} ({error.strerror}).") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{option}: {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{option}: expected options by name in {path}, got {type(values).__name__}.")
-    return values
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ _FORMAT = "refusion-lit-trace"
 _VERSION = 1
 _LARGEST_POSITION = 10_000_000
 _LARGEST_ID = 2**31
+_MOST_SECONDS = 1e12
 _TEXTS = ("decoder", "prompt", "response", "finish_reason")
 
 
@@ -169,7 +169,7 @@ class _Reader:
             prompt_length=prompt_length,
             token_ids=tuple(self.integers(values.get("token_ids"), "token_ids", 0, _LARGEST_ID)),
             slot_size=self.integer(values.get("slot_size"), "slot_size", 1, _LARGEST_POSITION),
-            seconds=self.number(values.get("seconds"), "seconds", math.inf),
+            seconds=self.number(values.get("seconds"), "seconds", _MOST_SECONDS),
             rounds=tuple(self.round(entry, f"rounds[{i}]", prompt_length) for i, entry in enumerate(rounds)),
             pieces=self.pieces(values.get("pieces")),
         )

@@ -1,0 +1,65 @@
+"""Ten thousand random decodes and more, with adversarial logits; every contract is checked on each.
+
+usage: python experiments/hard_tests/random_decodes.py [--num 1700] [--seed 0]
+
+``--num`` decodes with each decoder; what is drawn and what is checked stands in tests/hardness/random_decodes.py.
+Written beside this file after each decoder: decodes, prompts, tokens and forwards by decoder, and failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULT = Path(__file__).with_suffix(".json")
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+
+from decoder_cases import DECODERS  # noqa: E402
+from hardness.random_decodes import random_decodes  # noqa: E402
+from refusion_lit.reports.environment import environment  # noqa: E402
+
+
+def main() -> None:
+    """Run and write the result; the exit code says whether anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num", type=int, default=1700)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    decoders: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    start = time.monotonic()
+    for cls in DECODERS:
+        try:
+            decoders[cls.__name__] = asdict(random_decodes(cls, num=args.num, seed=args.seed))
+        except Exception:  # whatever it is, it is what was looked for
+            failures[cls.__name__] = traceback.format_exc()
+            print(failures[cls.__name__], file=sys.stderr)
+        print(cls.__name__, decoders.get(cls.__name__, "failed"), flush=True)
+        found = {
+            "seed": args.seed,
+            "num_decodes": sum(counts["decodes"] for counts in decoders.values()),
+            "num_prompts": sum(counts["prompts"] for counts in decoders.values()),
+            "num_failures": len(failures),
+            "failures": failures,
+            "decoders": decoders,
+            "seconds": round(time.monotonic() - start),
+            "versions": {name: version(name) for name in ("hypothesis", "torch", "numpy")},
+            "environment": environment(args.seed, ["random_decodes.py", *sys.argv[1:]]),
+        }
+        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

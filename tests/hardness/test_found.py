@@ -1,0 +1,123 @@
+"""What fuzzing found, one case each."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import QUICKSTART
+from hardness.spoiling import nested
+from refusion_lit.cli.generate import read_prompts
+from refusion_lit.cli.lightning import parse_only
+from refusion_lit.cli.parser import with_component_files
+from refusion_lit.predictions import PredictionsFile, finished_ids
+from refusion_lit.reports import read_runs
+from refusion_lit.traces import read_trace, write_trace
+from refusion_lit.yaml_files import read_yaml
+from traces.samples import random_trace
+
+
+def test_a_prompt_ends_where_its_line_ends_and_nowhere_else(tmp_path: Path) -> None:
+    prompts = ["a\u2028b", "c\x85d\x0be", "f\x0cg"]
+    for name, lines in (
+        ("p.txt", prompts),
+        ("p.jsonl", [json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts]),
+    ):
+        (tmp_path / name).write_bytes(("\ufeff" + "\r\n".join(lines) + "\n").encode())
+        assert [request.prompt for request in read_prompts(str(tmp_path / name))] == prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "\\ud800"}', "half a surrogate pair"),
+        ('{"prompt": "a", "id": "\\ud800"}', "half a surrogate pair"),
+        ('{"prompt": "a", "reference": "\\udfff"}', "half a surrogate pair"),
+        (nested(100_000), "is not JSON"),
+        (f'{{"prompt": "a", "id": {"7" * 5000}}}', "is not JSON"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(ValueError, match=f"prompts: .*p.jsonl:2.*{message}"):
+        list(read_prompts(str(path)))
+
+
+def test_answers_cut_in_the_middle_of_a_character_can_be_gone_on_with(tmp_path: Path) -> None:
+    path, whole = tmp_path / "a.jsonl", '{"id": "é"}\n'.encode()
+    path.write_bytes(whole + '{"id": "é'.encode()[:-1])
+    assert finished_ids(path) == {"é"}
+    assert path.read_bytes() == whole
+    path.write_text(nested(100_000) + "\n")
+    with pytest.raises(ValueError, match="output: expected a predictions file"):
+        finished_ids(path)
+
+
+@pytest.mark.parametrize(
+    "progress", ["{", "[]", "{}", '{"settings": 1, "num_lines": 1, "state": null}', nested(100_000),
+                 '{"settings": {"num_processes": 1}, "num_lines": 1e999, "state": null}'],
+)  # fmt: skip
+def test_a_damaged_progress_file_is_refused(tmp_path: Path, progress: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"id": "0"}\n')
+    (tmp_path / ".p.progress.json").write_text(progress)
+    with pytest.raises(ValueError, match="resume: expected an unfinished run's predictions"):
+        PredictionsFile(tmp_path, "p", {}, resume=True)
+
+
+@pytest.mark.parametrize("seconds", ["1e999", "9" * 400])
+def test_seconds_beyond_floats_are_refused(tmp_path: Path, seconds: str) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(random_trace(0), path)
+    path.write_text(path.read_text().replace('"seconds": 0.25', f'"seconds": {seconds}'))
+    with pytest.raises(ValueError, match=r"trace_file: .*seconds: expected a number"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"class_path: \xe9", "not UTF-8"),
+        (b"a: !!timestamp x", "not YAML"),
+        (b"a: !!int x", "not YAML"),
+        (b"a: 2001-99-99", "not YAML"),
+        (b"a: 2001-01-01", "got date"),
+        (b"a: &b [*b]", "contains itself"),
+        (b"1: 2", "expected names of options"),
+        (b"a: !!set {b}", "got set"),
+        (b"[" * 5000, "not YAML"),
+        (b"- 1", "expected options by name"),
+    ],
+)
+def test_yaml_that_holds_no_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^base: .*{message}") as refused:
+        read_yaml(path, "base")
+    assert str(path) in str(refused.value)
+    with pytest.raises(ValueError, match=r"--model.decoders.x: .*x\.yaml"):
+        with_component_files([f"--model.decoders.x={path}"], "model.decoders")
+
+
+@pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
+def test_a_config_that_is_no_yaml_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
+        parse_only().parse_args(["fit", "--config", QUICKSTART, f"--config={path}"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"score": math.nan}, {"score": 7}, {"num_tokens": math.inf}, {"num_forwards": 10**400}, {"prompt": "\ud800"}],
+)
+def test_predictions_out_of_range_are_left_out_of_a_report(tmp_path: Path, change: dict[str, object]) -> None:
+    line = {"id": "0", "prompt": "p", "response": "r", "score": 1.0, "num_tokens": 2, "num_forwards": 1}
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"d": {"score": 1.0, "num_prompts": 1}}}))
+    (tmp_path / "predictions_d.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'id': '1', **change})}\n")
+    collection = read_runs([tmp_path])
+    assert list(collection.rows[0].predictions) == ["0"]
+    assert any("line 2: not a prediction" in note for note in collection.notes)

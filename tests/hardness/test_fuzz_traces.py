@@ -1,0 +1,112 @@
+"""Saved traces of any content are shown, or refused in one sentence; nothing in them becomes part of a page."""
+
+from __future__ import annotations
+
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_other_values
+from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_statistics, write_trace
+from traces.samples import random_trace
+
+FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+class Skeleton(HTMLParser):
+    """Collects a page's tags and the texts of its elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, object]] = []
+        self.data: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, attributes))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.tags.append((tag, None))
+
+    def handle_comment(self, data: str) -> None:
+        self.tags.append(("comment", data))
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+
+TAGS = Skeleton(page(random_trace(0))).tags
+
+
+def check_shown(trace: Trace, folder: Path) -> None:
+    write_trace(trace, folder / "again.json")
+    assert read_trace(folder / "again.json") == trace
+    for is_terminal in (False, True):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=is_terminal, width=80, height=20)
+        animate(trace, console=console, sleep=lambda _: None)
+        print_statistics(trace_statistics([trace]), console=console)
+        shown = screen.getvalue()
+        if not is_terminal:
+            assert not {c for c in shown if c < " " or "\x7f" <= c < "\xa0"} - {"\n"}, "a control character"
+        shown.encode()
+    text = page(trace)
+    text.encode()
+    found = Skeleton(text)
+    assert found.tags == TAGS, "the text of a model became markup"
+    [block] = [data for data in found.data if data.lstrip().startswith('{"decoder"')]
+    assert json.loads(block)["num_tokens"] == len(trace.token_ids)
+
+
+@FUZZ
+@given(seed=st.integers(0, 99), data=st.data())
+def test_a_trace_with_other_values(folder: Path, seed: int, data: st.DataObject) -> None:
+    path = folder / "trace.json"
+    write_trace(random_trace(seed), path)
+    path.write_text(data.draw(with_other_values(json.loads(path.read_text()))))
+    trace = outcome(lambda: read_trace(path))
+    if isinstance(trace, str):
+        assert trace.startswith("trace_file: ")
+    else:
+        check_shown(trace, folder)
+
+
+@FUZZ
+@given(seed=st.integers(0, 99), data=st.data())
+def test_a_damaged_trace(folder: Path, seed: int, data: st.DataObject) -> None:
+    path = folder / "trace.json"
+    write_trace(random_trace(seed), path)
+    content = data.draw(st.one_of(damaged(path.read_bytes()), raw_json().map(str.encode), st.binary(max_size=40)))
+    path.write_bytes(content)
+    trace = outcome(lambda: read_trace(path))
+    if isinstance(trace, str):
+        assert trace.startswith("trace_file: ")
+    else:
+        check_shown(trace, folder)
+
+
+@FUZZ
+@given(seed=st.integers(0, 99), texts=st.lists(st.sampled_from(MARKUP) | st.text(max_size=6), min_size=1, max_size=9))
+def test_any_text_of_a_model_is_shown_as_text(folder: Path, seed: int, texts: list[str]) -> None:
+    path = folder / "trace.json"
+    write_trace(random_trace(seed), path)
+    values = json.loads(path.read_text())
+    for name in ("decoder", "prompt", "response", "finish_reason"):
+        values[name] = texts[len(name) % len(texts)]
+    values["pieces"] = {key: texts[int(key) % len(texts)] for key in values["pieces"]}
+    for entry in values["rounds"]:
+        entry["phase"] = texts[0]
+    path.write_text(json.dumps(values))
+    check_shown(read_trace(path), folder)

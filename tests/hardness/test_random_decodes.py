@@ -1,0 +1,16 @@
+"""A few hundred random decodes; ``nox -s hard`` makes ten thousand and more."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoder_cases import DECODERS
+from hardness.random_decodes import random_decodes
+from refusion_lit.decoding import Decoder
+
+
+@pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+def test_random_decodes_keep_every_contract(cls: type[Decoder]) -> None:
+    counts = random_decodes(cls, num=50, seed=0)
+    assert counts.decodes >= 50
+    assert "unfinished" not in counts.finish_reasons
