@@ -63,7 +63,16 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure; results land in benchmarks/results. `nox -s bench -- decode growth` measures these parts only."""
     install(session, ".", "matplotlib")
-    parts = session.posargs or ["decode", "prefill", "overhead", "training", "growth", "loss_memory"]
+    parts = session.posargs or [
+        "decode",
+        "forwards",
+        "prefill",
+        "overhead",
+        "training",
+        "training_step",
+        "growth",
+        "loss_memory",
+    ]
     for part in (*parts, "table"):
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)
 

@@ -64,6 +64,10 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]  # fmt: skip
         head = ["case", "outside body and head", "body (ms a call)", "head", "outside", "most of it in"]
         yield "## overhead\n\n" + table(head, rows)
+    if "forwards" in results:
+        rows = [list(case.values()) for case in results["forwards"]["cases"]]
+        head = ["body", "positions a row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
+        yield "## bare forwards\n\n" + table(head, rows)
     if "prefill" in results:
         rows = [
             [case, name, f"{run['prompt_tokens_per_second']:.0f}", values["ratios"][f"{name} / body, seconds"]]
@@ -89,6 +93,18 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]
         text = table(["milliseconds a token", *(f"{n} tokens" for n in lengths), "growth"], rows)
         yield "## growth\n\n" + text + "\n![milliseconds a token against answer length](growth.png)\n"
+    if "training_step" in results:
+        packing = results["training_step"]["packing"]
+        rows = [[name, packing[f"{name}_shape"], *way.values()] for name, way in packing["ways"].items()]
+        head = ["rows", "shape", "milliseconds a step", "of them corruption", "over padded"]
+        yield f"## packing ({packing['num_samples']} samples with lengths like GSM8K's)\n\n" + table(head, rows)
+    if "soak" in results:
+        soak = results["soak"]
+        text = (
+            f"{soak['num_decodes']} decodes in {soak['minutes']:g} minutes: {soak['lowest_megabytes']} to "
+            f"{soak['highest_megabytes']} MB, {soak['megabytes_an_hour']} MB an hour (straight line)."
+        )
+        yield "## soak\n\n" + text
     if "loss_memory" in results:
         ways = results["loss_memory"]["ways"].items()
         rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]
