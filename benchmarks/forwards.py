@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.forwards [--repeats 60] [--threads 1]
 
-additions-clean behind a cache of 100 entries: times of one row and of 16, of the transformers' body and the lean one. The
+additions-clean behind a cache of 100 entries: times of one row and of 16, of transformers' body and the lean one. The
 ratio is how many times the positions a second 16 rows make of one row's: no decoder can gain more from a batch.
 """
 
