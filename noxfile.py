@@ -69,7 +69,6 @@ def bench(session: nox.Session) -> None:
         "prefill",
         "overhead",
         "training",
-        "training_step",
         "growth",
         "loss_memory",
     ]

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from refusion_lit.cli.environment import environment
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.reports.environment import environment
 from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SpecialTokens
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +100,24 @@ def aim(text: str, value: float, bound: float, *, at_least: bool) -> dict[str, A
     """Say whether an aim is met."""
     met = value >= bound if at_least else value <= bound
     return {"aim": text, "bound": bound, "value": round(value, 3), "met": bool(met)}
+
+
+class WrappedModel(LanguageModel):
+    """A model that does what another does; subclasses change how."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.traits, self.special_tokens = model.traits, model.special_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def make_cache(self, num_rows: int) -> SlotCache | None:
+        return self.model.make_cache(num_rows)
 
 
 def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:

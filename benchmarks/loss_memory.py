@@ -3,14 +3,15 @@
 Straightforward means float32 logits at every position, then one cross-entropy. Each way runs in a process of its
 own; its extra memory is the peak during loss and backward above what hidden states and head take before. Every
 position has a label, which is the worst case for the chunked way. On CUDA the allocator's peak is taken, else the
-process's resident memory. Results are printed and written to ``benchmarks/results/loss_memory.json``.
+process's resident memory.
+
+usage: python -m benchmarks.loss_memory [--batch 4] [--tokens 1024] [--device cpu]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common import write
 from torch.nn import functional as F
 
 from refusion_lit.objectives.cross_entropy import LOGITS_BYTES, chunked_cross_entropy
 
-RESULTS = Path(__file__).parent / "results" / "loss_memory.json"
 WAYS = ("straightforward", "chunked")
 
 
@@ -85,7 +86,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def measured_alone(way: str) -> dict[str, Any]:
     """Run :func:`measure` in a fresh process."""
-    arguments = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+    arguments = [sys.executable, "-m", "benchmarks.loss_memory", *sys.argv[1:], "--way", way]
     return json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
 
 
@@ -97,33 +98,23 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="width of the hidden states")
     parser.add_argument("--vocab", type=int, default=151_936, help="rows of the head")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON")
+    parser.add_argument("--output", help="where to write the JSON")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         sys.stdout.write(json.dumps(measure(options.way, options)))
         return
+    started = time.perf_counter()
     ways = {way: measured_alone(way) for way in WAYS}
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    shape = {name: getattr(options, name) for name in ("batch", "tokens", "hidden", "vocab")}
+    extra = [ways[way]["extra_megabytes"] for way in ("chunked", "straightforward")]
     results = {
-        "shape": {name: getattr(options, name) for name in ("batch", "tokens", "hidden", "vocab")},
         "ways": ways,
-        "chunked_over_straightforward": round(
-            ways["chunked"]["extra_megabytes"] / ways["straightforward"]["extra_megabytes"], 4
-        ),
+        "chunked_over_straightforward": round(extra[0] / extra[1], 4),
         "logits_megabytes_a_chunk": LOGITS_BYTES / 2**20,
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": gpu or options.device,
-            "machine": f"{platform.system()} {platform.machine()}",
-            "num_threads": torch.get_num_threads(),
-        },
     }
-    text = json.dumps(results, indent=2)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    config = {"shape": shape, "device": options.device}
+    write("loss_memory", config, results, output=options.output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from benchmarks.common import (
     VOCABULARY_HEAVY,
     Work,
+    WrappedModel,
     aim,
     golden_model,
     golden_runs,
@@ -48,7 +49,7 @@ BODIES = ("transformers' body", "the lean body")
 _PACKAGE = str(Path(refusion_lit.__file__).parent)
 
 
-class TimedModel(LanguageModel):
+class TimedModel(WrappedModel):
     """A model that knows how long its body and its head took.
 
     Attributes:
@@ -57,20 +58,12 @@ class TimedModel(LanguageModel):
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        self.traits, self.special_tokens = model.traits, model.special_tokens
+        super().__init__(model)
         self.reset()
 
     def reset(self) -> None:
         self.seconds = {"body": 0.0, "head": 0.0}
         self.num_calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: SlotCache | None = None
@@ -86,9 +79,6 @@ class TimedModel(LanguageModel):
         logits = self.model.logits(hidden)
         self.seconds["head"] += time.perf_counter() - started
         return logits
-
-    def make_cache(self, num_rows: int) -> SlotCache | None:
-        return self.model.make_cache(num_rows)
 
 
 def sampled(run: Callable[[], Any], repeats: int) -> Counter[str]:

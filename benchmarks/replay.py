@@ -9,9 +9,9 @@ that makes the right forwards, however they are batched or packed, gets the same
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from benchmarks.common import WrappedModel
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -109,19 +109,12 @@ def _value_at_start(values: Tensor, starts: Bool[Tensor, "batch token"]) -> Tens
     return values.gather(1, index.where(starts, 0).cummax(1).values)
 
 
-class ReplayedModel(LanguageModel):
+class ReplayedModel(WrappedModel):
     """A model that follows a script; hidden states carry it to the head in two more columns."""
 
     def __init__(self, model: LanguageModel, replay: Replay) -> None:
-        self.model, self.replay = model, replay
-        self.traits, self.special_tokens = model.traits, model.special_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
+        super().__init__(model)
+        self.replay = replay
 
     def hidden_states(
         self,
@@ -137,6 +130,3 @@ class ReplayedModel(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.model.logits(hidden[..., :-2])
         return logits.scatter_(-1, hidden[..., -2:-1].long(), hidden[..., -1:])
-
-    def make_cache(self, num_rows: int) -> SlotCache | None:
-        return self.model.make_cache(num_rows)

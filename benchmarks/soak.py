@@ -1,6 +1,6 @@
 """Decode without end and watch memory: it must stay flat.
 
-usage: python benchmarks/soak.py [--minutes 60] [--model tests/goldens/models/additions-clean]
+usage: python -m benchmarks.soak [--minutes 60] [--model tests/goldens/models/additions-clean]
 
 Every round decodes new prompts with every decoder at random options, batch sizes and temperatures in one process.
 Resident memory is read every minute; the first tenth of the time is warm-up. Written to benchmarks/results/soak.json:
@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.loss_memory import resident_bytes
 
 import refusion_lit
-from refusion_lit.cli.environment import environment
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, FastDLLM, LLaDA, RecomputeKV, ReFusion
+from refusion_lit.reports.environment import environment
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
@@ -45,12 +46,6 @@ def decoders(rng: random.Random) -> list[Decoder]:
         BlockDiffusion(block_size=rng.choice([4, 8]), threshold=rng.choice([0.3, 0.9])),
         Autoregressive(),
     ]
-
-
-def resident_megabytes() -> float:
-    """Return the process's resident memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
 
 
 def main() -> None:
@@ -80,7 +75,7 @@ def main() -> None:
         if time.monotonic() - last >= min(60, args.minutes * 60 / 20):
             gc.collect()
             last = time.monotonic()
-            curve.append(((last - start) / 60, resident_megabytes()))
+            curve.append(((last - start) / 60, resident_bytes() / 2**20))
     steady = [(m, mb) for m, mb in curve if m >= args.minutes / 10]
     slope = float(np.polyfit([m / 60 for m, _ in steady], [mb for _, mb in steady], 1)[0])
     result = {

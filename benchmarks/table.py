@@ -78,12 +78,20 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     if "training" in results:
         rows = [
             [case, name, f"{run['median_seconds'] * 1e3:.1f}", run["extra_megabytes"],
-             values["hybrid_over_autoregressive"] if name == "hybrid" else ""]
+             values["over_autoregressive"][name]]
             for case, values in results["training"]["cases"].items()
             for name, run in values["runs"].items()
         ]  # fmt: skip
         head = ["model", "objective", "milliseconds a step", "peak megabytes", "over autoregressive"]
         yield "## training\n\n" + table(head, rows)
+        packing = results["training"]["packing"]
+        rows = [
+            [name, packing["shapes"][name], f"{run['median_seconds'] * 1e3:.1f}",
+             packing["packed_over_padded"] if name == "packed" else ""]
+            for name, run in packing["runs"].items()
+        ]  # fmt: skip
+        head = ["rows", "shape", "milliseconds a step", "over padded"]
+        yield f"## packing ({packing['num_samples']} samples with lengths like GSM8K's)\n\n" + table(head, rows)
     if "growth" in results:
         cases = results["growth"]["cases"]
         lengths = list(next(iter(cases.values()))["seconds_a_token"])
@@ -93,11 +101,6 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]
         text = table(["milliseconds a token", *(f"{n} tokens" for n in lengths), "growth"], rows)
         yield "## growth\n\n" + text + "\n![milliseconds a token against answer length](growth.png)\n"
-    if "training_step" in results:
-        packing = results["training_step"]["packing"]
-        rows = [[name, packing[f"{name}_shape"], *way.values()] for name, way in packing["ways"].items()]
-        head = ["rows", "shape", "milliseconds a step", "of them corruption", "over padded"]
-        yield f"## packing ({packing['num_samples']} samples with lengths like GSM8K's)\n\n" + table(head, rows)
     if "soak" in results:
         soak = results["soak"]
         text = (
@@ -128,7 +131,7 @@ def main(directory: str = str(RESULTS)) -> None:
         "\n".join(
             f"- {name}: {machine(result)}"
             for name, result in results.items()
-            if "processor" in result.get("environment", {}).get("hardware", {})
+            if "processor" in result["environment"].get("hardware", {})
         ),
         *sections(results),
     ]

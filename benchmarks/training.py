@@ -1,9 +1,9 @@
-"""Training: time of a step with the hybrid objective against the autoregressive one, same backbone, same tokens.
+"""Training: time of a step with every objective against the autoregressive one, and of packed rows against padded ones.
 
 usage: python -m benchmarks.training [--repeats 9] [--threads 1]
 
-A step is corruption, forward, loss, backward and AdamW. The process's peak memory is taken for each objective in a
-process of its own.
+A step is corruption, forward, loss, backward and AdamW, same backbone and samples. The process's peak memory is
+taken for each objective in a process of its own. Packing: samples with lengths like GSM8K's (log-normal).
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_m
 from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
 from jsonargparse import auto_cli
 
+from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.packing import pack_samples
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, Hybrid, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives.packing import pack
 from refusion_lit.types import ResponseBatch
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,7 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "vocabulary-heavy": VOCABULARY_HEAVY,
 }  # fmt: skip
-OBJECTIVES: dict[str, Objective] = {"hybrid": Hybrid(), "autoregressive": Autoregressive()}
+OBJECTIVES: dict[str, Objective] = {
+    "autoregressive": Autoregressive(), "hybrid": Hybrid(), "masked": Masked(), "block": BlockMasked(),
+}  # fmt: skip
+PACK_LENGTH, NUM_ROWS = 512, 4
 
 
 def batch_of(rows: int, prompt: int, response: int, vocab: int, seed: int = 0) -> ResponseBatch:
@@ -53,6 +59,8 @@ def step_of(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work
     def run() -> dict[str, Any]:
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=next(epochs))
         corrupted = objective.corrupt(batch, noise, model.special_tokens)
+        if batch.rows is not None:
+            corrupted = pack(corrupted, batch.rows, pad_token_id=0)
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
         objective.loss(hidden, model.logits, corrupted).total.backward()
         optimizer.step()
@@ -60,6 +68,39 @@ def step_of(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work
         return {"num_tokens": batch.num_tokens, "num_labels": int((corrupted.labels != -100).sum())}
 
     return Work(run)
+
+
+def ragged_batches(vocab: int) -> tuple[ResponseBatch, ResponseBatch]:
+    """Return the same samples padded and packed; about two fifths of each are its prompt."""
+    generator = torch.Generator().manual_seed(1)
+    count = 64 * NUM_ROWS
+    lengths = (150 * (0.36 * torch.randn(count, generator=generator)).exp()).long().clamp(20, PACK_LENGTH)
+    tokens = torch.randint(3, vocab - 1, (count, PACK_LENGTH), generator=generator)
+    samples = [
+        EncodedExample(str(i), tokens[i, : 2 * n // 5].tolist(), tokens[i, 2 * n // 5 : n].tolist())
+        for i, n in enumerate(lengths.tolist())
+    ]
+    rows = pack_samples([len(sample) for sample in samples], PACK_LENGTH, seed=0)
+    rows = rows[:: len(rows) // NUM_ROWS][:NUM_ROWS]  # the first ones hold the longest samples
+    chosen = [samples[i] for row in rows for i in row]
+    numbers = [number for number, row in enumerate(rows) for _ in row]
+    return collate_responses(chosen, 0), collate_responses(chosen, 0, rows=numbers)
+
+
+def packing(repeats: int) -> dict[str, Any]:
+    """Compare packed rows with padded ones, hybrid objective, small model."""
+    options = MODELS["small"]
+    backbone = random_model(options)
+    padded, packed = ragged_batches(options["vocab_size"])
+    works = {name: step_of(backbone, OBJECTIVES["hybrid"], batch) for name, batch in
+             (("padded", padded), ("packed", packed))}  # fmt: skip
+    interleaved(works, repeats)
+    return {
+        "num_samples": len(padded.input_ids),
+        "shapes": {"padded": list(padded.input_ids.shape), "packed": [NUM_ROWS, PACK_LENGTH]},
+        "runs": {name: work.summary() for name, work in works.items()},
+        "packed_over_padded": round(time_ratio(works["packed"], works["padded"]), 3),
+    }
 
 
 def _alone(model: str, objective: str, shape: tuple[int, int, int], threads: int) -> float:
@@ -86,7 +127,7 @@ def main(
     threads: int = 1,
     shape: tuple[int, int, int] | None = None,
     model: Literal["small", "vocabulary-heavy"] | None = None,
-    alone: Literal["hybrid", "autoregressive"] | None = None,
+    alone: Literal["autoregressive", "hybrid", "masked", "block"] | None = None,
     output: str | None = None,
 ) -> None:
     """Measure training steps.
@@ -113,18 +154,18 @@ def main(
         batch = batch_of(*shapes[name], options["vocab_size"])
         works = {label: step_of(backbone, objective, batch) for label, objective in OBJECTIVES.items()}
         interleaved(works, repeats)
-        ratio = time_ratio(works["hybrid"], works["autoregressive"])
+        ratios = {label: round(time_ratio(work, works["autoregressive"]), 3) for label, work in works.items()}
         cases[name] = {
             "runs": {
                 label: {**work.summary(), "extra_megabytes": _alone(name, label, shapes[name], threads)}
                 for label, work in works.items()
             },
-            "hybrid_over_autoregressive": round(ratio, 3),
+            "over_autoregressive": ratios,
         }
-        aims.append(aim(f"training step, {name}: hybrid over autoregressive", ratio, 1.15, at_least=False))
+        aims.append(aim(f"training step, {name}: hybrid over autoregressive", ratios["hybrid"], 1.15, at_least=False))
     config = {"repeats": repeats, "threads": threads, "shapes": shapes, "models": MODELS}
-    seconds = time.perf_counter() - started
-    write("training", config, {"aims": aims, "cases": cases}, output=output, seconds=seconds, seed=0)
+    results = {"aims": aims, "cases": cases, "packing": packing(repeats)}
+    write("training", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.analysis import dependency_curve
-from refusion_lit.cli.environment import environment
 from refusion_lit.data.encoding import encode_example
+from refusion_lit.reports.environment import environment
 from refusion_lit.types import Example
 
 HERE = Path(__file__).parent

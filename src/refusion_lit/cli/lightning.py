@@ -22,11 +22,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
 from refusion_lit.checkpoints import AtomicCheckpointIO, SaveOnSignal, newest_checkpoint
-from refusion_lit.cli.environment import write_environment
 from refusion_lit.cli.messages import shorten
 from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.lit_module import SlotDiffusionModule
+from refusion_lit.reports.environment import write_environment
 from refusion_lit.sharded import is_sharded_checkpoint
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "run", "tasks"]  # imported so that short class names resolve

@@ -44,8 +44,7 @@ class _StoredLayer(DynamicLayer):
         """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        plan = self._owner.plan
-        assert plan is not None, "SlotCache.prepare must be called before each forward"
+        plan = self._owner.prepared
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
         keys, values = self.exchange(*(plan.stored_of(states) for states in flat))
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -55,8 +54,7 @@ class _StoredLayer(DynamicLayer):
         if not self.is_initialized:
             # The library's order of axes: its method of this name belongs to its interface.
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        plan = self._owner.plan
-        assert plan is not None, "SlotCache.prepare must be called before each forward"
+        plan = self._owner.prepared
         assert self.stored_keys is not None
         assert self.stored_values is not None
         return plan.exchange(self.stored_keys, keys), plan.exchange(self.stored_values, values)
@@ -111,10 +109,16 @@ class SlotCache:
     def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
-        self.plan: _WritePlan | None = None
+        self._plan: _WritePlan | None = None
         self.lean: Callable[..., Tensor] | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
         self.past_key_values = Cache(layers=list(self._layers))
+
+    @property
+    def prepared(self) -> _WritePlan:
+        """What :meth:`prepare` said last."""
+        assert self._plan is not None, "SlotCache.prepare must be called before each forward"
+        return self._plan
 
     def prepare(
         self,
@@ -141,7 +145,7 @@ class SlotCache:
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else torch.tensor(rows, device=device)
-        self.plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
+        self._plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def exchange(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]

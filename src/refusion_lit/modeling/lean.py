@@ -149,12 +149,10 @@ class LeanBody:
             Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
         """
         # Padding takes part in attention alone: all else is computed for the tokens that are stored.
-        real = None if cache is None or cache.plan is None else cache.plan.source_index
-        ids, positions = input_ids.flatten(), position_ids.flatten()
-        if real is not None:
-            ids, positions = ids[real], positions[real]
-        hidden = F.embedding(ids, self._embedding)  # [tokens of all rows, hidden]: one matrix product
-        rotation = self._rotation(positions)
+        rows = _Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
+        # [tokens of all rows, hidden]: one matrix product
+        hidden = F.embedding(rows.real_of(input_ids.flatten()), self._embedding)
+        rotation = self._rotation(rows.real_of(position_ids.flatten()))
         mask = None
         if attention_mask is not None:
             # Given booleans, attention would make this of them in every layer.
@@ -162,12 +160,12 @@ class LeanBody:
             mask = mask.masked_fill_(attention_mask.logical_not(), -torch.inf)[:, None]
         for number, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
-            mixed = self._attend(number, layer, normed, rotation, mask, cache, _Rows(input_ids.shape, real))
+            mixed = self._attend(number, layer, normed, rotation, mask, cache, rows)
             hidden.addmm_(mixed, layer.output.t())
             normed = layer.mlp_norm(hidden)
             gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
             hidden.addmm_(gated, layer.down.t())
-        return _Rows(input_ids.shape, real).padded(self._norm(hidden)).view(*input_ids.shape, -1)
+        return rows.padded(self._norm(hidden)).view(*input_ids.shape, -1)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines [token, 1, dim] of positions [token]."""
