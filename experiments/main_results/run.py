@@ -56,9 +56,8 @@ def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str)
     decoder = {f"model.decoders.refusion.init_args.{k}": v for k, v in values["decoder"].items()}
     settings = {"ckpt_path": checkpoint, "runs_dir": output, "run_name": name, "run_version": "test"}
     base = [f"--config={HERE.parent / 'base_full.yaml'}", "--model.decoders.refusion=ReFusion"]
-    native = {"data.task.allow_code_execution": True, **values["native"]}
-    task = {key: native.pop(key) for key in ("data.task",)}
-    subprocess.run([*CLI, "test", *base, *options({**settings, **task, **native, **decoder})], check=True)
+    native = {**values["native"], "data.task.allow_code_execution": True}
+    subprocess.run([*CLI, "test", *base, *options({**settings, **native, **decoder})], check=True)
     found = json.loads((output / name / "test" / "results.json").read_text(encoding="utf-8"))["results"]["refusion"]
     kept = ("score", "tokens_per_second", "tokens_per_forward")
     return {"metric": f"{values['native']['data.task']}: pass@1", **{key: found[key] for key in kept}}
