@@ -38,6 +38,10 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Return the most memory that this process has held."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent held before this program was started
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
