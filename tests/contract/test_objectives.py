@@ -20,6 +20,7 @@ from refusion_lit import objectives
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
 from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch, SpecialTokens
+from shadow_device import SHADOW, ShadowDevice
 
 PAD, EOS, MASK = 0, 1, 2
 SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=1000)
@@ -352,3 +353,17 @@ def test_options_cannot_change(objective: Objective) -> None:
 def test_all_objectives_are_here() -> None:
     exported = {cls for name in objectives.__all__ if (cls := getattr(objectives, name)) is not Objective}
     assert exported == set(concrete(Objective))
+
+
+@each_objective
+def test_a_device_corrupts_as_this_one_does_and_is_waited_for_only_where_rows_grow(objective: Objective) -> None:
+    batch = make_batch([(3, 17), (0, 5), (6, 11)])
+    here = corrupt(objective, batch)
+    with ShadowDevice() as device:
+        there = batch.to(SHADOW, non_blocking=True)
+        corrupted = corrupt(objective, there)
+        grows = corrupted.input_ids.shape != batch.input_ids.shape
+        assert device.num_waits == grows, "only how wide the batch becomes depends on what is on the device"
+        for name, value in vars(here).items():
+            if isinstance(value, Tensor):
+                assert torch.equal(getattr(corrupted, name).cpu(), value), name

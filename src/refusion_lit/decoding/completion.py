@@ -246,6 +246,7 @@ def _masks_ahead(completion: Completion, fed: Sequence[OpenSlot]) -> dict[tuple[
             positions=range(slot.start + length, slot.start + size),
             visible=((0, completion.context_length), (first, first + length)),
             write_at=write_at,
+            later_at=(range(size - length),),
         )
         write_at += size - length
     return ahead

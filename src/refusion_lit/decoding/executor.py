@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from refusion_lit.decoding.reading import Reader, Span
+from refusion_lit.decoding.reading import Reader
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
+from refusion_lit.decoding.span import Span
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import stable_key
 
 
 @dataclass(slots=True)
 class _Held:
-    """Hidden states of a prompt's last forward, for further reads."""
+    """What is left of a prompt's last forward, for further reads: hidden states, and tokens that were read ahead."""
 
     hidden: Tensor
     forward: Forward
+    ahead: list[dict[int, int]]
+
+    def known(self, request: MoreDrafts) -> list[Reading] | None:
+        """Answer a request from what was read ahead; ``None`` if something is missing, or is to be drawn otherwise."""
+        if request.draw != replace(self.forward.draw, with_probability=False):
+            return None
+        pairs = list(zip(self.ahead, request.draft_at, strict=True))
+        if not all(ahead.keys() >= set(offsets) for ahead, offsets in pairs):
+            return None
+        return [Reading(tokens=[ahead[offset] for offset in offsets]) for ahead, offsets in pairs]
 
 
 class Executor:
@@ -31,18 +43,31 @@ class Executor:
         model: The model.
         num_rows: Prompts that are decoded at a time.
         all_probabilities: Read probabilities of all drafts, wanted or not (for traces).
+        reads_ahead: Read tokens that will probably be asked for together with what tells which; ``None``: where the
+            host would have to wait for the device once more, which is everywhere but on CPUs. Traces show what a
+            decoder asked for, so nothing is read ahead for them.
 
     Attributes:
         num_calls: Calls of the model so far.
         num_positions: Token positions computed so far, padding included.
     """
 
-    def __init__(self, model: LanguageModel, num_rows: int, *, all_probabilities: bool = False) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        num_rows: int,
+        *,
+        all_probabilities: bool = False,
+        reads_ahead: bool | None = None,
+    ) -> None:
         self._model = model
         self._device = model.device
         self._cache = model.make_cache(num_rows)
         self._held: dict[int, _Held] = {}
         self._reader = Reader(model, all_probabilities=all_probabilities)
+        self._reads_ahead = (
+            self._device.type != "cpu" if reads_ahead is None else reads_ahead
+        ) and not all_probabilities
         self.num_calls = 0
         self.num_positions = 0
 
@@ -72,14 +97,22 @@ class Executor:
         base = 0
         for row, prompt_id, request in requests:
             held = self._held[row]
+            known = held.known(request)
+            if known is not None:
+                results.append(known)
+                continue
             length = held.hidden.shape[1]
-            pairs = zip(held.forward.branches, request.draft_at, strict=True)
-            branches = [_with_drafts(branch, at) for branch, at in pairs]
+            branches = [
+                Branch(tokens=branch.tokens, positions=branch.positions, draft_at=at)
+                for branch, at in zip(held.forward.branches, request.draft_at, strict=True)
+            ]
             starts = [base + start for start in held.forward.starts(length)]
-            results.append(_spans(branches, request.draw, prompt_id, starts, length, spans))
+            readings, _ = _spans(branches, request.draw, prompt_id, starts, length, spans)
+            results.append(readings)
             hidden.append(held.hidden.flatten(0, 1))
             base += held.hidden.shape[0] * length
-        self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], spans)
+        if spans:
+            self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], spans)
         return results
 
     def release(self, row: int) -> None:
@@ -107,43 +140,55 @@ class Executor:
             rows = [row for (row, _, _), (num_rows, _) in zip(requests, shapes, strict=True) for _ in range(num_rows)]
             owners = [row for row, _, forward in requests for _ in forward.branches]
             row_index, cache_index = _write_indices(branches, owners)
-            source = None if source is None else source.to(device)
-            cache.prepare(rows, mask.shape[2], source, row_index.to(device), cache_index.to(device))
-        hidden = self._model.hidden_states(ids.to(device), positions.to(device), mask.to(device), cache)
+            source = None if source is None else to_device(source, device)
+            cache.prepare(rows, mask.shape[2], source, to_device(row_index, device), to_device(cache_index, device))
+        ids, positions, mask = (to_device(tensor, device) for tensor in (ids, positions, mask))
+        hidden = self._model.hidden_states(ids, positions, mask, cache)
         self.num_calls += 1
         self.num_positions += ids.numel()
         results: list[list[Reading]] = []
         spans: list[Span] = []
         for i, (row, prompt_id, forward) in enumerate(requests):
-            self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward)
-            results.append(_spans(forward.branches, forward.draw, prompt_id, starts[i], length, spans))
+            own = (forward.branches, forward.draw, prompt_id, starts[i], length, spans)
+            readings, ahead = _spans(*own, reads_ahead=self._reads_ahead)
+            self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward, ahead)
+            results.append(readings)
         self._reader.read(hidden.flatten(0, 1), spans)
         return results
 
 
-def _with_drafts(branch: Branch, draft_at: Sequence[int]) -> Branch:
-    return Branch(tokens=branch.tokens, positions=branch.positions, draft_at=draft_at)
-
-
 def _spans(
-    branches: Sequence[Branch], how: Draw, prompt_id: str, starts: Sequence[int], length: int, spans: list[Span]
-) -> list[Reading]:
-    """Append the spans that branches read and return their still empty readings."""
-    readings = [Reading() for _ in branches]
+    branches: Sequence[Branch],
+    how: Draw,
+    prompt_id: str,
+    starts: Sequence[int],
+    length: int,
+    spans: list[Span],
+    *,
+    reads_ahead: bool = False,
+) -> tuple[list[Reading], list[dict[int, int]]]:
+    """Append the spans that branches read; return, for each branch, its still empty reading and tokens read ahead."""
+    readings, aheads = [Reading() for _ in branches], [dict[int, int]() for _ in branches]
     sampling, guide = how.sampling, 0 if how.guidance is None else length
-    for branch, reading, start in zip(branches, readings, starts, strict=True):
-        if branch.draft_at:
-            keys: list[int] = []
+    for branch, reading, ahead, start in zip(branches, readings, aheads, starts, strict=True):
+        later = branch.later_at if reads_ahead and how.guidance is None else ()
+        if branch.draft_at or later:
+            span = Span(reading, how, [start + at for at in branch.draft_at], start=start, guide=guide)
+            span.later, span.num_likely, span.ahead = later, branch.num_likely, ahead
             if sampling.temperature > 0:
-                keys = [
-                    stable_key("draw", sampling.seed, prompt_id, how.round, branch.positions[offset] + how.shift)
-                    for offset in branch.draft_at
-                ]
-            spans.append(Span(reading, how, [start + at for at in branch.draft_at], noise_keys=keys, guide=guide))
+                wanted = [*branch.draft_at, *(offset for group in later for offset in group)]
+                keys = {
+                    offset: stable_key(
+                        "draw", sampling.seed, prompt_id, how.round, branch.positions[offset] + how.shift
+                    )
+                    for offset in wanted
+                }
+                span.noise_keys, span.later_keys = [keys[offset] for offset in branch.draft_at], keys
+            spans.append(span)
         if branch.score_at:
             offsets, given = zip(*branch.score_at, strict=True)
             spans.append(Span(reading, how, [start + at for at in offsets], given, guide=guide))
-    return readings
+    return readings, aheads
 
 
 def _assemble(

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from refusion_lit.decoding.requests import Draw, Reading
+from refusion_lit.decoding.reading_ahead import ReadAhead
+from refusion_lit.decoding.requests import Draw
 from refusion_lit.decoding.sampling import draw, first_argmax
+from refusion_lit.decoding.span import Span
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.transfer import to_device, to_host
 
 _MAX_LOGITS = 1 << 26
 """Logits held at a time (256 MB in float32); more places are read in chunks."""
 
 _MAX_SOFTMAX = 1 << 20
 """Logits whose softmax is taken at a time on CPUs, so that it stays in the processor's cache."""
-
-
-@dataclass(slots=True)
-class Span:
-    """Places of one branch that are read alike.
-
-    Attributes:
-        reading: Where what is read goes.
-        draw: How tokens are drawn.
-        index: The places, as indices into the hidden states.
-        given: The token at each place whose probability is wanted; ``None`` where tokens are drawn.
-        noise_keys: Key of each place's noise, where there is any.
-        guide: Distance to each place's logits that guide it.
-    """
-
-    reading: Reading
-    draw: Draw
-    index: Sequence[int]
-    given: Sequence[int] | None = None
-    noise_keys: list[int] = field(default_factory=list)
-    guide: int = 0
 
 
 class Reader:
@@ -67,21 +47,33 @@ class Reader:
         """
         groups: dict[tuple[object, ...], list[Span]] = {}
         for span in spans:
-            if span.index:
-                groups.setdefault(_kind(span.draw), []).append(span)
+            groups.setdefault(_kind(span.draw), []).append(span)
+        groups = {kind: group for kind, group in groups.items() if any(span.index for span in group)}
         if not groups:
             return
         ordered = [self._ordered(group) for group in groups.values()]
-        found = [
-            self._greedy(hidden, group) if len(kind) == 1 else _Thorough(self, hidden, group).found()
-            for kind, group in zip(groups, ordered, strict=True)
-        ]
-        flat = (found[0] if len(found) == 1 else torch.cat(found)).tolist()
+        found: list[Tensor] = []
+        aheads: list[ReadAhead | None] = []
         for kind, group in zip(groups, ordered, strict=True):
-            columns, flat = _columns(group, flat)
+            how = group[0].draw
+            found.append(self._greedy(hidden, group) if len(kind) == 1 else self._thorough(hidden, group).found())
+            aheads.append(ReadAhead(group, hidden.device) if any(span.later for span in group) else None)
+            if (ahead := aheads[-1]) is not None:
+                num_drafts, num_places = _counts(group)
+                values = found[-1][num_drafts : num_drafts + num_places]
+                found.append(ahead.found(values, lambda places, keys, how=how: self._silent(hidden, how, places, keys)))
+        flat = to_host(found[0] if len(found) == 1 else torch.cat(found))
+        sizes = iter([len(one) for one in found])
+        for kind, group, ahead in zip(groups, ordered, aheads, strict=True):
+            size = next(sizes)
+            columns, flat = _columns(group, flat[:size]), flat[size:]
             if len(kind) == 1 and self._is_broken(group[0].draw, *columns):
-                columns, _ = _columns(group, _Thorough(self, hidden, group).found().tolist())
+                columns = _columns(group, to_host(self._thorough(hidden, group).found()))
             self._fill(group, *columns)
+            if ahead is not None:
+                size = next(sizes)
+                ahead.fill(flat[:size])
+                flat = flat[size:]
 
     def _ordered(self, group: list[Span]) -> list[Span]:
         """Put drafts without a probability first, then other drafts, then given tokens."""
@@ -96,27 +88,25 @@ class Reader:
         Logits are expected to be finite, and a value that is not finite says that they were not: nothing is spent on
         making them so beforehand.
         """
-        index = [i for span in group for i in span.index]
-        given = [token for span in group if span.given is not None for token in span.given]
-        num_drafts = len(index) - len(given)
+        num_drafts, num_places = _counts(group)
         num_silent = sum(len(span.index) for span in group if not self._wants_probability(span))
-        numbers = torch.from_numpy(np.array(index + given)).to(hidden.device)
-        places, targets = numbers[: len(index)], numbers[len(index) :]
+        index = [i for span in group for i in span.index]
+        numbers = to_device(index + _given(group), hidden.device)
+        places, targets = numbers[:num_places], numbers[num_places:]
         banned = self._banned_ids(group[0].draw.forbidden, hidden.device)
-        step = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
+        step = self._num_places_at_a_time
         tokens: list[Tensor] = []
         values: list[Tensor] = []
-        for start in range(0, len(index), step):
+        for start in range(0, num_places, step):
             logits = self.rows(hidden, places[start : start + step])
             first_draft, first_given = max(num_silent - start, 0), max(num_drafts - start, 0)
             if first_draft:
-                silent = logits[:first_draft]
-                tokens.append(self._choose(silent, banned))
-                values.append(silent.gather(-1, tokens[-1][:, None])[:, 0])
+                for column, more in zip((tokens, values), self._choose(logits[:first_draft], banned), strict=True):
+                    column.append(more)
             if first_draft < first_given:
                 for chunk in _chunks(logits[first_draft:first_given]):
                     probability = chunk.softmax(-1)  # of all ids, and then some of them are banned
-                    tokens.append(self._choose(chunk, banned))
+                    tokens.append(self._choose(chunk, banned)[0])
                     values.append(probability.gather(-1, tokens[-1][:, None])[:, 0])
             if first_given < logits.shape[0]:
                 first_target = max(start - num_drafts, 0)
@@ -125,12 +115,34 @@ class Reader:
         dtype = values[0].dtype  # holds ids exactly, from float32 on
         return torch.cat([*(one.to(dtype) for one in tokens), *values])
 
-    def _choose(self, logits: Tensor, banned: Tensor) -> Tensor:
-        """Return the most probable allowed token of each row, banning the others in place."""
+    @property
+    def _num_places_at_a_time(self) -> int:
+        return max(1, _MAX_LOGITS // max(self._vocab_size, 1))
+
+    def _choose(self, logits: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most probable allowed token of each row and its logit, banning the others in place."""
         logits.index_fill_(-1, banned, -math.inf)
         if logits.shape[-1] > self._vocab_size:
             logits = logits[:, : self._vocab_size]
-        return first_argmax(logits)
+        tokens = first_argmax(logits)
+        return tokens, logits.gather(-1, tokens[:, None])[:, 0]
+
+    def _thorough(self, hidden: Tensor, group: list[Span]) -> _Thorough:
+        index = [i for span in group for i in span.index]
+        guides = [i + span.guide for span in group for i in span.index]
+        keys = [key for span in group for key in span.noise_keys]
+        numbers = [to_device(values, hidden.device) for values in (index, guides, _given(group), keys)]
+        return _Thorough(self, hidden, group[0].draw, *numbers)
+
+    def _silent(self, hidden: Tensor, how: Draw, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw tokens whose probability nobody wants; return them and a finite value each if all is well."""
+        if len(_kind(how)) > 1:
+            found = _Thorough(self, hidden, how, places, places, places[:0], keys).found()
+            return found[: len(places)], found[len(places) : 2 * len(places)]
+        banned = self._banned_ids(how.forbidden, hidden.device)
+        parts = [self._choose(self.rows(hidden, some), banned) for some in places.split(self._num_places_at_a_time)]
+        tokens, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return tokens, values
 
     def _is_broken(self, how: Draw, tokens: list[float], values: list[float]) -> bool:
         """Say whether not-a-number or infinity among the logits may have spoilt what was read."""
@@ -165,26 +177,23 @@ class Reader:
     def _banned_ids(self, forbidden: tuple[int, ...], device: torch.device) -> Tensor:
         if forbidden not in self._banned_on:
             ids = sorted(self._banned.union(forbidden))
-            self._banned_on[forbidden] = torch.tensor(ids, dtype=torch.long, device=device)
+            self._banned_on[forbidden] = to_device(ids, device)
         return self._banned_on[forbidden]
 
 
 class _Thorough:
     """Reads one group in any way there is, and makes logits finite first."""
 
-    def __init__(self, reader: Reader, hidden: Tensor, group: list[Span]) -> None:
-        self._reader, self._hidden, self._how = reader, hidden, group[0].draw
-        device = hidden.device
-        self._index = torch.tensor([i for span in group for i in span.index], device=device)
-        self._guides = torch.tensor([i + span.guide for span in group for i in span.index], device=device)
-        given = [token for span in group if span.given is not None for token in span.given]
-        self._num_drafts = len(self._index) - len(given)
-        self._given = torch.tensor(given, dtype=torch.long, device=device)
-        self._keys = torch.tensor([key for span in group for key in span.noise_keys], device=device)
+    def __init__(
+        self, reader: Reader, hidden: Tensor, how: Draw, index: Tensor, guides: Tensor, given: Tensor, keys: Tensor
+    ) -> None:
+        self._reader, self._hidden, self._how = reader, hidden, how
+        self._index, self._guides, self._given, self._keys = index, guides, given, keys
+        self._num_drafts = len(index) - len(given)
 
     def found(self) -> Tensor:
         """Return the drafts' tokens, then a probability a place, then each wanted statistic of the drafts."""
-        step = max(1, _MAX_LOGITS // max(self._reader._vocab_size, 1))
+        step = self._reader._num_places_at_a_time
         parts = [self._read(start, start + step) for start in range(0, len(self._index), step)]
         tokens, values, statistics = (torch.cat(columns, -1) for columns in zip(*parts, strict=True))
         return torch.cat((tokens.double(), values.double(), statistics.flatten()))
@@ -203,7 +212,7 @@ class _Thorough:
             if how.statistics:
                 statistics = torch.stack(_statistics(how.statistics, drawn.filtered, drawn.tokens))
         if how.confidence_forbidden:
-            logits[:, list(how.confidence_forbidden)] = -math.inf
+            logits.index_fill_(-1, to_device(how.confidence_forbidden, logits.device), -math.inf)
         first = max(start - self._num_drafts, 0)
         given = self._given[first : first + len(logits) - len(tokens)]
         return tokens, _probabilities(logits, torch.cat((tokens, given))), statistics
@@ -218,13 +227,21 @@ def _kind(how: Draw) -> tuple[object, ...]:
             how.confidence_forbidden, how.statistics)  # fmt: skip
 
 
-def _columns(group: list[Span], flat: list[float]) -> tuple[list[list[float]], list[float]]:
-    """Cut what was read for a group into tokens, values and statistics; return the rest of ``flat`` besides."""
-    num_drafts = sum(len(span.index) for span in group if span.given is None)
+def _counts(group: Sequence[Span]) -> tuple[int, int]:
+    """Return the number of drafts, and of all places that are read."""
     num_places = sum(len(span.index) for span in group)
+    return num_places - len(_given(group)), num_places
+
+
+def _given(group: Sequence[Span]) -> list[int]:
+    return [token for span in group if span.given is not None for token in span.given]
+
+
+def _columns(group: list[Span], flat: list[float]) -> list[list[float]]:
+    """Cut what was read for a group into tokens, values and statistics."""
+    num_drafts, num_places = _counts(group)
     ends = accumulate((num_drafts, num_places, *[num_drafts] * len(group[0].draw.statistics)), initial=0)
-    cuts = list(pairwise(ends))
-    return [flat[start:stop] for start, stop in cuts], flat[cuts[-1][1] :]
+    return [flat[start:stop] for start, stop in pairwise(ends)]
 
 
 def _chunks(logits: Tensor) -> Sequence[Tensor]:

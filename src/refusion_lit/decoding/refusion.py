@@ -164,13 +164,16 @@ class ReFusion(Decoder):
         mask = state.special_tokens.mask_token_id
         assert mask is not None
         positions = [*range(len(prompt)), *self._positions(state, slots)]
-        step = self.slot_size if self.certainty == "first" else 1
+        size, by_first = self.slot_size, self.certainty == "first"
+        draft_at = range(len(prompt), len(positions), size if by_first else 1)
         return Branch(
             tokens=[*prompt, *[mask] * (len(positions) - len(prompt))],
             positions=positions,
             visible=((0, num_seen),),
             write_at=write_at,
-            draft_at=range(len(prompt), len(positions), step),
+            draft_at=draft_at,
+            later_at=[range(first + 1, first + size) for first in draft_at] if by_first and size > 1 else (),
+            num_likely=self.k or max(4, 2 * state.num_chosen),
         )
 
     def _plan(self, state: ReFusionState):  # noqa: ANN202 - a generator like step, returning a plan
@@ -211,6 +214,7 @@ class ReFusion(Decoder):
             chosen = self._choose([self._certainty(reading.probabilities[group]) for group in groups])
             return [plan.slots[i] for i in chosen], [reading.tokens[groups[i]] for i in chosen]
         chosen = self._choose(reading.probabilities)
+        state.num_chosen = len(chosen)
         drafts = [[reading.tokens[i]] for i in chosen]
         if size > 1:
             rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]

@@ -37,6 +37,7 @@ class ReFusionState(RowState):
         context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
         keep: Cache indices to compact at the next forward.
         num_plans: Plans read so far; keys their noise, so that it does not depend on which forward made them.
+        num_chosen: Slots that the plan before chose; the next one is expected to choose about as many.
         planned: A plan that a forward made ahead and that turned out to be the next one.
     """
 
@@ -46,6 +47,7 @@ class ReFusionState(RowState):
     context_length: int = 0
     keep: list[int] | None = None
     num_plans: int = 0
+    num_chosen: int = 0
     planned: Plan | None = None
 
     @property

@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from refusion_lit.modeling.transfer import to_device
+
 _CHUNK = 128
 
 
@@ -69,8 +71,8 @@ class _StoredLayer(DynamicLayer):
 
     def keep(self, row: int, indices: Tensor, start: int) -> None:
         """Move the entries at ``indices`` of a row to ``start`` and behind, in the order given."""
-        if self.stored_keys is None or self.stored_values is None:
-            return
+        assert self.stored_keys is not None
+        assert self.stored_values is not None
         self.stored_keys[row, start : start + len(indices)] = self.stored_keys[row, indices]
         self.stored_values[row, start : start + len(indices)] = self.stored_values[row, indices]
 
@@ -144,7 +146,7 @@ class SlotCache:
                 layer.grow(self.capacity)
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
-        selected = None if all_rows else torch.tensor(rows, device=device)
+        selected = None if all_rows else to_device(rows, device)
         self._plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def exchange(
@@ -169,6 +171,9 @@ class SlotCache:
         start = next((i for i, index in enumerate(indices) if index != i), len(indices))
         if start == len(indices):
             return
+        index: Tensor | None = None
         for layer in self._layers:
-            device = layer.stored_keys.device if layer.stored_keys is not None else None
-            layer.keep(row, torch.tensor(indices[start:], device=device), start)
+            if layer.stored_keys is not None:
+                if index is None or index.device != layer.stored_keys.device:
+                    index = to_device(indices[start:], layer.stored_keys.device)
+                layer.keep(row, index, start)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from refusion_lit.modeling.transfer import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.cross_entropy import Head, Kernel, chunked_cross_entropy
 from refusion_lit.types import CorruptedBatch, LossOutput, ModelTraits, ResponseBatch, SpecialTokens
@@ -152,7 +153,7 @@ def extend_responses(
         pad_token_id: Fills up the batch, which becomes as wide as its longest row.
     """
     ends = batch.prompt_lengths + lengths
-    width = int(ends.max())
+    width = to_host(ends.max())
     added = max(0, width - batch.input_ids.shape[1])
     input_ids = functional.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :width]
     places = torch.arange(width, device=input_ids.device)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import response_places
 from refusion_lit.types import IGNORE_INDEX, ResponseBatch
@@ -37,7 +38,7 @@ class SlotLayout:
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
     """Draw each row's slot size, all sizes being equally probable."""
     choice = (noise.uniform("slot_size", 1)[:, 0] * len(slot_sizes)).long()
-    return torch.tensor(slot_sizes, device=choice.device)[choice]
+    return to_device(slot_sizes, choice.device)[choice]
 
 
 def corrupt_slots(

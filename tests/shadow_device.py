@@ -1,0 +1,116 @@
+"""A device that does not exist: its tensors live in this process, but torch takes them for another device's.
+
+What a GPU would refuse or wait for is seen without one: operations that mix devices fail, and every meeting of host and
+device is noted. The device is MAIA, which torch knows by name only, so that nothing is initialised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+SHADOW = torch.device("maia", 0)
+_TO_HOST, _WAITING, _SENT = "device to host", "host to device, waiting", "host to device"
+_ALWAYS_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+# Methods that look for the device's own code before torch dispatches.
+_GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.new_tensor)
+
+
+def _plain(value: Any) -> Any:
+    return value.plain if isinstance(value, ShadowTensor) else value
+
+
+class ShadowTensor(Tensor):
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> ShadowTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls, plain.shape, strides=plain.stride(), storage_offset=plain.storage_offset(), dtype=plain.dtype,
+            device=SHADOW, requires_grad=plain.requires_grad,
+        )  # fmt: skip
+        made.plain = plain
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _GUARDED:
+            with torch._C.DisableTorchFunctionSubclass():  # what comes back to the host is no shadow
+                return func(*args, **(kwargs or {}))
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for index in indices:
+                assert not isinstance(index, list), "a list is sent as an index, and waited for"
+                if isinstance(index, Tensor):
+                    assert isinstance(index, ShadowTensor), "the index is on another device"
+                    assert index.dtype != torch.bool, "how many are true must be waited for"
+        found = func(*tree_map(_plain, args), **tree_map(_plain, dict(kwargs or {})))
+        return ShadowTensor(found) if isinstance(found, Tensor) else found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {}, Counter())
+
+
+class ShadowDevice(TorchDispatchMode):
+    """Makes the device usable within a ``with`` block.
+
+    Attributes:
+        meetings: How often host and device met, by kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meetings: Counter[str] = Counter()
+
+    @property
+    def num_waits(self) -> int:
+        """How often the host had to wait for the device."""
+        return sum(count for kind, count in self.meetings.items() if kind != _SENT)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {}, self.meetings)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Counter[str]) -> Any:
+    name = func.name()
+    if name == "aten::_fused_sdp_choice":
+        return 0  # composed of plain operations
+    leaves = tree_leaves((args, kwargs))
+    shadows = [value for value in leaves if isinstance(value, ShadowTensor)]
+    others = [value for value in leaves if isinstance(value, Tensor) and not isinstance(value, ShadowTensor)]
+    options, target = dict(kwargs), None
+    if options.get("device") is not None:
+        target, options["device"] = torch.device(options["device"]).type, torch.device("cpu")
+    if name == "aten::_to_copy":
+        if shadows and target == "cpu":
+            meetings[_TO_HOST] += 1
+        elif others and target == SHADOW.type:
+            meetings[_SENT if kwargs.get("non_blocking") else _WAITING] += 1
+    elif shadows:
+        assert all(other.ndim == 0 for other in others), f"{name} mixes devices"
+        if name in _ALWAYS_WAIT:
+            meetings[name] += 1
+    found = func(*tree_map(_plain, args), **tree_map(_plain, options))
+    if not shadows if target is None else target != SHADOW.type:
+        return found
+
+    def shadowed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        same = [shadow for shadow in shadows if shadow.plain is value]  # changed in place
+        return same[0] if same else ShadowTensor(value)
+
+    return tree_map(shadowed, found)
