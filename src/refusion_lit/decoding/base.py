@@ -61,6 +61,7 @@ class RowState:
         special_tokens: The model's ids with a meaning.
         tokens: The canvas: response tokens in text order; the value at masked places means nothing.
         is_masked: Which places of the canvas are not final. Never derived from token ids.
+        committed: Places of the canvas in the order in which they became final.
         commit_rounds: Number of the row's forwards when each place became final; 0 while masked.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the row took part; kept by the engine.
@@ -73,6 +74,7 @@ class RowState:
     special_tokens: SpecialTokens
     tokens: list[int]
     is_masked: list[bool]
+    committed: list[int] = field(default_factory=list)
     commit_rounds: list[int] = field(default_factory=list)
     finished: bool = False
     num_forwards: int = 0
@@ -91,7 +93,7 @@ class RowState:
     @property
     def num_committed(self) -> int:
         """Places of the canvas that are final."""
-        return len(self.is_masked) - sum(self.is_masked)
+        return len(self.committed)
 
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
         """Make tokens final.
@@ -104,6 +106,7 @@ class RowState:
             assert self.is_masked[place], f"canvas place {place} committed twice"
             self.tokens[place] = token
             self.is_masked[place] = False
+            self.committed.append(place)
             self.commit_rounds[place] = self.num_forwards
 
     def final_prefix(self) -> list[int]:

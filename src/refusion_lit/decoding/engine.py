@@ -247,12 +247,12 @@ class _Run:
         state = row.state
         request = row.request
         assert request is not None
-        before = list(state.is_masked)
+        num_before = state.num_committed
         try:
             row.request = row.steps.send(readings)
         except StopIteration:
             row.request = None
-        new = [i for i, was in enumerate(before) if was and not state.is_masked[i]]
+        new = sorted(state.committed[num_before:])
         if self.trace:
             _record(row, request, readings, new)
         if not new:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from refusion_lit.decoding.reading import Reader
-from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
-from refusion_lit.decoding.span import Span
+from refusion_lit.decoding.requests import Branch, Forward, MoreDrafts, Reading
+from refusion_lit.decoding.span import Span, add_spans
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device
-from refusion_lit.noise import stable_key
 
 
 @dataclass(slots=True)
@@ -24,11 +24,11 @@ class _Held:
 
     hidden: Tensor
     forward: Forward
-    ahead: list[dict[int, int]]
+    ahead: list[dict[int, int]] | None
 
     def known(self, request: MoreDrafts) -> list[Reading] | None:
         """Answer a request from what was read ahead; ``None`` if something is missing, or is to be drawn otherwise."""
-        if request.draw != replace(self.forward.draw, with_probability=False):
+        if self.ahead is None or request.draw != replace(self.forward.draw, with_probability=False):
             return None
         pairs = list(zip(self.ahead, request.draft_at, strict=True))
         if not all(ahead.keys() >= set(offsets) for ahead, offsets in pairs):
@@ -107,8 +107,7 @@ class Executor:
                 for branch, at in zip(held.forward.branches, request.draft_at, strict=True)
             ]
             starts = [base + start for start in held.forward.starts(length)]
-            readings, _ = _spans(branches, request.draw, prompt_id, starts, length, spans)
-            results.append(readings)
+            results.append(add_spans(spans, branches, request.draw, prompt_id, starts, length))
             hidden.append(held.hidden.flatten(0, 1))
             base += held.hidden.shape[0] * length
         if spans:
@@ -123,7 +122,7 @@ class Executor:
         shapes = [forward.shape for _, _, forward in requests]
         length = max(length for _, length in shapes)
         branches = [branch for _, _, forward in requests for branch in forward.branches]
-        firsts = np.cumsum([0, *(num_rows for num_rows, _ in shapes)]).tolist()
+        firsts = list(accumulate((num_rows for num_rows, _ in shapes), initial=0))
         starts = [
             [first * length + start for start in forward.starts(length)]
             for first, (_, _, forward) in zip(firsts, requests, strict=False)
@@ -149,46 +148,11 @@ class Executor:
         results: list[list[Reading]] = []
         spans: list[Span] = []
         for i, (row, prompt_id, forward) in enumerate(requests):
-            own = (forward.branches, forward.draw, prompt_id, starts[i], length, spans)
-            readings, ahead = _spans(*own, reads_ahead=self._reads_ahead)
+            ahead: list[dict[int, int]] | None = [{} for _ in forward.branches] if self._reads_ahead else None
+            results.append(add_spans(spans, forward.branches, forward.draw, prompt_id, starts[i], length, ahead))
             self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward, ahead)
-            results.append(readings)
         self._reader.read(hidden.flatten(0, 1), spans)
         return results
-
-
-def _spans(
-    branches: Sequence[Branch],
-    how: Draw,
-    prompt_id: str,
-    starts: Sequence[int],
-    length: int,
-    spans: list[Span],
-    *,
-    reads_ahead: bool = False,
-) -> tuple[list[Reading], list[dict[int, int]]]:
-    """Append the spans that branches read; return, for each branch, its still empty reading and tokens read ahead."""
-    readings, aheads = [Reading() for _ in branches], [dict[int, int]() for _ in branches]
-    sampling, guide = how.sampling, 0 if how.guidance is None else length
-    for branch, reading, ahead, start in zip(branches, readings, aheads, starts, strict=True):
-        later = branch.later_at if reads_ahead and how.guidance is None else ()
-        if branch.draft_at or later:
-            span = Span(reading, how, [start + at for at in branch.draft_at], start=start, guide=guide)
-            span.later, span.num_likely, span.ahead = later, branch.num_likely, ahead
-            if sampling.temperature > 0:
-                wanted = [*branch.draft_at, *(offset for group in later for offset in group)]
-                keys = {
-                    offset: stable_key(
-                        "draw", sampling.seed, prompt_id, how.round, branch.positions[offset] + how.shift
-                    )
-                    for offset in wanted
-                }
-                span.noise_keys, span.later_keys = [keys[offset] for offset in branch.draft_at], keys
-            spans.append(span)
-        if branch.score_at:
-            offsets, given = zip(*branch.score_at, strict=True)
-            spans.append(Span(reading, how, [start + at for at in offsets], given, guide=guide))
-    return readings, aheads
 
 
 def _assemble(

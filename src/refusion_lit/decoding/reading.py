@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,6 +22,8 @@ _MAX_LOGITS = 1 << 26
 _MAX_SOFTMAX = 1 << 20
 """Logits whose softmax is taken at a time on CPUs, so that it stays in the processor's cache."""
 
+_Use = Callable[[list[float]], None]
+
 
 class Reader:
     """Fills readings.
@@ -29,12 +31,16 @@ class Reader:
     Args:
         model: Computes logits.
         all_probabilities: Read probabilities of drafts also where the draw does not ask for them (for traces).
+
+    Attributes:
+        num_places_at_a_time: So many places' logits are held at most.
     """
 
     def __init__(self, model: LanguageModel, *, all_probabilities: bool = False) -> None:
         self._model = model
         self._all_probabilities = all_probabilities
         self._vocab_size = model.special_tokens.vocab_size
+        self.num_places_at_a_time = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
         self._banned = frozenset(model.special_tokens.banned_token_ids)
         self._banned_on: dict[tuple[int, ...], Tensor] = {}
 
@@ -48,32 +54,28 @@ class Reader:
         groups: dict[tuple[object, ...], list[Span]] = {}
         for span in spans:
             groups.setdefault(_kind(span.draw), []).append(span)
-        groups = {kind: group for kind, group in groups.items() if any(span.index for span in group)}
-        if not groups:
+        parts = [part for kind, group in groups.items() for part in self._parts(hidden, group, greedy=len(kind) == 1)]
+        if not parts:
             return
-        ordered = [self._ordered(group) for group in groups.values()]
-        found: list[Tensor] = []
-        aheads: list[ReadAhead | None] = []
-        for kind, group in zip(groups, ordered, strict=True):
-            how = group[0].draw
-            found.append(self._greedy(hidden, group) if len(kind) == 1 else self._thorough(hidden, group).found())
-            aheads.append(ReadAhead(group, hidden.device) if any(span.later for span in group) else None)
-            if (ahead := aheads[-1]) is not None:
-                num_drafts, num_places = _counts(group)
-                values = found[-1][num_drafts : num_drafts + num_places]
-                found.append(ahead.found(values, lambda places, keys, how=how: self._silent(hidden, how, places, keys)))
-        flat = to_host(found[0] if len(found) == 1 else torch.cat(found))
-        sizes = iter([len(one) for one in found])
-        for kind, group, ahead in zip(groups, ordered, aheads, strict=True):
-            size = next(sizes)
-            columns, flat = _columns(group, flat[:size]), flat[size:]
-            if len(kind) == 1 and self._is_broken(group[0].draw, *columns):
-                columns = _columns(group, to_host(self._thorough(hidden, group).found()))
-            self._fill(group, *columns)
-            if ahead is not None:
-                size = next(sizes)
-                ahead.fill(flat[:size])
-                flat = flat[size:]
+        numbers = to_host(parts[0][0] if len(parts) == 1 else torch.cat([found for found, _ in parts]))
+        start = 0
+        for found, use in parts:
+            stop = start + found.shape[0]
+            use(numbers[start:stop])
+            start = stop
+
+    def _parts(self, hidden: Tensor, group: list[Span], *, greedy: bool) -> Iterator[tuple[Tensor, _Use]]:
+        """Read spans that are drawn alike; yield what was found, and what is to be done with it on the host."""
+        if not any(span.index for span in group):
+            return
+        group = self._ordered(group)
+        found = self._greedy(hidden, group) if greedy else self._thorough(hidden, group).found()
+        yield found, lambda numbers: self._fill(hidden, group, numbers, greedy=greedy)
+        if any(span.later is not None for span in group):
+            ahead, how = ReadAhead(group, hidden.device), group[0].draw
+            num_drafts, num_places = _counts(group)
+            values = found[num_drafts : num_drafts + num_places]
+            yield ahead.found(values, lambda places, keys: self._silent(hidden, how, places, keys)), ahead.fill
 
     def _ordered(self, group: list[Span]) -> list[Span]:
         """Put drafts without a probability first, then other drafts, then given tokens."""
@@ -90,42 +92,39 @@ class Reader:
         """
         num_drafts, num_places = _counts(group)
         num_silent = sum(len(span.index) for span in group if not self._wants_probability(span))
-        index = [i for span in group for i in span.index]
-        numbers = to_device(index + _given(group), hidden.device)
-        places, targets = numbers[:num_places], numbers[num_places:]
+        numbers = to_device([i for span in group for i in span.index] + _given(group), hidden.device)
+        places, given = numbers[:num_places], numbers[num_places:]
         banned = self._banned_ids(group[0].draw.forbidden, hidden.device)
-        step = self._num_places_at_a_time
         tokens: list[Tensor] = []
         values: list[Tensor] = []
-        for start in range(0, num_places, step):
-            logits = self.rows(hidden, places[start : start + step])
-            first_draft, first_given = max(num_silent - start, 0), max(num_drafts - start, 0)
-            if first_draft:
-                for column, more in zip((tokens, values), self._choose(logits[:first_draft], banned), strict=True):
-                    column.append(more)
-            if first_draft < first_given:
-                for chunk in _chunks(logits[first_draft:first_given]):
-                    probability = chunk.softmax(-1)  # of all ids, and then some of them are banned
-                    tokens.append(self._choose(chunk, banned)[0])
-                    values.append(probability.gather(-1, tokens[-1][:, None])[:, 0])
-            if first_given < logits.shape[0]:
-                first_target = max(start - num_drafts, 0)
-                own = targets[first_target : first_target + logits.shape[0] - first_given]
-                values.append(_probabilities(logits[first_given:], own))
+        at = 0
+        for some in self._some_at_a_time(places):
+            for logits in _chunks(self.rows(hidden, some)):
+                stop = at + logits.shape[0]
+                silent, drafts = (max(0, min(number, stop) - at) for number in (num_silent, num_drafts))
+                # Of all ids, and then some of them are banned.
+                probability = logits[silent:].softmax(-1) if silent < logits.shape[0] else None
+                own = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
+                if drafts:
+                    tokens.append(self._choose(logits[:drafts], banned))
+                    own = torch.cat((tokens[-1], own)) if own.numel() else tokens[-1]
+                if silent:
+                    values.append(logits[:silent].gather(-1, own[:silent, None])[:, 0])
+                if probability is not None:
+                    values.append(probability.gather(-1, own[silent:, None])[:, 0])
+                at = stop
         dtype = values[0].dtype  # holds ids exactly, from float32 on
         return torch.cat([*(one.to(dtype) for one in tokens), *values])
 
-    @property
-    def _num_places_at_a_time(self) -> int:
-        return max(1, _MAX_LOGITS // max(self._vocab_size, 1))
+    def _some_at_a_time(self, places: Tensor) -> Sequence[Tensor]:
+        return (places,) if places.shape[0] <= self.num_places_at_a_time else places.split(self.num_places_at_a_time)
 
-    def _choose(self, logits: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable allowed token of each row and its logit, banning the others in place."""
+    def _choose(self, logits: Tensor, banned: Tensor) -> Tensor:
+        """Return the most probable allowed token of each row, banning the others in place."""
         logits.index_fill_(-1, banned, -math.inf)
         if logits.shape[-1] > self._vocab_size:
             logits = logits[:, : self._vocab_size]
-        tokens = first_argmax(logits)
-        return tokens, logits.gather(-1, tokens[:, None])[:, 0]
+        return first_argmax(logits)
 
     def _thorough(self, hidden: Tensor, group: list[Span]) -> _Thorough:
         index = [i for span in group for i in span.index]
@@ -140,15 +139,23 @@ class Reader:
             found = _Thorough(self, hidden, how, places, places, places[:0], keys).found()
             return found[: len(places)], found[len(places) : 2 * len(places)]
         banned = self._banned_ids(how.forbidden, hidden.device)
-        parts = [self._choose(self.rows(hidden, some), banned) for some in places.split(self._num_places_at_a_time)]
-        tokens, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        return tokens, values
+        tokens: list[Tensor] = []
+        values: list[Tensor] = []
+        for some in self._some_at_a_time(places):
+            logits = self.rows(hidden, some)
+            tokens.append(self._choose(logits, banned))
+            values.append(logits.gather(-1, tokens[-1][:, None])[:, 0])
+        return torch.cat(tokens), torch.cat(values)
 
     def _is_broken(self, how: Draw, tokens: list[float], values: list[float]) -> bool:
         """Say whether not-a-number or infinity among the logits may have spoilt what was read."""
-        return not (all(map(math.isfinite, values)) and self._banned.union(how.forbidden).isdisjoint(tokens))
+        return not (math.isfinite(sum(values)) and self._banned.union(how.forbidden).isdisjoint(tokens))
 
-    def _fill(self, group: list[Span], tokens: list[float], values: list[float], *statistics: list[float]) -> None:
+    def _fill(self, hidden: Tensor, group: list[Span], numbers: list[float], *, greedy: bool) -> None:
+        """Put into the readings what was found; read once more where logits were spoilt."""
+        tokens, values, *statistics = _columns(group, numbers)
+        if greedy and self._is_broken(group[0].draw, tokens, values):
+            tokens, values, *statistics = _columns(group, to_host(self._thorough(hidden, group).found()))
         start = 0
         for span in group:
             stop, reading = start + len(span.index), span.reading
@@ -193,7 +200,7 @@ class _Thorough:
 
     def found(self) -> Tensor:
         """Return the drafts' tokens, then a probability a place, then each wanted statistic of the drafts."""
-        step = self._reader._num_places_at_a_time
+        step = self._reader.num_places_at_a_time
         parts = [self._read(start, start + step) for start in range(0, len(self._index), step)]
         tokens, values, statistics = (torch.cat(columns, -1) for columns in zip(*parts, strict=True))
         return torch.cat((tokens.double(), values.double(), statistics.flatten()))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refusion_lit.decoding.span import Span
+from refusion_lit.decoding.span import Later, Span
 from refusion_lit.modeling.transfer import to_device
 
 Drawer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -32,20 +32,27 @@ class ReadAhead:
 
     def __init__(self, group: Sequence[Span], device: torch.device) -> None:
         starts = accumulate((len(span.index) for span in group), initial=0)
-        drafted = [(span, start) for span, start in zip(group, starts, strict=False) if span.later and span.index]
-        self._drafted = [span for span, _ in drafted]
-        self._sure = [span for span in group if span.later and not span.index]
-        num_values = sum(len(span.index) for span in group)
+        drafted: list[tuple[range, Later]] = []
+        self._sure: list[Later] = []
+        for span, start in zip(group, starts, strict=False):
+            if span.later is not None and span.index:
+                drafted.append((range(start, start + len(span.index)), span.later))
+            elif span.later is not None:
+                self._sure.append(span.later)
+        self._drafted = [later for _, later in drafted]
         self._num_chosen = 0
         if drafted:
-            width = max(len(span.index) for span in self._drafted)
-            self._num_chosen = min(width, max(span.num_likely for span in self._drafted))
-            values = np.full((len(drafted), width), num_values)  # padding stands behind the last value
-            for row, (span, start) in enumerate(drafted):
-                values[row, : len(span.index)] = range(start, start + len(span.index))
+            width = max(len(own) for own, _ in drafted)
+            self._num_chosen = min(width, max(later.num_likely for later in self._drafted))
+            # Padding stands behind the last value.
+            values = np.full((len(drafted), width), sum(len(span.index) for span in group))
+            for row, (own, _) in enumerate(drafted):
+                values[row, : len(own)] = own
             self._values = to_device(values, device)
-            self._groups, self._group_keys = (to_device(a, device) for a in _tables(self._drafted, width))
-        flat = [(span.start + offset, key) for span in self._sure for offset, key in _flat(span)]
+            self._groups, self._group_keys = (to_device(table, device) for table in _tables(self._drafted, width))
+        flat = [
+            (later.start + offset, later.noise_keys.get(offset, 0)) for later in self._sure for offset in _flat(later)
+        ]
         self._flat, self._flat_keys = (to_device([pair[i] for pair in flat], device) for i in (0, 1))
 
     def found(self, values: Tensor, draw: Drawer) -> Tensor:
@@ -69,35 +76,33 @@ class ReadAhead:
         return torch.cat((chosen.to(own.dtype), tokens.to(own.dtype), own))
 
     def fill(self, numbers: list[float]) -> None:
-        """Give the spans what :meth:`found` found; nothing if logits were spoilt."""
+        """Hand out what :meth:`found` found; nothing if logits were spoilt."""
         num_chosen = len(self._drafted) * self._num_chosen
         num_tokens = (len(numbers) - num_chosen) // 2
         if not np.isfinite(numbers[num_chosen + num_tokens :]).all():
             return
         tokens = map(int, numbers[num_chosen : num_chosen + num_tokens])
         length = self._groups.shape[-1] if num_chosen else 0
-        for row, span in enumerate(self._drafted):
+        for row, later in enumerate(self._drafted):
             for number in numbers[row * self._num_chosen : (row + 1) * self._num_chosen]:
                 drawn = [next(tokens) for _ in range(length)]
-                if number < len(span.later):  # else it is padding
-                    span.ahead.update(zip(span.later[int(number)], drawn, strict=False))
-        for span in self._sure:
-            span.ahead.update((offset, next(tokens)) for offset, _ in _flat(span))
+                if number < len(later.groups):  # else it is padding
+                    later.tokens.update(zip(later.groups[int(number)], drawn, strict=False))
+        for later in self._sure:
+            later.tokens.update((offset, next(tokens)) for offset in _flat(later))
 
 
-def _flat(span: Span) -> list[tuple[int, int]]:
-    """Return all offsets of a span's groups with their noise keys."""
-    offsets = [offset for group in span.later for offset in group]
-    return [(offset, span.later_keys.get(offset, 0)) for offset in offsets]
+def _flat(later: Later) -> list[int]:
+    return [offset for group in later.groups for offset in group]
 
 
-def _tables(spans: Sequence[Span], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of every group [span, group, token] and their noise keys; zeros where there is none."""
-    length = max(len(group) for span in spans for group in span.later)
-    places = np.zeros((len(spans), width, length), dtype=np.int64)
+def _tables(laters: Sequence[Later], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of every group [branch, group, token] and their noise keys; zeros where there is none."""
+    length = max(len(group) for later in laters for group in later.groups)
+    places = np.zeros((len(laters), width, length), dtype=np.int64)
     keys = np.zeros_like(places)
-    for row, span in enumerate(spans):
-        for number, group in enumerate(span.later):
-            places[row, number, : len(group)] = [span.start + offset for offset in group]
-            keys[row, number, : len(group)] = [span.later_keys.get(offset, 0) for offset in group]
+    for row, later in enumerate(laters):
+        for number, group in enumerate(later.groups):
+            places[row, number, : len(group)] = [later.start + offset for offset in group]
+            keys[row, number, : len(group)] = [later.noise_keys.get(offset, 0) for offset in group]
     return places, keys

@@ -1,11 +1,12 @@
-"""The unit that logits are read in."""
+"""The unit that logits are read in, and how branches become such units."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from refusion_lit.decoding.requests import Draw, Reading
+from refusion_lit.decoding.requests import Branch, Draw, Reading
+from refusion_lit.noise import stable_key
 
 
 @dataclass(slots=True)
@@ -19,11 +20,7 @@ class Span:
         given: The token at each place whose probability is wanted; ``None`` where tokens are drawn.
         noise_keys: Key of each place's noise, where there is any.
         guide: Distance to each place's logits that guide it.
-        start: Place of the branch's first token.
-        later: Groups of offsets that may be read later, see :class:`~refusion_lit.decoding.requests.Branch`.
-        later_keys: Key of the noise at each of these offsets, where there is any.
-        num_likely: How many groups probably will be.
-        ahead: Tokens that were drawn ahead, by offset.
+        later: What is read ahead besides.
     """
 
     reading: Reading
@@ -32,8 +29,72 @@ class Span:
     given: Sequence[int] | None = None
     noise_keys: Sequence[int] = ()
     guide: int = 0
-    start: int = 0
-    later: Sequence[Sequence[int]] = ()
-    later_keys: Mapping[int, int] = field(default_factory=dict)
-    num_likely: int = 0
-    ahead: dict[int, int] = field(default_factory=dict)
+    later: Later | None = None
+
+
+@dataclass(slots=True)
+class Later:
+    """Tokens of a branch that may be asked for later.
+
+    Attributes:
+        start: Place of the branch's first token.
+        groups: Groups of offsets, see :class:`~refusion_lit.decoding.requests.Branch`.
+        noise_keys: Key of the noise at each of these offsets, where there is any.
+        num_likely: How many groups will probably be asked for.
+        tokens: What was drawn ahead, by offset.
+    """
+
+    start: int
+    groups: Sequence[Sequence[int]]
+    noise_keys: Mapping[int, int]
+    num_likely: int
+    tokens: dict[int, int]
+
+
+def add_spans(
+    spans: list[Span],
+    branches: Sequence[Branch],
+    how: Draw,
+    prompt_id: str,
+    starts: Sequence[int],
+    length: int,
+    ahead: Sequence[dict[int, int]] | None = None,
+) -> list[Reading]:
+    """Append the spans that one prompt's branches read.
+
+    Args:
+        spans: Appended to.
+        branches: The branches.
+        how: How tokens are drawn.
+        prompt_id: Keys the noise.
+        starts: Place of each branch's first token.
+        length: Distance between two rows, for guidance.
+        ahead: Where tokens of each branch go that are read ahead; ``None`` if none are.
+
+    Returns:
+        For each branch its reading, still empty.
+    """
+    readings = [Reading() for _ in branches]
+    guide = 0 if how.guidance is None else length
+    for number, (branch, reading, start) in enumerate(zip(branches, readings, starts, strict=True)):
+        later = None
+        if ahead is not None and branch.later_at and how.guidance is None:
+            offsets = [offset for group in branch.later_at for offset in group]
+            keys = dict(zip(offsets, _noise_keys(branch, offsets, how, prompt_id), strict=False))
+            later = Later(start, branch.later_at, keys, branch.num_likely, ahead[number])
+        if branch.draft_at or later is not None:
+            keys = _noise_keys(branch, branch.draft_at, how, prompt_id)
+            index = [start + at for at in branch.draft_at]
+            spans.append(Span(reading, how, index, noise_keys=keys, guide=guide, later=later))
+        if branch.score_at:
+            offsets, given = zip(*branch.score_at, strict=True)
+            spans.append(Span(reading, how, [start + at for at in offsets], given, guide=guide))
+    return readings
+
+
+def _noise_keys(branch: Branch, offsets: Sequence[int], how: Draw, prompt_id: str) -> Sequence[int]:
+    """Return the key of the noise at each offset of a branch; none where nothing is random."""
+    if how.sampling.temperature == 0:
+        return ()
+    seed, positions = how.sampling.seed, branch.positions
+    return [stable_key("draw", seed, prompt_id, how.round, positions[offset] + how.shift) for offset in offsets]
