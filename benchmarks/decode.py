@@ -3,8 +3,8 @@
 usage: python -m benchmarks.decode [--repeats 5] [--threads 1] [--parts '[golden, batch, heavy]']
 
 ``golden``: additions-clean in the six settings of the reference outputs, batch 1. ``batch``: additions-clean at batch
-1, 4, 16 and 64. ``heavy``: hidden size 256, 6 layers, 151 936 tokens, random weights with replayed schedules, short
-(32 tokens), middle (128) and long (512) answers.
+1, 4, 16 and 64, with one thread and with two, which large batches make more of. ``heavy``: hidden size 256, 6 layers,
+151 936 tokens, random weights with replayed schedules, short (32 tokens), middle (128) and long (512) answers.
 
 Our decoders run the lean body, the plain ReFusion and ``generate`` transformers' forward, and so does the variant whose
 name says so: what it makes of the plain ReFusion is the algorithm's part of the speed.
@@ -102,31 +102,42 @@ def golden(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dic
     return cases, aims
 
 
-def batch(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def batch(
+    variants: Variants, repeats: int, num_prompts: int, threads: tuple[int, ...] = (1, 2)
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Compare batch sizes on the small model: setting 1, the reference's prompts."""
     reference, model = golden_runs("clean"), golden_model("clean")
     setting = reference["settings"][0]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(reference["runs"])]
     prompts = prompts[:num_prompts]
-    works = {}
-    for size in (1, 4, 16, 64):
-        for name, more in variants.items():
-            decoder = ReFusion(**_options(setting), **more)
-            works[f"{name}, batch {size}"] = ours(model, decoder, prompts, setting["gen_length"], size)
-        few = prompts[: max(4, size)]
-        works[f"generate, batch {size}"] = library(model, few, setting["gen_length"], size)
-    interleaved(works, repeats)
     main = next(iter(variants))
-    ratios = {}
-    for name in (*variants, "generate"):
-        for size in (4, 16, 64):
-            ratio = speed_ratio(works[f"{name}, batch {size}"], works[f"{name}, batch 1"])
-            ratios[f"{name}, batch {size} / batch 1"] = ratio
-    aims = [
-        aim("additions-clean: tokens/s at batch 16 over batch 1", ratios[f"{main}, batch 16 / batch 1"], 3.5,
-            at_least=True)
-    ]  # fmt: skip
-    return [_case("additions-clean, setting 1, batch sizes", works, ratios)], aims
+    by_library = LIBRARY_BODY.format(main)
+    decoders = {name: (model, ReFusion(**_options(setting), **more)) for name, more in variants.items()}
+    decoders[by_library] = (with_library_body(model), decoders[main][1])
+    cases, aims = [], []
+    before = torch.get_num_threads()
+    for number in threads:
+        torch.set_num_threads(number)
+        works = {}
+        for size in (1, 4, 16, 64):
+            for name, (body, decoder) in decoders.items():
+                works[f"{name}, batch {size}"] = ours(body, decoder, prompts, setting["gen_length"], size)
+            works[f"generate, batch {size}"] = library(model, prompts[: max(4, size)], setting["gen_length"], size)
+        interleaved(works, repeats)
+        ratios = {
+            f"{name}, batch {size} / batch 1": speed_ratio(works[f"{name}, batch {size}"], works[f"{name}, batch 1"])
+            for name in (*decoders, "generate")
+            for size in (4, 16, 64)
+        }
+        label = f"{number} thread{'s' * (number > 1)}"
+        cases.append(_case(f"additions-clean, setting 1, batch sizes, {label}", works, ratios))
+        aims += [
+            aim(f"additions-clean: tokens/s at batch 16 over batch 1, {label}, {body}",
+                ratios[f"{name}, batch 16 / batch 1"], 3.5, at_least=True)
+            for name, body in ((main, "lean body"), (by_library, "transformers' body"))
+        ]  # fmt: skip
+    torch.set_num_threads(before)
+    return cases, aims
 
 
 def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -198,7 +209,7 @@ def main(
 
     Args:
         repeats: Rounds of the interleaved timing.
-        threads: Threads of torch.
+        threads: Threads of torch, but for the part ``batch``.
         parts: What to measure.
         variants: Options of ReFusion by name; the first is the one that aims are about.
         num_prompts: Prompts of the small model's cases (20 a setting at most).

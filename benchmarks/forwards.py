@@ -1,6 +1,6 @@
 """Bare forwards: what a batch of 16 can gain at most, by the length of a forward and the body.
 
-usage: python -m benchmarks.forwards [--repeats 60] [--threads 1]
+usage: python -m benchmarks.forwards [--repeats 60] [--threads '[1, 2]']
 
 additions-clean behind a cache of 100 entries: times of one row and of 16, of transformers' body and the lean one. The
 ratio is how many times the positions a second 16 rows make of one row's: no decoder can gain more from a batch.
@@ -9,16 +9,18 @@ ratio is how many times the positions a second 16 rows make of one row's: no dec
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import torch
 from benchmarks.common import golden_model, write
 from jsonargparse import auto_cli
 
 NUM_KEYS = 100
+BODIES = {"transformers' body": False, "the lean body": True}
 
 
 def seconds(rows: int, length: int, *, lean: bool, repeats: int) -> float:
-    """Return the least processor time of a forward of so many rows and positions a row."""
+    """Return the least time of a forward of so many rows and positions a row."""
     model = golden_model("clean")
     model.lean = lean
     cache = model.make_cache(rows)
@@ -31,36 +33,36 @@ def seconds(rows: int, length: int, *, lean: bool, repeats: int) -> float:
     with torch.no_grad():
         for _ in range(repeats):
             cache.prepare(list(range(rows)), NUM_KEYS, None, row_index, cache_index)
-            started = time.process_time()
+            started = time.perf_counter()
             model.hidden_states(ids, positions, mask, cache)
-            taken.append(time.process_time() - started)
+            taken.append(time.perf_counter() - started)
     return min(taken)
 
 
-def main(repeats: int = 60, threads: int = 1, output: str | None = None) -> None:
+def main(repeats: int = 60, threads: tuple[int, ...] = (1, 2), output: str | None = None) -> None:
     """Measure bare forwards.
 
     Args:
         repeats: Forwards of each kind; the fastest counts.
-        threads: Threads of torch.
+        threads: Numbers of torch's threads, one after the other.
         output: Where to write the JSON.
     """
-    torch.set_num_threads(threads)
     torch.manual_seed(0)
     started = time.perf_counter()
     cases = []
-    for body, lean in (("transformers' body", False), ("the lean body", True)):
-        for length in (1, 16, 38, 64):
-            one, many = (seconds(rows, length, lean=lean, repeats=repeats) for rows in (1, 16))
-            cases.append(
-                {
-                    "body": body,
-                    "positions_a_row": length,
-                    "milliseconds_1_row": round(1e3 * one, 3),
-                    "milliseconds_16_rows": round(1e3 * many, 3),
-                    "ratio": round(16 * one / many, 2),
-                }
-            )
+    for number, (body, lean), length in product(threads, BODIES.items(), (1, 16, 38, 64)):
+        torch.set_num_threads(number)
+        one, many = (seconds(rows, length, lean=lean, repeats=repeats) for rows in (1, 16))
+        cases.append(
+            {
+                "threads": number,
+                "body": body,
+                "positions_a_row": length,
+                "milliseconds_1_row": round(1e3 * one, 3),
+                "milliseconds_16_rows": round(1e3 * many, 3),
+                "ratio": round(16 * one / many, 2),
+            }
+        )
     config = {"repeats": repeats, "threads": threads, "num_keys": NUM_KEYS}
     write("forwards", config, {"cases": cases}, output=output, seconds=time.perf_counter() - started, seed=0)
 

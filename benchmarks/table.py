@@ -66,7 +66,7 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield "## overhead\n\n" + table(head, rows)
     if "forwards" in results:
         rows = [list(case.values()) for case in results["forwards"]["cases"]]
-        head = ["body", "positions a row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
+        head = ["threads", "body", "positions a row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
         yield "## bare forwards\n\n" + table(head, rows)
     if "prefill" in results:
         rows = [
