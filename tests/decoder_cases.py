@@ -11,9 +11,11 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import pytest
 from hypothesis import strategies as st
 
 import refusion_lit.decoding
@@ -27,7 +29,10 @@ from refusion_lit.decoding import (
     LLaDA,
     ReFusion,
     RowState,
+    decode,
+    engine,
 )
+from refusion_lit.decoding.executor import Executor
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 for module in pkgutil.iter_modules(refusion_lit.decoding.__path__):
@@ -153,6 +158,13 @@ def prompts(draw: st.DrawFn, max_size: int = 5) -> list[Prompt]:
 
 def temperatures() -> st.SearchStrategy[float]:
     return st.sampled_from([0.0, 0.0, 1.0])
+
+
+def decode_ahead(*args: Any, **kwargs: Any) -> DecodingOutput:
+    """Decode as on a device that makes the host wait: what will probably be asked for is read at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "Executor", partial(Executor, reads_ahead=True))
+        return decode(*args, **kwargs)
 
 
 class LastState(GenerationCallback):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_cases import DECODERS, hash_models, prompts, setups, temperatures, traits_for
+from decoder_cases import DECODERS, decode_ahead, hash_models, prompts, setups, temperatures, traits_for
 from fakes import HashModel, OracleModel, oracle_text, tiny_backbone
-from refusion_lit.decoding import Decoder, DecodingOutput, RecomputeKV, ReFusion, decode, engine
-from refusion_lit.decoding.executor import Executor
+from refusion_lit.decoding import Decoder, DecodingOutput, RecomputeKV, ReFusion, decode
 from refusion_lit.decoding.reading import Reader
 from refusion_lit.modeling import backbone
 from refusion_lit.types import Prompt, SamplingParams
@@ -25,13 +23,6 @@ PROMPTS = [Prompt(token_ids=tuple(range(3, 3 + length)), id=str(length)) for len
 
 def told(output: DecodingOutput) -> list[tuple[list[int], int, str]]:
     return [(row.token_ids, row.num_forwards, row.finish_reason) for row in output.rows]
-
-
-def decode_ahead(*args: Any, **kwargs: Any) -> DecodingOutput:
-    """Decode as on a device that makes the host wait."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Executor", partial(Executor, reads_ahead=True))
-        return decode(*args, **kwargs)
 
 
 @pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
