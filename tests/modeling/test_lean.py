@@ -17,7 +17,8 @@ from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling import lean as lean_module
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean import LeanBody, is_known
+from refusion_lit.modeling.lean import LeanBody
+from refusion_lit.modeling.lean_known import is_known
 from refusion_lit.types import ModelTraits
 
 SMALL: dict[str, Any] = {

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from refusion_lit.modeling.attention import additive
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean import LeanBody, is_known
+from refusion_lit.modeling.lean import LeanBody
+from refusion_lit.modeling.lean_known import is_known
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 _HEAD_CHANGES = (

@@ -8,6 +8,7 @@ which indices its tokens are written to; which entries a query sees is the atten
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,13 +52,21 @@ class _StoredLayer(DynamicLayer):
 
     def exchange(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [token, head, dim] states of the tokens to store and return [sequence, key, head, dim]."""
+        plan = self._owner.prepared
+        keys, values = self.store(keys, values)
+        return plan.visible(keys), plan.visible(values)
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [token, head, dim] states of the tokens to store and return all that is stored."""
         if not self.is_initialized:
             # The library's order of axes: its method of this name belongs to its interface.
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
         plan = self._owner.prepared
         assert self.stored_keys is not None
         assert self.stored_values is not None
-        return plan.exchange(self.stored_keys, keys), plan.exchange(self.stored_values, values)
+        for stored, states in ((self.stored_keys, keys), (self.stored_values, values)):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, plan.write_index, states)
+        return self.stored_keys, self.stored_values
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` entries a row; what is stored stays where it is."""
@@ -79,19 +88,30 @@ class _StoredLayer(DynamicLayer):
         return 0
 
 
-class _WritePlan:
-    __slots__ = ("num_keys", "rows", "source_index", "write_index")
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What :meth:`SlotCache.prepare` was told.
 
-    def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor | None, write_index: Tensor) -> None:
-        self.rows, self.num_keys, self.source_index, self.write_index = rows, num_keys, source_index, write_index
+    Attributes:
+        sequences: Storage row of each sequence.
+        rows: The same as a tensor; ``None`` if the sequences are all rows in order.
+        num_keys: Entries that may be seen.
+        source_index: Flat index of every token to store, ``None`` for all tokens.
+        write_index: Flat index into storage of every token.
+    """
+
+    sequences: list[int]
+    rows: Tensor | None
+    num_keys: int
+    source_index: Tensor | None
+    write_index: Tensor
 
     def stored_of(self, states: Tensor) -> Tensor:
         return states if self.source_index is None else states[self.source_index]
 
-    def exchange(self, stored: Tensor, states: Tensor) -> Tensor:
-        stored.view(-1, *stored.shape[2:]).index_copy_(0, self.write_index, states)
-        visible = stored[:, : self.num_keys]
-        return visible if self.rows is None else visible[self.rows]
+    def visible(self, stored: Tensor) -> Tensor:
+        seen = stored[:, : self.num_keys]
+        return seen if self.rows is None else seen[self.rows]
 
 
 class SlotCache:
@@ -109,13 +129,13 @@ class SlotCache:
     def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
-        self._plan: _WritePlan | None = None
+        self._plan: _Plan | None = None
         self.lean: Callable[..., Tensor] | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
         self.past_key_values = Cache(layers=list(self._layers))
 
     @property
-    def prepared(self) -> _WritePlan:
+    def prepared(self) -> _Plan:
         """What :meth:`prepare` said last."""
         assert self._plan is not None, "SlotCache.prepare must be called before each forward"
         return self._plan
@@ -145,7 +165,7 @@ class SlotCache:
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else torch.tensor(rows, device=device)
-        self._plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
+        self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def exchange(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -158,6 +178,12 @@ class SlotCache:
             values: Likewise.
         """
         return self._layers[layer].exchange(keys, values)
+
+    def store(
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
+    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
+        """Write a layer's keys and values as prepared and return the whole storage; see :meth:`exchange`."""
+        return self._layers[layer].store(keys, values)
 
     def keep(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.
