@@ -13,7 +13,8 @@ from torch import Tensor
 
 from refusion_lit.modeling import lean_attention
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean_attention import GroupedAttention, PaddedAttention, Rows, attention_for
+from refusion_lit.modeling.lean_attention import GroupedAttention, PaddedAttention, attention_for
+from refusion_lit.modeling.lean_rows import Rows
 
 HEADS, KEY_HEADS, DIM = 4, 2, 6
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from refusion_lit.modeling.attention import additive
+from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
 from refusion_lit.modeling.lean import LeanBody
@@ -147,14 +147,7 @@ class Backbone(nn.Module, LanguageModel):
         if implementation == "eager":
             return additive(four_d, self.dtype)
         if implementation == "flex_attention":
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return mask[batch, query, key]
-
-            return create_block_mask(
-                allowed, B=mask.shape[0], H=None, Q_LEN=mask.shape[1], KV_LEN=mask.shape[2], device=str(mask.device)
-            )
+            return block_mask(mask)
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean_attention import Rows, attention_for
+from refusion_lit.modeling.lean_attention import attention_for
+from refusion_lit.modeling.lean_rows import Rows
 
 _MAX_TABLE = 1 << 14
 """On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
@@ -80,6 +81,7 @@ class LeanBody:
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
+        self._implementation = config._attn_implementation
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads) for layer in body.layers]
@@ -105,7 +107,8 @@ class LeanBody:
         # [tokens of all rows, hidden]: one matrix product
         hidden = F.embedding(rows.real_of(input_ids.flatten()), self._embedding)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
-        attention = attention_for(rows, attention_mask, cache, hidden.dtype, self._num_heads * self._head_dim)
+        width = self._num_heads * self._head_dim
+        attention = attention_for(rows, attention_mask, cache, hidden.dtype, width, self._implementation)
         for number, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
             query, key, value = self._heads(layer, normed, rotation)

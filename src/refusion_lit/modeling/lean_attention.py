@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.lean_flex import FlexAttention
+from refusion_lit.modeling.lean_rows import Attention, Rows
 
 _CALL = 1 << 17
 """What a further call of attention costs a CPU thread, in multiply-adds of queries and keys that take as long.
@@ -26,43 +27,6 @@ Chosen by decoding with a small model on two threads and one: a call is about te
 
 _MIN_CALLS = 32
 """With less work than so many calls in the padded batch, looking for groups costs about what they save."""
-
-
-class Attention(Protocol):
-    """Attention of one forward."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: Float[Tensor, "token head dim"],
-        key: Float[Tensor, "token key_head dim"],
-        value: Float[Tensor, "token key_head dim"],
-    ) -> Float[Tensor, "token head dim"]:
-        """Store a layer's keys and values of the real tokens, and return the heads' outputs."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the tokens that are no padding stand in a padded batch.
-
-    Attributes:
-        shape: Of the batch.
-        real: Their flat indices, in the order they are computed in; ``None`` if nothing is padding.
-    """
-
-    shape: torch.Size
-    real: Tensor | None
-
-    def padded(self, states: Tensor) -> Tensor:
-        """Put states of the real tokens where they stand among all [tokens of all rows, ...]; zeros elsewhere."""
-        if self.real is None:
-            return states
-        return states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
-
-    def real_of(self, states: Tensor) -> Tensor:
-        """Take the states of the real tokens."""
-        return states if self.real is None else states[self.real]
 
 
 class PaddedAttention:
@@ -164,6 +128,7 @@ def attention_for(
     cache: SlotCache | None,
     dtype: torch.dtype,
     width: int,
+    implementation: str = "sdpa",
 ) -> Attention:
     """Choose how a forward attends.
 
@@ -173,7 +138,10 @@ def attention_for(
         cache: Prepared for the forward.
         dtype: Type of the states.
         width: Of the query heads' states, all heads together.
+        implementation: ``sdpa`` or ``flex_attention``.
     """
+    if implementation == "flex_attention" and mask is not None:
+        return FlexAttention(rows, mask, cache)
     if mask is not None and cache is not None and mask.device.type == "cpu":
         call = _CALL * torch.get_num_threads() // width
         if mask.numel() > _MIN_CALLS * call:

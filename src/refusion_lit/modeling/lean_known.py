@@ -38,8 +38,9 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or what
     """Say whether :class:`~refusion_lit.modeling.lean.LeanBody` computes what a body computes.
 
     It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
-    unpatched, with full attention by sdpa, SiLU, rotary frequencies that do not depend on the batch, and no biases but
-    those of queries, keys and values. So adapters, quantised or sharded weights and offloading are all refused.
+    unpatched, with full attention by sdpa or flex attention, SiLU, rotary frequencies that do not depend on the batch,
+    and no biases but those of queries, keys and values. So adapters, quantised or sharded weights and offloading are
+    all refused.
     """
     family = next((family for family in _FAMILIES if family[0] is type(body)), None)
     if family is None or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -72,7 +73,7 @@ def _is_usual(body: Any) -> bool:  # noqa: ANN401
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or ()
     return (
-        config._attn_implementation == "sdpa"
+        config._attn_implementation in ("sdpa", "flex_attention")
         and rope.get("rope_type", "default") in _FIXED_ROPE
         and all(kind == "full_attention" for kind in kinds)
         and len(body.layers) == config.num_hidden_layers > 0
