@@ -121,13 +121,16 @@ class SlotCache:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one a prompt being decoded.
         capacity: Entries a row to begin with; grows by chunks of 128.
+        static: Double the room instead, so that it changes seldom, and keep the storage's last entry free: what nobody
+            shall see may be written there.
 
     Attributes:
         lean: What the model that made the cache runs its body by, in place of the library's forward.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
+    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK, *, static: bool = False) -> None:
         self.num_rows = num_rows
+        self._static = static
         self.capacity = capacity
         self._plan: _Plan | None = None
         self.lean: Callable[..., Tensor] | None = None
@@ -158,14 +161,31 @@ class SlotCache:
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
-        if num_keys > self.capacity:
-            self.capacity = -(-num_keys // _CHUNK) * _CHUNK
+        needed = num_keys + self._static
+        if needed > self.capacity:
+            if self._static:
+                self.capacity = max(_CHUNK, 1 << (needed - 1).bit_length())
+            else:
+                self.capacity = -(-needed // _CHUNK) * _CHUNK
             for layer in self._layers:
                 layer.grow(self.capacity)
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
-        selected = None if all_rows else torch.tensor(rows, device=device)
+        selected = None if all_rows else _moved(torch.tensor(rows), device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
+
+    def storage(
+        self, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Float[Tensor, "row entry head dim"]], list[Float[Tensor, "row entry head dim"]]]:
+        """Return what stores keys and values, a tensor a layer, for those who write into it by themselves."""
+        none = torch.empty(1, num_heads, 0, head_dim, dtype=dtype, device=device)
+        keys, values = [], []
+        for layer in self._layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(none, none)
+            keys.append(layer.stored_keys)
+            values.append(layer.stored_values)
+        return keys, values
 
     def exchange(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -196,5 +216,10 @@ class SlotCache:
         if start == len(indices):
             return
         for layer in self._layers:
-            device = layer.stored_keys.device if layer.stored_keys is not None else None
-            layer.keep(row, torch.tensor(indices[start:], device=device), start)
+            if layer.stored_keys is not None:
+                layer.keep(row, _moved(torch.tensor(indices[start:]), layer.stored_keys.device), start)
+
+
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """Move numbers from the host without waiting for the device."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from refusion_lit.modeling.kv_cache import SlotCache
 from refusion_lit.modeling.lean_attention import attention_for
-from refusion_lit.modeling.lean_rows import Rows
+from refusion_lit.modeling.lean_rows import Attention, Rows
 
 _MAX_TABLE = 1 << 14
 """On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
@@ -37,7 +37,11 @@ class _Norm:
         self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._eps = eps
         self._floor = weight.new_tensor((size * eps) ** 0.5)
-        self._weight = weight * size**0.5 if self._by_hand else weight
+        self._weight = weight * size**0.5 if self._by_hand else weight.clone()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it owns."""
+        return [self._weight, self._floor]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
@@ -89,6 +93,36 @@ class LeanBody:
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and states."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def entry_shape(self) -> tuple[int, int]:
+        """Heads and dimensions of a cache entry."""
+        return self._num_key_heads, self._head_dim
+
+    def weights(self) -> list[Tensor]:
+        """Return the modules' own tensors that a forward reads: all but the norms'."""
+        found = [self._embedding]
+        for layer in self._layers:
+            found += [layer.output, layer.gate, layer.up, layer.down]
+            found += [one for linear in (layer.query, layer.key, layer.value) for one in linear if one is not None]
+        return found
+
+    def copies(self) -> list[Tensor]:
+        """Return the tensors that were made of the modules' own."""
+        norms = [self._norm]
+        for layer in self._layers:
+            norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
+        return [self._sign, *(tensor for norm in norms for tensor in norm.tensors())]
+
     @torch.no_grad()
     def __call__(
         self,
@@ -104,11 +138,23 @@ class LeanBody:
         """
         # Padding takes part in attention alone: all else is computed for the tokens that are stored.
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
-        # [tokens of all rows, hidden]: one matrix product
-        hidden = F.embedding(rows.real_of(input_ids.flatten()), self._embedding)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
-        attention = attention_for(rows, attention_mask, cache, hidden.dtype, width, self._implementation)
+        attention = attention_for(rows, attention_mask, cache, self.dtype, width, self._implementation)
+        hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
+        return rows.padded(hidden).view(*input_ids.shape, -1)
+
+    def run(
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> Float[Tensor, "token hidden"]:
+        """Run the layers over tokens of all rows, laid end to end: one matrix product for all of them.
+
+        Args:
+            ids: The tokens.
+            rotation: What :meth:`angles` gives for their positions.
+            attention: How they attend.
+        """
+        hidden = F.embedding(ids, self._embedding)
         for number, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
             query, key, value = self._heads(layer, normed, rotation)
@@ -116,19 +162,20 @@ class LeanBody:
             normed = layer.mlp_norm(hidden)
             gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
             hidden.addmm_(gated, layer.down.t())
-        return rows.padded(self._norm(hidden)).view(*input_ids.shape, -1)
+        return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines [token, 1, dim] of positions [token]."""
         length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
-            return self._angles(positions)
+            return self.angles(positions)
         if self._table is None or length > len(self._table[0]):
-            self._table = self._angles(torch.arange(-(-length // 128) * 128))
+            self._table = self.angles(torch.arange(-(-length // 128) * 128))
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
+        """Compute cosines and signed sines [token, 1, dim] of positions."""
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 

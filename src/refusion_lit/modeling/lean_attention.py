@@ -45,7 +45,7 @@ class PaddedAttention:
             key, value = key.unflatten(0, (batch, -1)), value.unflatten(0, (batch, -1))
         else:
             key, value = self._cache.exchange(layer, key, value)
-        mixed = _attend(self._rows.padded(query).unflatten(0, (batch, -1)), key, value, self._mask)
+        mixed = attend_rows(self._rows.padded(query).unflatten(0, (batch, -1)), key, value, self._mask)
         return self._rows.real_of(mixed.flatten(0, 1))
 
 
@@ -71,7 +71,7 @@ class _Group:
         """Return outputs [places of the rows, head, dim]."""
         own = query[self.tokens].unflatten(0, (-1, self.num_queries))
         keys, values = (stored[:, : self.num_keys][self.stored_rows] for stored in (keys, values))
-        return _attend(own, keys, values, self.mask).flatten(0, 1)
+        return attend_rows(own, keys, values, self.mask).flatten(0, 1)
 
 
 class GroupedAttention:
@@ -201,8 +201,18 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, seen, hidden)[:, None]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return outputs of states [row, place, head, dim]."""
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend row by row.
+
+    Args:
+        query: States [row, place, head, dim].
+        key: Likewise; there may be fewer heads, which query heads share.
+        value: Likewise.
+        mask: What is added to scores; ``None`` for causal attention.
+
+    Returns:
+        The heads' outputs, laid out like the queries.
+    """
     times = query.shape[2] // key.shape[2]
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     grouped = times > 1

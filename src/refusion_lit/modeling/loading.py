@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
-from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.backbone import Backbone, check_compilable
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
@@ -60,6 +60,7 @@ class BackboneConfig:
         lean: Decode without the library's bookkeeping where the architecture is known (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa``, weights neither adapted nor quantised nor sharded): equal up to rounding,
             about twice as fast on small models. Neither training nor checkpoints know of it.
+        compile: Compile the lean body's decode steps for static shapes; on GPUs they become CUDA graphs.
         gradient_checkpointing: Trade time for memory in training.
         lora: Train low-rank adapters instead of all weights.
         trust_remote_code: Allow the source to bring Python code that is executed on this machine. Off by default.
@@ -74,6 +75,7 @@ class BackboneConfig:
     dtype: DType = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
     lean: bool = True
+    compile: bool = False
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     trust_remote_code: bool = False
@@ -88,6 +90,8 @@ class BackboneConfig:
         if self.attention is not None or self.block_size is not None:
             # Refuses one without the other.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
+        if self.compile:
+            check_compilable(lean=self.lean, attn_implementation=self.attn_implementation)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
         """Make the backbone for a tokenizer.
@@ -108,7 +112,7 @@ class BackboneConfig:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         with _seeded(seed):
             model = self._model(config, tokenizer)
-        return Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean)
+        return Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean, compile=self.compile)
 
     def _model(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - transformers' or peft's
         random_weights = self.source is None or self.random_init

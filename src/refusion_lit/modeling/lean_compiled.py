@@ -1,0 +1,185 @@
+"""The lean body's decode step compiled for static shapes, which on GPUs become CUDA graphs.
+
+A decode step of a model that is small for its device is bound by launching operations. Compiled, a forward is one
+launch, at the price of padding to a few shapes: rows and tokens a row to powers of two, keys to all that the cache has
+room for, which doubles when it is full. Padding is computed like all else; its keys and values go to an entry of the
+cache that nobody sees, so that nothing depends on how much of it there is.
+
+The whole stack is one program, not a program a layer: one launch a forward needs it, and layers are alike, so that its
+compile time, per layer, falls from the second on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.lean import LeanBody
+from refusion_lit.modeling.lean_attention import attend_rows
+
+_TOKENS = (8, 16, 32, 64, 128)
+"""Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run as they are."""
+
+_MAX_SHAPES = 1 << 10
+"""Recompilations that torch is allowed, which it counts for all models together; each is of a shape met anew."""
+
+_BACKEND: str | Callable[..., Any] = "inductor"
+
+_bodies: WeakKeyDictionary[nn.Module, CompiledBody] = WeakKeyDictionary()
+
+
+class CompiledBody:
+    """A :class:`~refusion_lit.modeling.lean.LeanBody` whose decode steps are compiled.
+
+    Forwards without a cache, and of more tokens a row than a step has, run uncompiled.
+
+    Args:
+        lean: What is compiled. Its implementation of attention is ``sdpa``.
+
+    Attributes:
+        lean: The uncompiled body.
+        shapes: What was compiled so far: rows, tokens a row, rows and entries of the cache, and what else a program
+            depends on.
+    """
+
+    def __init__(self, lean: LeanBody) -> None:
+        self.lean = lean
+        self.shapes: set[tuple[object, ...]] = set()
+        self._on_gpu = lean.device.type == "cuda"
+        graphs = {"mode": "reduce-overhead"} if self._on_gpu and _BACKEND == "inductor" else {}
+        self._run = torch.compile(_run, backend=_BACKEND, dynamic=False, fullgraph=True, **graphs)
+        if self._on_gpu:
+            _keep_addresses(lean.weights() + lean.copies())
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Bool[Tensor, "batch token key"] | None,
+        cache: SlotCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`."""
+        length = input_ids.shape[1]
+        num_tokens = next((size for size in _TOKENS if size >= length), None)
+        if cache is None or attention_mask is None or num_tokens is None:
+            return self.lean(input_ids, position_ids, attention_mask, cache)
+        shape = _Shape(cache, length, num_tokens)
+        stored = cache.storage(*self.lean.entry_shape, dtype=self.lean.dtype, device=input_ids.device)
+        key = (*shape.key, torch.is_inference_mode_enabled(), torch.get_num_threads())
+        arguments = (
+            self.lean, shape.tokens(input_ids), shape.tokens(position_ids), shape.mask(attention_mask),
+            shape.stored_rows, shape.write_index(), *stored,
+        )  # fmt: skip
+        if self._on_gpu:
+            _keep_addresses(stored[0] + stored[1])
+            torch.compiler.cudagraph_mark_step_begin()
+        if key in self.shapes:
+            hidden = self._run(*arguments)
+        else:
+            with torch._dynamo.config.patch(recompile_limit=_MAX_SHAPES, accumulated_recompile_limit=_MAX_SHAPES):
+                hidden = self._run(*arguments)
+            self.shapes.add(key)
+        # A copy: the next run of a CUDA graph writes where this one did.
+        return hidden.unflatten(0, (-1, num_tokens))[:, :length].index_select(0, shape.places)
+
+    def adopt(self, lean: LeanBody) -> bool:
+        """Take over what another lean body of the same modules has read anew; say whether that is possible."""
+        mine, others = self.lean.weights(), lean.weights()
+        if len(mine) != len(others) or any(one is not other for one, other in zip(mine, others, strict=True)):
+            return False
+        for one, other in zip(self.lean.copies(), lean.copies(), strict=True):
+            one.copy_(other)
+        return True
+
+
+class _Shape:
+    """How a forward is laid out in a static shape.
+
+    Attributes:
+        key: What tells the shape from others.
+        places: Row of the static batch that each sequence stands in.
+        stored_rows: Storage row of each row of the static batch; ``None`` if it has a row for each in order, so that
+            nothing needs to be gathered.
+    """
+
+    def __init__(self, cache: SlotCache, length: int, num_tokens: int) -> None:
+        plan = cache.prepared
+        number = len(plan.sequences)
+        num_rows = 1 << (number - 1).bit_length()
+        in_place = num_rows >= cache.num_rows and len(set(plan.sequences)) == number
+        device = plan.write_index.device
+        own = torch.arange(number, device=device)
+        rows = own if plan.rows is None else plan.rows
+        if in_place:
+            num_rows = cache.num_rows
+        self.key = (num_rows, num_tokens, cache.num_rows, cache.capacity, in_place)
+        self.places = rows if in_place else own
+        self.stored_rows = None if in_place else nn.functional.pad(rows, (0, num_rows - number))
+        self._plan, self._length, self._size = plan, length, (num_rows, num_tokens)
+        self._capacity, self._spare = cache.capacity, cache.num_rows * cache.capacity - 1
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """Lay [sequence, token] values out as [token of all rows]; zeros at padding."""
+        padded = values.new_zeros(self._size)
+        padded[:, : self._length].index_copy_(0, self.places, values)
+        return padded.flatten()
+
+    def mask(self, mask: Tensor) -> Tensor:
+        """Lay a mask [sequence, token, key] out over all entries of the rows; padding sees the first."""
+        padded = mask.new_zeros(*self._size, self._capacity)
+        padded[:, :, 0] = True
+        padded[:, : self._length, : mask.shape[2]].index_copy_(0, self.places, mask)
+        return padded
+
+    def write_index(self) -> Tensor:
+        """Return where in storage, laid end to end, each token is written."""
+        given, source = self._plan.write_index, self._plan.source_index
+        if source is None:
+            source = torch.arange(len(given), device=given.device)
+        place = self.places[source // self._length] * self._size[1] + source % self._length
+        padded = given.new_full((self._size[0] * self._size[1],), self._spare)
+        return padded.index_copy_(0, place, given)
+
+
+def compiled_body(body: Any) -> CompiledBody:  # noqa: ANN401 - a transformers model
+    """Return a body's compiled form, the same one as long as its weights are the same tensors."""
+    lean, known = LeanBody(body), _bodies.get(body)
+    if known is None or not known.adopt(lean):
+        known = _bodies[body] = CompiledBody(lean)
+    return known
+
+
+def _run(
+    lean: LeanBody,
+    ids: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+    stored_rows: Tensor | None,
+    write_index: Tensor,
+    stored_keys: list[Tensor],
+    stored_values: list[Tensor],
+) -> Tensor:
+    """Compute hidden states [token of all rows, hidden], writing to the stored tensors."""
+    added = torch.where(mask, 0.0, -torch.inf).to(lean.dtype)[:, None]
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen = []
+        for stored, states in ((stored_keys[layer], key), (stored_values[layer], value)):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, write_index, states)
+            seen.append(stored if stored_rows is None else stored[stored_rows])
+        return attend_rows(query.unflatten(0, mask.shape[:2]), *seen, added).flatten(0, 1)
+
+    return lean.run(ids, lean.angles(positions), attention)
+
+
+def _keep_addresses(tensors: list[Tensor]) -> None:
+    """Tell CUDA graphs that tensors stay where they are, so that they do not copy them."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
