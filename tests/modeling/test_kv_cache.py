@@ -160,13 +160,16 @@ def closed(known: Recomputed, chance: random.Random) -> list[int]:
     return order
 
 
-def test_storage_grows_by_chunks_and_keeps_what_it_holds() -> None:
+@pytest.mark.parametrize(
+    ("static", "expected"), [(False, [128, 128, 256, 256, 256, 384]), (True, [128, 128, 256, 256, 256, 512])]
+)
+def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected: list[int]) -> None:
     model = tiny_backbone()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (1, 300), generator=generator)
     positions = torch.arange(300)[None].flip(1) % 250
     causal = torch.ones(1, 300, 300, dtype=torch.bool).tril()
-    cache = SlotCache(2, 2)
+    cache = SlotCache(2, 2, static=static)
     with torch.no_grad():
         whole = model.hidden_states(ids, positions, causal)
         capacities = []
@@ -178,7 +181,16 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds() -> None:
             )  # fmt: skip
             torch.testing.assert_close(part, whole[:, start:stop], **CLOSE)
             capacities.append(cache.capacity)
-    assert capacities == [128, 128, 256, 256, 256, 384]
+    assert capacities == expected
+
+
+def test_static_storage_keeps_its_last_entry_free() -> None:
+    capacities = []
+    for num_keys in (127, 128, 255, 256):
+        cache = SlotCache(1, 2, static=True)
+        cache.prepare([0], num_keys, None, torch.tensor([0]), torch.tensor([num_keys - 1]))
+        capacities.append(cache.capacity)
+    assert capacities == [128, 256, 256, 512]
 
 
 def test_a_leading_run_that_is_in_place_is_not_moved() -> None:

@@ -2,40 +2,19 @@ from __future__ import annotations
 
 import random
 import shutil
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meeting_points import MeetingPoints
 from ragged import by_hand, prepared, ragged, states
 from refusion_lit.modeling import lean_flex
 from refusion_lit.modeling.lean_attention import attention_for
 from refusion_lit.modeling.lean_flex import FlexAttention
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
-MEETING_POINTS = {"_local_scalar_dense", "nonzero", "masked_select", "_to_copy", "unique_dim", "_unique2"}
-
-
-class MeetingPoints(TorchDispatchMode):
-    """Counts operations for which the host would wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_booleans = name in ("index", "index_put", "index_put_") and any(
-            isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1]
-        )
-        moves = name == "_to_copy" and "device" in (kwargs or {}) and kwargs["device"] not in (None, args[0].device)
-        if by_booleans or moves or (name in MEETING_POINTS and name != "_to_copy"):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @settings(max_examples=20)
