@@ -120,7 +120,12 @@ class Backbone(nn.Module, LanguageModel):
     def make_cache(self, num_rows: int) -> SlotCache:  # noqa: D102
         cache = SlotCache(self.config.num_hidden_layers, num_rows, static=self.compile_steps)
         # Modules may be wrapped or replaced between two generations, but not during one.
-        cache.lean = self._compiled_body() if self.compile_steps else self._lean_body()
+        if self.compile_steps:
+            compiled = self._compiled_body()
+            compiled.lend(cache)
+            cache.lean = compiled
+        else:
+            cache.lean = self._lean_body()
         return cache
 
     def _lean_body(self) -> LeanBody | None:
@@ -190,7 +195,7 @@ def _refuse_packed(position_ids: Int[Tensor, "1 token"]) -> None:
         )
 
 
-def check_compilable(*, lean: bool, attn_implementation: str) -> None:
+def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
     """Refuse what the compiled decode step does not go with.
 
     Raises:

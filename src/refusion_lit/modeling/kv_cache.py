@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 _CHUNK = 128
+_STATIC_CHUNKS = 4
 
 
 class _StoredLayer(DynamicLayer):
@@ -24,9 +26,15 @@ class _StoredLayer(DynamicLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner_ref = ref(owner)  # no cycle: storage is to be freed with the cache, not some time later
         self.stored_keys: Tensor | None = None
         self.stored_values: Tensor | None = None
+
+    @property
+    def _owner(self) -> SlotCache:
+        owner = self._owner_ref()
+        assert owner is not None, "the SlotCache must live as long as its past_key_values are used"
+        return owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -121,8 +129,8 @@ class SlotCache:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one a prompt being decoded.
         capacity: Entries a row to begin with; grows by chunks of 128.
-        static: Double the room instead, so that it changes seldom, and keep the storage's last entry free: what nobody
-            shall see may be written there.
+        static: Begin with 512 and double instead, so that storage changes seldom, and keep its last entry free: what
+            nobody shall see may be written there.
 
     Attributes:
         lean: What the model that made the cache runs its body by, in place of the library's forward.
@@ -131,7 +139,7 @@ class SlotCache:
     def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK, *, static: bool = False) -> None:
         self.num_rows = num_rows
         self._static = static
-        self.capacity = capacity
+        self.capacity = max(capacity, _STATIC_CHUNKS * _CHUNK) if static else capacity
         self._plan: _Plan | None = None
         self.lean: Callable[..., Tensor] | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
@@ -164,7 +172,7 @@ class SlotCache:
         needed = num_keys + self._static
         if needed > self.capacity:
             if self._static:
-                self.capacity = max(_CHUNK, 1 << (needed - 1).bit_length())
+                self.capacity = 1 << (needed - 1).bit_length()
             else:
                 self.capacity = -(-needed // _CHUNK) * _CHUNK
             for layer in self._layers:
@@ -186,6 +194,13 @@ class SlotCache:
             keys.append(layer.stored_keys)
             values.append(layer.stored_values)
         return keys, values
+
+    def adopt(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Use what a cache of as many rows, now gone, gave as :meth:`storage`; nothing has been stored yet."""
+        self.capacity = keys[0].shape[1]
+        for layer, *stored in zip(self._layers, keys, values, strict=True):
+            layer.stored_keys, layer.stored_values = (states.zero_() for states in stored)
+            layer.dtype, layer.device, layer.is_initialized = keys[0].dtype, keys[0].device, True
 
     def exchange(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]

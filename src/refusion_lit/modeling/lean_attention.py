@@ -160,7 +160,7 @@ def _sizes(rows: Rows, mask: Tensor) -> np.ndarray:
         sizes[:, 0] = 0
         row, offset = np.divmod(rows.real.numpy(), length)
         np.maximum.at(sizes[:, 0], row, offset + 1)
-    sizes[:, 1] = mask.shape[2] - mask.numpy().any(1)[:, ::-1].argmax(1)
+    sizes[:, 1] = mask.shape[2] - np.any(mask.numpy(), axis=1)[:, ::-1].argmax(1)
     return sizes
 
 

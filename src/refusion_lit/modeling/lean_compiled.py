@@ -1,9 +1,9 @@
 """The lean body's decode step compiled for static shapes, which on GPUs become CUDA graphs.
 
 A decode step of a model that is small for its device is bound by launching operations. Compiled, a forward is one
-launch, at the price of padding to a few shapes: rows and tokens a row to powers of two, keys to all that the cache has
-room for, which doubles when it is full. Padding is computed like all else; its keys and values go to an entry of the
-cache that nobody sees, so that nothing depends on how much of it there is.
+launch, at the price of padding to a few shapes: rows, tokens a row, and keys to powers of two. Padding is computed
+like all else; its keys and values go to an entry of the cache that nobody sees, so that nothing depends on how much of
+it there is.
 
 The whole stack is one program, not a program a layer: one launch a forward needs it, and layers are alike, so that its
 compile time, per layer, falls from the second on.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,6 +26,8 @@ from refusion_lit.modeling.lean_attention import attend_rows
 _TOKENS = (8, 16, 32, 64, 128)
 """Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run as they are."""
 
+_MIN_KEYS = 128
+
 _MAX_SHAPES = 1 << 10
 """Recompilations that torch is allowed, which it counts for all models together; each is of a shape met anew."""
 
@@ -37,25 +39,26 @@ _bodies: WeakKeyDictionary[nn.Module, CompiledBody] = WeakKeyDictionary()
 class CompiledBody:
     """A :class:`~refusion_lit.modeling.lean.LeanBody` whose decode steps are compiled.
 
-    Forwards without a cache, and of more tokens a row than a step has, run uncompiled.
+    Forwards without a cache, and of more tokens a row than a step has, run uncompiled. The storage of the last cache
+    is kept for the next one.
 
     Args:
         lean: What is compiled. Its implementation of attention is ``sdpa``.
 
     Attributes:
         lean: The uncompiled body.
-        shapes: What was compiled so far: rows, tokens a row, rows and entries of the cache, and what else a program
-            depends on.
+        shapes: What was compiled so far: rows, tokens a row and keys, and what else a program depends on.
     """
 
     def __init__(self, lean: LeanBody) -> None:
         self.lean = lean
         self.shapes: set[tuple[object, ...]] = set()
         self._on_gpu = lean.device.type == "cuda"
-        graphs = {"mode": "reduce-overhead"} if self._on_gpu and _BACKEND == "inductor" else {}
-        self._run = torch.compile(_run, backend=_BACKEND, dynamic=False, fullgraph=True, **graphs)
-        if self._on_gpu:
-            _keep_addresses(lean.weights() + lean.copies())
+        mode = "reduce-overhead" if self._on_gpu else None
+        self._run = torch.compile(_run, backend=_BACKEND, mode=mode, dynamic=False, fullgraph=True)
+        self._stored: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._user: ref[SlotCache] | None = None
+        _keep_addresses(lean.weights() + lean.copies())
 
     @torch.no_grad()
     def __call__(
@@ -77,8 +80,10 @@ class CompiledBody:
             self.lean, shape.tokens(input_ids), shape.tokens(position_ids), shape.mask(attention_mask),
             shape.stored_rows, shape.write_index(), *stored,
         )  # fmt: skip
-        if self._on_gpu:
+        if self._user is None or self._user() is not cache or self._stored[0][0] is not stored[0][0]:
+            self._stored, self._user = stored, ref(cache)
             _keep_addresses(stored[0] + stored[1])
+        if self._on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
         if key in self.shapes:
             hidden = self._run(*arguments)
@@ -88,6 +93,14 @@ class CompiledBody:
             self.shapes.add(key)
         # A copy: the next run of a CUDA graph writes where this one did.
         return hidden.unflatten(0, (-1, num_tokens))[:, :length].index_select(0, shape.places)
+
+    def lend(self, cache: SlotCache) -> None:
+        """Let a new cache write where the last one did, if that is gone: what CUDA graphs write to is recorded."""
+        keys = self._stored[0]
+        if keys and self._user is not None and self._user() is None:
+            same_mode = keys[0].is_inference() == torch.is_inference_mode_enabled()
+            if same_mode and keys[0].shape[0] == cache.num_rows:
+                cache.adopt(*self._stored)
 
     def adopt(self, lean: LeanBody) -> bool:
         """Take over what another lean body of the same modules has read anew; say whether that is possible."""
@@ -119,11 +132,12 @@ class _Shape:
         rows = own if plan.rows is None else plan.rows
         if in_place:
             num_rows = cache.num_rows
-        self.key = (num_rows, num_tokens, cache.num_rows, cache.capacity, in_place)
+        self._num_keys = min(max(_MIN_KEYS, 1 << (plan.num_keys - 1).bit_length()), cache.capacity)
+        self.key = (num_rows, num_tokens, self._num_keys, in_place, cache.num_rows, cache.capacity)
         self.places = rows if in_place else own
         self.stored_rows = None if in_place else nn.functional.pad(rows, (0, num_rows - number))
         self._plan, self._length, self._size = plan, length, (num_rows, num_tokens)
-        self._capacity, self._spare = cache.capacity, cache.num_rows * cache.capacity - 1
+        self._spare = cache.num_rows * cache.capacity - 1
 
     def tokens(self, values: Tensor) -> Tensor:
         """Lay [sequence, token] values out as [token of all rows]; zeros at padding."""
@@ -132,8 +146,8 @@ class _Shape:
         return padded.flatten()
 
     def mask(self, mask: Tensor) -> Tensor:
-        """Lay a mask [sequence, token, key] out over all entries of the rows; padding sees the first."""
-        padded = mask.new_zeros(*self._size, self._capacity)
+        """Lay a mask [sequence, token, key] out over the static shape; padding sees the first entry."""
+        padded = mask.new_zeros(*self._size, self._num_keys)
         padded[:, :, 0] = True
         padded[:, : self._length, : mask.shape[2]].index_copy_(0, self.places, mask)
         return padded
@@ -170,11 +184,13 @@ def _run(
     added = torch.where(mask, 0.0, -torch.inf).to(lean.dtype)[:, None]
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen = []
-        for stored, states in ((stored_keys[layer], key), (stored_values[layer], value)):
+        keys, values = stored_keys[layer], stored_values[layer]
+        for stored, states in ((keys, key), (values, value)):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, write_index, states)
-            seen.append(stored if stored_rows is None else stored[stored_rows])
-        return attend_rows(query.unflatten(0, mask.shape[:2]), *seen, added).flatten(0, 1)
+        keys, values = keys[:, : mask.shape[2]], values[:, : mask.shape[2]]
+        if stored_rows is not None:
+            keys, values = keys[stored_rows], values[stored_rows]
+        return attend_rows(query.unflatten(0, mask.shape[:2]), keys, values, added).flatten(0, 1)
 
     return lean.run(ids, lean.angles(positions), attention)
 

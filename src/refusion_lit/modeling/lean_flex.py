@@ -40,11 +40,11 @@ class FlexAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         if self._cache is None:
-            states = [one.unflatten(0, (self._rows.shape[0], -1)) for one in (query, key, value)]
+            query, key, value = (one.unflatten(0, (self._rows.shape[0], -1)) for one in (query, key, value))
         else:
             keys, values = self._cache.store(layer, key, value)
-            states = [one[None] for one in (query, keys.flatten(0, 1), values.flatten(0, 1))]
-        mixed = _flex(*(one.transpose(1, 2) for one in states), self._mask)
+            query, key, value = query[None], keys.flatten(0, 1)[None], values.flatten(0, 1)[None]
+        mixed = _flex(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self._mask)
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
