@@ -101,6 +101,7 @@ class CompiledBody:
             same_mode = keys[0].is_inference() == torch.is_inference_mode_enabled()
             if same_mode and keys[0].shape[0] == cache.num_rows:
                 cache.adopt(*self._stored)
+                self._user = ref(cache)
 
     def adopt(self, lean: LeanBody) -> bool:
         """Take over what another lean body of the same modules has read anew; say whether that is possible."""
