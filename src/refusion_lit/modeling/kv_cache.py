@@ -55,26 +55,20 @@ class _StoredLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.prepared
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        keys, values = self.exchange(*(plan.stored_of(states) for states in flat))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = self.store(plan, *(plan.stored_of(states) for states in flat))
+        return plan.visible(keys).transpose(1, 2), plan.visible(values).transpose(1, 2)
 
-    def exchange(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [token, head, dim] states of the tokens to store and return [sequence, key, head, dim]."""
-        plan = self._owner.prepared
-        keys, values = self.store(keys, values)
-        return plan.visible(keys), plan.visible(values)
-
-    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, plan: _Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [token, head, dim] states of the tokens to store and return all that is stored."""
         if not self.is_initialized:
             # The library's order of axes: its method of this name belongs to its interface.
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        plan = self._owner.prepared
-        assert self.stored_keys is not None
-        assert self.stored_values is not None
-        for stored, states in ((self.stored_keys, keys), (self.stored_values, values)):
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, plan.write_index, states)
-        return self.stored_keys, self.stored_values
+        stored_keys, stored_values = self.stored_keys, self.stored_values
+        assert stored_keys is not None
+        assert stored_values is not None
+        stored_keys.flatten(0, 1).index_copy_(0, plan.write_index, keys)
+        stored_values.flatten(0, 1).index_copy_(0, plan.write_index, values)
+        return stored_keys, stored_values
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` entries a row; what is stored stays where it is."""
@@ -212,13 +206,15 @@ class SlotCache:
             keys: Of the tokens to store, in the order prepared.
             values: Likewise.
         """
-        return self._layers[layer].exchange(keys, values)
+        plan = self.prepared
+        keys, values = self._layers[layer].store(plan, keys, values)
+        return plan.visible(keys), plan.visible(values)
 
     def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
         """Write a layer's keys and values as prepared and return the whole storage; see :meth:`exchange`."""
-        return self._layers[layer].store(keys, values)
+        return self._layers[layer].store(self.prepared, keys, values)
 
     def keep(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.

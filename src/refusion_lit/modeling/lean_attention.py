@@ -37,7 +37,7 @@ class PaddedAttention:
     ) -> None:
         self._rows, self._cache = rows, cache
         # Given booleans, attention would make this of them in every layer.
-        self._mask = None if mask is None else _additive(mask, dtype)
+        self._mask = None if mask is None else additive_of(mask, dtype)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         batch = self._rows.shape[0]
@@ -112,7 +112,7 @@ class GroupedAttention:
                     num_queries=num_queries,
                     num_keys=num_keys,
                     tokens=_index(tokens),
-                    mask=_additive(mask[group, :num_queries, :num_keys], dtype),
+                    mask=additive_of(mask[group, :num_queries, :num_keys], dtype),
                 )
             )
         self._places = torch.from_numpy(place_at.reshape(-1)[real])
@@ -195,10 +195,9 @@ def _index(numbers: np.ndarray) -> slice | Tensor:
     return torch.from_numpy(numbers)
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to scores [row, 1, query, key]."""
-    seen, hidden = (torch.full((), value, dtype=dtype, device=mask.device) for value in (0.0, -torch.inf))
-    return torch.where(mask, seen, hidden)[:, None]
+    return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -5,8 +5,8 @@ launch, at the price of padding to a few shapes: rows, tokens a row, and keys to
 like all else; its keys and values go to an entry of the cache that nobody sees, so that nothing depends on how much of
 it there is.
 
-The whole stack is one program, not a program a layer: one launch a forward needs it, and layers are alike, so that its
-compile time, per layer, falls from the second on.
+The whole stack is one program, not a program a layer called again and again: only so is a forward one launch. Layers
+are alike, and the compiler sees it: on a CPU, one shape took 3.4 s for 2 layers, 7 s for 12 and 12 s for 28.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from refusion_lit.modeling.kv_cache import SlotCache
 from refusion_lit.modeling.lean import LeanBody
-from refusion_lit.modeling.lean_attention import attend_rows
+from refusion_lit.modeling.lean_attention import additive_of, attend_rows
 
 _TOKENS = (8, 16, 32, 64, 128)
 """Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run as they are."""
@@ -165,9 +165,10 @@ class _Shape:
 
 def compiled_body(body: Any) -> CompiledBody:  # noqa: ANN401 - a transformers model
     """Return a body's compiled form, the same one as long as its weights are the same tensors."""
-    lean, known = LeanBody(body), _bodies.get(body)
-    if known is None or not known.adopt(lean):
-        known = _bodies[body] = CompiledBody(lean)
+    with torch.inference_mode(False), torch.no_grad():  # it is to serve in either mode
+        lean, known = LeanBody(body), _bodies.get(body)
+        if known is None or not known.adopt(lean):
+            known = _bodies[body] = CompiledBody(lean)
     return known
 
 
@@ -182,7 +183,7 @@ def _run(
     stored_values: list[Tensor],
 ) -> Tensor:
     """Compute hidden states [token of all rows, hidden], writing to the stored tensors."""
-    added = torch.where(mask, 0.0, -torch.inf).to(lean.dtype)[:, None]
+    added = additive_of(mask, lean.dtype)
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = stored_keys[layer], stored_values[layer]
