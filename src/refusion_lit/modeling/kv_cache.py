@@ -173,7 +173,7 @@ class SlotCache:
                 layer.grow(self.capacity)
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
-        selected = None if all_rows else _moved(torch.tensor(rows), device)
+        selected = None if all_rows else torch.tensor(rows, device=device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def storage(
@@ -227,10 +227,5 @@ class SlotCache:
         if start == len(indices):
             return
         for layer in self._layers:
-            if layer.stored_keys is not None:
-                layer.keep(row, _moved(torch.tensor(indices[start:]), layer.stored_keys.device), start)
-
-
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Move numbers from the host without waiting for the device."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+            device = layer.stored_keys.device if layer.stored_keys is not None else None
+            layer.keep(row, torch.tensor(indices[start:], device=device), start)
