@@ -20,7 +20,7 @@ from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling import kv_cache, lean_compiled
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.lean_compiled import CompiledBody
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.loading import BackboneConfig, LoraOptions
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -231,6 +231,11 @@ def test_what_cannot_be_compiled_is_refused_early(options: dict[str, Any]) -> No
         model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match=r"backbone.compile: expected"):
         Backbone(model, ModelTraits(), SPECIAL, lean=options.get("lean", True), compile=True)
+
+
+def test_adapters_are_refused_early() -> None:
+    with pytest.raises(ValueError, match=r"backbone.compile: expected a model without adapters, got lora; set compile"):
+        BackboneConfig(source="somewhere", compile=True, lora=LoraOptions())
 
 
 def test_a_body_that_is_not_known_is_refused_when_it_decodes() -> None:

@@ -98,6 +98,11 @@ class BackboneConfig:
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
         if self.compile:
             check_compilable(lean=self.lean, attn_implementation=self.attn_implementation)
+            if self.lora is not None:
+                raise ValueError(
+                    "backbone.compile: expected a model without adapters, got lora; set compile: false, or save the "
+                    "trained model, which merges them, and decode with that."
+                )
 
     def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
         """Make the backbone for a tokenizer.
