@@ -23,6 +23,9 @@ from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.kv_cache import SlotCache
+
+Body = Literal["lean", "compile", "flex_attention"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -65,6 +68,24 @@ def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: flo
     return num_calls * (weights + num_rows * mean_context * entry)
 
 
+class FlexBackbone(Backbone):
+    """A backbone whose lean body attends by flex attention, whatever the model's config says."""
+
+    def make_cache(self, num_rows: int) -> SlotCache:
+        usual = self.config._attn_implementation
+        self.config._attn_implementation = "flex_attention"
+        try:
+            return super().make_cache(num_rows)  # the lean body is made here
+        finally:
+            self.config._attn_implementation = usual
+
+
+def with_body(model: Backbone, body: Body) -> Backbone:
+    """Return the same weights run in another way."""
+    given = (model.model, model.traits, model.special_tokens)
+    return {"lean": model, "compile": Backbone(*given, compile=True), "flex_attention": FlexBackbone(*given)}[body]
+
+
 def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -78,6 +99,7 @@ def main(
     prompt_length: int = 128,
     repeats: int = 5,
     variants: Variants | None = None,
+    bodies: tuple[Body, ...] = ("lean", "compile", "flex_attention"),
     device: Literal["cuda", "cpu"] = "cuda",
     output: str | None = None,
 ) -> None:
@@ -90,6 +112,7 @@ def main(
         prompt_length: Tokens of a prompt.
         repeats: Rounds of the interleaved timing.
         variants: Options of ReFusion by name.
+        bodies: Ways to run the body: the lean one as it is, its steps compiled, or with flex attention.
         device: ``cpu`` only to try the program.
         output: Where to write the JSON.
     """
@@ -107,19 +130,24 @@ def main(
         model = random_model(SHAPES[name], dtype=torch.bfloat16, device=device)
         for label, schedule in SCHEDULES.items():
             replay = Replay(schedule, prompt_length, SHAPES[name]["vocab_size"] - 1)
-            acting = replayed(model, replay)
+            acting = {body: replayed(with_body(model, body), replay) for body in bodies}
             for size in batches:
                 prompts = random_prompts(size, prompt_length)
                 options = {"slot_size": 8, "num_serial_blocks": 1}
                 same = {
-                    variant: ours(acting, ReFusion(**options, **more), prompts, num_tokens, size)
+                    variant if body == "lean" else f"{variant}, {body}":
+                        ours(acting[body], ReFusion(**options, **more), prompts, num_tokens, size)
                     for variant, more in variants.items()
-                }
+                    for body in bodies
+                }  # fmt: skip
+                names = list(same)
                 if size == 1:
                     same["plain"] = plain(model, ReFusion(**options), prompts, num_tokens, replay)
                 works = {
                     **same,
-                    "autoregressive": ours(acting, Autoregressive(), prompts, num_tokens, size, max_repeats=2),
+                    "autoregressive": ours(
+                        acting[bodies[0]], Autoregressive(), prompts, num_tokens, size, max_repeats=2
+                    ),
                     "generate": library(model, prompts, num_tokens, size, max_repeats=2),
                 }
                 interleaved(works, repeats)
@@ -133,10 +161,10 @@ def main(
                     summary["share_of_bandwidth_limit"] = read / measured_bandwidth / summary["median_seconds"]
                     runs[work_name] = summary
                 ratios = {
-                    f"{variant} / {peer}": round(speed_ratio(works[variant], works[peer]), 3)
-                    for variant in variants
+                    f"{name} / {peer}": round(speed_ratio(works[name], works[peer]), 3)
+                    for name in names
                     for peer in works
-                    if peer not in variants
+                    if peer not in names or peer == name.split(",")[0] != name
                 }
                 cases.append({"case": f"{name}, {label}, batch {size}", "runs": runs, "ratios": ratios})
         del model, acting, works, same
@@ -145,8 +173,8 @@ def main(
             torch.cuda.empty_cache()
     config = {
         "models": {name: SHAPES[name] for name in models}, "batches": batches, "num_tokens": num_tokens,
-        "prompt_length": prompt_length, "repeats": repeats, "variants": variants, "dtype": "bfloat16",
-        "device": device,
+        "prompt_length": prompt_length, "repeats": repeats, "variants": variants, "bodies": bodies,
+        "dtype": "bfloat16", "device": device,
     }  # fmt: skip
     results = {"bandwidth_bytes_per_second": measured_bandwidth, "cases": cases}
     write("gpu", config, results, output=output, seconds=time.perf_counter() - started, seed=0)

@@ -173,7 +173,7 @@ def load_model(
         dtype: Type of the weights; ``None`` keeps float32.
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
-        overrides: Takes attention and implementation options from here, ``lean`` included.
+        overrides: Takes attention and implementation options from here, ``lean`` and ``compile`` included.
 
     Returns:
         The backbone in evaluation mode, its tokenizer, and the prompt template.
@@ -195,7 +195,13 @@ def load_model(
     bundle = Bundle.from_checkpoint(checkpoint, source)
     tokenizer = tokenizer_from_files(bundle.tokenizer_files)
     stored = bundle.backbone_config()
-    config = replace(stored, dtype=options.dtype, attn_implementation=options.attn_implementation, lean=options.lean)
+    config = replace(
+        stored,
+        dtype=options.dtype,
+        attn_implementation=options.attn_implementation,
+        lean=options.lean,
+        compile=options.compile,
+    )
     backbone = config.build(tokenizer)
     backbone.traits = bundle.traits
     if is_sharded_checkpoint(source):

@@ -129,12 +129,16 @@ def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_attention_implementations_agree(implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "lean"), [("eager", True), ("flex_attention", True), ("flex_attention", False)]
+)
+def test_attention_implementations_agree(implementation: str, lean: bool) -> None:
     ids, positions = tokens_of(2, 9), shuffled_positions(2, 9)
     mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
     reference = backbone_of(dtype=torch.float32)
     other = backbone_of(dtype=torch.float32, attn_implementation=implementation)
+    other.lean = lean
+    assert (other.make_cache(1).lean is not None) == (lean and implementation != "eager")
     # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
     torch.compiler.set_stance("force_eager")
     try:
@@ -144,11 +148,12 @@ def test_attention_implementations_agree(implementation: str) -> None:
                     other.hidden_states(ids, positions, allowed), reference.hidden_states(ids, positions, allowed),
                     rtol=1e-4, atol=1e-4,
                 )  # fmt: skip
-            prompts = [Prompt(token_ids=tuple(row), id=str(i)) for i, row in enumerate(ids.tolist())]
+            ragged = [ids[0, :4].tolist(), ids[1].tolist(), ids[0].tolist(), ids[1, 3:].tolist()]
+            prompts = [Prompt(token_ids=tuple(row), id=str(i)) for i, row in enumerate(ragged)]
             sampling = SamplingParams(max_new_tokens=12)
             decoder = ReFusion(slot_size=4, slot_threshold=0.2, token_threshold=0.2)
             texts = [
-                [row.token_ids for row in decode(model, decoder, prompts, sampling, max_batch_size=2).rows]
+                [row.token_ids for row in decode(model, decoder, prompts, sampling, max_batch_size=3).rows]
                 for model in (reference, other)
             ]
     finally:

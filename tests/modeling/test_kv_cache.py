@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -160,13 +161,14 @@ def closed(known: Recomputed, chance: random.Random) -> list[int]:
     return order
 
 
-def test_storage_grows_by_chunks_and_keeps_what_it_holds() -> None:
+@pytest.mark.parametrize(("static", "expected"), [(False, [128, 128, 256, 256, 256, 384]), (True, [512] * 6)])
+def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected: list[int]) -> None:
     model = tiny_backbone()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (1, 300), generator=generator)
     positions = torch.arange(300)[None].flip(1) % 250
     causal = torch.ones(1, 300, 300, dtype=torch.bool).tril()
-    cache = SlotCache(2, 2)
+    cache = SlotCache(2, 2, static=static)
     with torch.no_grad():
         whole = model.hidden_states(ids, positions, causal)
         capacities = []
@@ -178,7 +180,32 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds() -> None:
             )  # fmt: skip
             torch.testing.assert_close(part, whole[:, start:stop], **CLOSE)
             capacities.append(cache.capacity)
-    assert capacities == [128, 128, 256, 256, 256, 384]
+    assert capacities == expected
+
+
+def test_static_storage_doubles_and_keeps_its_last_entry_free() -> None:
+    capacities = []
+    for num_keys in (3, 511, 512, 1024):
+        cache = SlotCache(1, 2, static=True)
+        cache.prepare([0], num_keys, None, torch.tensor([0]), torch.tensor([num_keys - 1]))
+        capacities.append(cache.capacity)
+    assert capacities == [512, 512, 1024, 2048]
+
+
+def test_a_cache_is_freed_with_its_last_name_and_its_storage_serves_another() -> None:
+    cache, other = SlotCache(2, 3), SlotCache(2, 3)
+    cache.prepare([0], 200, None, torch.tensor([0]), torch.tensor([1]))
+    storage = cache.storage(1, 4, dtype=torch.float32, device=torch.device("cpu"))
+    cache.store(1, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    assert storage[0][1].sum() == 4
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
+    other.adopt(*storage)
+    again = other.storage(1, 4, dtype=torch.float32, device=torch.device("cpu"))
+    assert all(one is before for one, before in zip(again[0] + again[1], storage[0] + storage[1], strict=True))
+    assert other.capacity == 256
+    assert sum(float(states.sum()) for states in again[0] + again[1]) == 0
 
 
 def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
@@ -212,5 +239,6 @@ def test_nothing_is_derived_from_a_length() -> None:
 
 
 def test_a_forward_needs_a_plan() -> None:
+    cache = SlotCache(1, 1)
     with pytest.raises(AssertionError, match=r"SlotCache\.prepare"):
-        SlotCache(1, 1).past_key_values.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+        cache.past_key_values.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)

@@ -17,7 +17,8 @@ from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling import lean as lean_module
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean import LeanBody, is_known
+from refusion_lit.modeling.lean import LeanBody
+from refusion_lit.modeling.lean_known import is_known
 from refusion_lit.types import ModelTraits
 
 SMALL: dict[str, Any] = {
@@ -87,13 +88,19 @@ def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: in
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, "sdpa") for name in MODELS), ("qwen3", "flex_attention")]
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_it_writes_and_reads_the_same_cache(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_writes_and_reads_the_same_cache(
+    name: str, implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged rows in any selection, entries kept, storage that grows."""
     monkeypatch.setattr(kv_cache, "_CHUNK", 8)
     model, chance = library(MODELS[name][0], **MODELS[name][1]), random.Random(seed)
-    pairs = [(one, one.make_cache(3)) for one in (backbone(model, lean=True), backbone(model, lean=False))]
+    other = copy.deepcopy(model)
+    other.set_attn_implementation(implementation)
+    pairs = [(one, one.make_cache(3)) for one in (backbone(other, lean=True), backbone(model, lean=False))]
     assert isinstance(pairs[0][1].lean, LeanBody)
     assert pairs[1][1].lean is None
     for step in range(6):

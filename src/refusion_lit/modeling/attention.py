@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from refusion_lit.types import ModelTraits
 
@@ -44,3 +45,13 @@ def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"])
 def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask into what is added to attention scores (eager attention adds booleans as 0 and 1)."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def block_mask(mask: Bool[Tensor, "batch token key"]) -> BlockMask:
+    """Turn a boolean mask into what flex attention takes."""
+
+    def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask[batch, query, key]
+
+    batch, num_queries, num_keys = mask.shape
+    return create_block_mask(allowed, B=batch, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(mask.device))

@@ -11,10 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from refusion_lit.modeling.attention import additive
+from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean import LeanBody, is_known
+from refusion_lit.modeling.lean import LeanBody
+from refusion_lit.modeling.lean_compiled import CompiledBody, compiled_body
+from refusion_lit.modeling.lean_known import is_known
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 _HEAD_CHANGES = (
@@ -35,18 +37,29 @@ class Backbone(nn.Module, LanguageModel):
         special_tokens: Its ids with a meaning.
         lean: Decode with :class:`~refusion_lit.modeling.lean.LeanBody` where it knows the architecture, which is
             faster; anything else, and training, runs by the library's forward.
+        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean_compiled.CompiledBody`.
 
     Raises:
-        ValueError: If the head is not one plain linear map, or a layer's attention cannot be replaced by our masks.
+        ValueError: If the head is not one plain linear map, a layer's attention cannot be replaced by our masks, or
+            ``compile`` does not go with the other options.
     """
 
     def __init__(
-        self, model: PreTrainedModel, traits: ModelTraits, special_tokens: SpecialTokens, *, lean: bool = True
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        special_tokens: SpecialTokens,
+        *,
+        lean: bool = True,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         check_supported(model)
+        if compile:
+            check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
         self.model = model
         self.lean = lean
+        self.compile_steps = compile
         self.traits = traits
         self.special_tokens = special_tokens
 
@@ -105,14 +118,29 @@ class Backbone(nn.Module, LanguageModel):
         return self.head(hidden)
 
     def make_cache(self, num_rows: int) -> SlotCache:  # noqa: D102
-        cache = SlotCache(self.config.num_hidden_layers, num_rows)
+        cache = SlotCache(self.config.num_hidden_layers, num_rows, static=self.compile_steps)
         # Modules may be wrapped or replaced between two generations, but not during one.
-        cache.lean = self._lean_body()
+        if self.compile_steps:
+            compiled = self._compiled_body()
+            compiled.lend(cache)
+            cache.lean = compiled
+        else:
+            cache.lean = self._lean_body()
         return cache
 
     def _lean_body(self) -> LeanBody | None:
         body = self.body
         return LeanBody(body) if self.lean and is_known(body) else None
+
+    def _compiled_body(self) -> CompiledBody:
+        check_compilable(lean=self.lean, attn_implementation=self.config._attn_implementation)
+        if not is_known(self.body):
+            raise ValueError(
+                "backbone.compile: expected a model that the lean body knows (Qwen2, Qwen3 or Llama, its weights "
+                f"neither adapted nor quantised nor sharded), got {type(self.body).__name__} as it is now; decode with "
+                "compile: false."
+            )
+        return compiled_body(self.body)
 
     def forward(
         self,
@@ -146,14 +174,7 @@ class Backbone(nn.Module, LanguageModel):
         if implementation == "eager":
             return additive(four_d, self.dtype)
         if implementation == "flex_attention":
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return mask[batch, query, key]
-
-            return create_block_mask(
-                allowed, B=mask.shape[0], H=None, Q_LEN=mask.shape[1], KV_LEN=mask.shape[2], device=str(mask.device)
-            )
+            return block_mask(mask)
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."
@@ -171,6 +192,24 @@ def _refuse_packed(position_ids: Int[Tensor, "1 token"]) -> None:
             "attn_implementation: 'flash_attention_2' takes a single row whose position ids do not rise by one for "
             "packed sequences and changes its attention; use a batch size of at least 2, or 'sdpa', 'eager' or "
             "'flex_attention'."
+        )
+
+
+def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
+    """Refuse what the compiled decode step does not go with.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if not lean:
+        raise ValueError(
+            "backbone.compile: expected lean: true, got false, but only the lean body is compiled; set lean: true, or "
+            "compile: false."
+        )
+    if attn_implementation != "sdpa":
+        raise ValueError(
+            f"backbone.compile: expected attn_implementation: sdpa, got {attn_implementation!r}, but the compiled "
+            "step has attention of its own over static shapes; set attn_implementation: sdpa, or compile: false."
         )
 
 

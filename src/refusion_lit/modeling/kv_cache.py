@@ -8,7 +8,9 @@ which indices its tokens are written to; which entries a query sees is the atten
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from refusion_lit.modeling.transfer import to_device
 
 _CHUNK = 128
+_STATIC_CHUNKS = 4
 
 
 class _StoredLayer(DynamicLayer):
@@ -25,9 +28,15 @@ class _StoredLayer(DynamicLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner_ref = ref(owner)  # no cycle: storage is to be freed with the cache, not some time later
         self.stored_keys: Tensor | None = None
         self.stored_values: Tensor | None = None
+
+    @property
+    def _owner(self) -> SlotCache:
+        owner = self._owner_ref()
+        assert owner is not None, "the SlotCache must live as long as its past_key_values are used"
+        return owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -48,18 +57,20 @@ class _StoredLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.prepared
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        keys, values = self.exchange(*(plan.stored_of(states) for states in flat))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = self.store(plan, *(plan.stored_of(states) for states in flat))
+        return plan.visible(keys).transpose(1, 2), plan.visible(values).transpose(1, 2)
 
-    def exchange(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [token, head, dim] states of the tokens to store and return [sequence, key, head, dim]."""
+    def store(self, plan: _Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [token, head, dim] states of the tokens to store and return all that is stored."""
         if not self.is_initialized:
             # The library's order of axes: its method of this name belongs to its interface.
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        plan = self._owner.prepared
-        assert self.stored_keys is not None
-        assert self.stored_values is not None
-        return plan.exchange(self.stored_keys, keys), plan.exchange(self.stored_values, values)
+        stored_keys, stored_values = self.stored_keys, self.stored_values
+        assert stored_keys is not None
+        assert stored_values is not None
+        stored_keys.flatten(0, 1).index_copy_(0, plan.write_index, keys)
+        stored_values.flatten(0, 1).index_copy_(0, plan.write_index, values)
+        return stored_keys, stored_values
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` entries a row; what is stored stays where it is."""
@@ -81,19 +92,30 @@ class _StoredLayer(DynamicLayer):
         return 0
 
 
-class _WritePlan:
-    __slots__ = ("num_keys", "rows", "source_index", "write_index")
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What :meth:`SlotCache.prepare` was told.
 
-    def __init__(self, rows: Tensor | None, num_keys: int, source_index: Tensor | None, write_index: Tensor) -> None:
-        self.rows, self.num_keys, self.source_index, self.write_index = rows, num_keys, source_index, write_index
+    Attributes:
+        sequences: Storage row of each sequence.
+        rows: The same as a tensor; ``None`` if the sequences are all rows in order.
+        num_keys: Entries that may be seen.
+        source_index: Flat index of every token to store, ``None`` for all tokens.
+        write_index: Flat index into storage of every token.
+    """
+
+    sequences: list[int]
+    rows: Tensor | None
+    num_keys: int
+    source_index: Tensor | None
+    write_index: Tensor
 
     def stored_of(self, states: Tensor) -> Tensor:
         return states if self.source_index is None else states[self.source_index]
 
-    def exchange(self, stored: Tensor, states: Tensor) -> Tensor:
-        stored.view(-1, *stored.shape[2:]).index_copy_(0, self.write_index, states)
-        visible = stored[:, : self.num_keys]
-        return visible if self.rows is None else visible[self.rows]
+    def visible(self, stored: Tensor) -> Tensor:
+        seen = stored[:, : self.num_keys]
+        return seen if self.rows is None else seen[self.rows]
 
 
 class SlotCache:
@@ -103,21 +125,24 @@ class SlotCache:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one a prompt being decoded.
         capacity: Entries a row to begin with; grows by chunks of 128.
+        static: Begin with 512 and double instead, so that storage changes seldom, and keep its last entry free: what
+            nobody shall see may be written there.
 
     Attributes:
         lean: What the model that made the cache runs its body by, in place of the library's forward.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
+    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK, *, static: bool = False) -> None:
         self.num_rows = num_rows
-        self.capacity = capacity
-        self._plan: _WritePlan | None = None
+        self._static = static
+        self.capacity = max(capacity, _STATIC_CHUNKS * _CHUNK) if static else capacity
+        self._plan: _Plan | None = None
         self.lean: Callable[..., Tensor] | None = None
         self._layers = [_StoredLayer(self) for _ in range(num_layers)]
         self.past_key_values = Cache(layers=list(self._layers))
 
     @property
-    def prepared(self) -> _WritePlan:
+    def prepared(self) -> _Plan:
         """What :meth:`prepare` said last."""
         assert self._plan is not None, "SlotCache.prepare must be called before each forward"
         return self._plan
@@ -140,14 +165,38 @@ class SlotCache:
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
-        if num_keys > self.capacity:
-            self.capacity = -(-num_keys // _CHUNK) * _CHUNK
+        needed = num_keys + self._static
+        if needed > self.capacity:
+            if self._static:
+                self.capacity = 1 << (needed - 1).bit_length()
+            else:
+                self.capacity = -(-needed // _CHUNK) * _CHUNK
             for layer in self._layers:
                 layer.grow(self.capacity)
         device = cache_index.device
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else to_device(rows, device)
-        self._plan = _WritePlan(selected, num_keys, source_index, row_index * self.capacity + cache_index)
+        self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
+
+    def storage(
+        self, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Float[Tensor, "row entry head dim"]], list[Float[Tensor, "row entry head dim"]]]:
+        """Return what stores keys and values, a tensor a layer, for those who write into it by themselves."""
+        none = torch.empty(1, num_heads, 0, head_dim, dtype=dtype, device=device)
+        keys, values = [], []
+        for layer in self._layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(none, none)
+            keys.append(layer.stored_keys)
+            values.append(layer.stored_values)
+        return keys, values
+
+    def adopt(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Use what a cache of as many rows, now gone, gave as :meth:`storage`; nothing has been stored yet."""
+        self.capacity = keys[0].shape[1]
+        for layer, *stored in zip(self._layers, keys, values, strict=True):
+            layer.stored_keys, layer.stored_values = (states.zero_() for states in stored)
+            layer.dtype, layer.device, layer.is_initialized = keys[0].dtype, keys[0].device, True
 
     def exchange(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -159,7 +208,15 @@ class SlotCache:
             keys: Of the tokens to store, in the order prepared.
             values: Likewise.
         """
-        return self._layers[layer].exchange(keys, values)
+        plan = self.prepared
+        keys, values = self._layers[layer].store(plan, keys, values)
+        return plan.visible(keys), plan.visible(values)
+
+    def store(
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
+    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
+        """Write a layer's keys and values as prepared and return the whole storage; see :meth:`exchange`."""
+        return self._layers[layer].store(self.prepared, keys, values)
 
     def keep(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.

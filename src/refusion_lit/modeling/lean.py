@@ -15,39 +15,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_module
-from transformers.activations import ACT2FN
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from refusion_lit.modeling.kv_cache import SlotCache
-
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose frequencies do not depend on the batch."""
+from refusion_lit.modeling.lean_attention import attention_for
+from refusion_lit.modeling.lean_rows import Attention, Rows
 
 _MAX_TABLE = 1 << 14
 """On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
 
 _Linear = tuple[Tensor, Tensor | None]
-
-_FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
-    (
-        qwen3.Qwen3Model, qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm,
-        qwen3.Qwen3RotaryEmbedding,
-    ),
-    (
-        qwen2.Qwen2Model, qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm,
-        qwen2.Qwen2RotaryEmbedding,
-    ),
-    (
-        llama.LlamaModel, llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm,
-        llama.LlamaRotaryEmbedding,
-    ),
-)  # fmt: skip
-"""Classes of an architecture, the body's first."""
-
-_COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
 
 
 class _Norm:
@@ -61,7 +37,11 @@ class _Norm:
         self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._eps = eps
         self._floor = weight.new_tensor((size * eps) ** 0.5)
-        self._weight = weight * size**0.5 if self._by_hand else weight
+        self._weight = weight * size**0.5 if self._by_hand else weight.clone()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it owns."""
+        return [self._weight, self._floor]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
@@ -90,29 +70,6 @@ class _Layer:
     down: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Where the tokens that are no padding stand in a padded batch.
-
-    Attributes:
-        shape: Of the batch.
-        real: Their flat indices, in the order they are computed in; ``None`` if nothing is padding.
-    """
-
-    shape: torch.Size
-    real: Tensor | None
-
-    def padded(self, states: Tensor) -> Tensor:
-        """Put states of the real tokens where they stand among all [tokens of all rows, ...]; zeros elsewhere."""
-        if self.real is None:
-            return states
-        return states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
-
-    def real_of(self, states: Tensor) -> Tensor:
-        """Take the states of the real tokens."""
-        return states if self.real is None else states[self.real]
-
-
 class LeanBody:
     """A body's forward over its own parameters, without gradients.
 
@@ -120,7 +77,7 @@ class LeanBody:
     in place is fine but for the norms', which are scaled beforehand) or modules wrapped.
 
     Args:
-        body: A body for which :func:`is_known` holds.
+        body: A body for which :func:`~refusion_lit.modeling.lean_known.is_known` holds.
     """
 
     def __init__(self, body: Any) -> None:  # noqa: ANN401 - a transformers model
@@ -128,12 +85,43 @@ class LeanBody:
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
+        self._implementation = config._attn_implementation
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads) for layer in body.layers]
         self._sign = self._embedding.new_ones(self._head_dim)
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and states."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def entry_shape(self) -> tuple[int, int]:
+        """Heads and dimensions of a cache entry."""
+        return self._num_key_heads, self._head_dim
+
+    def weights(self) -> list[Tensor]:
+        """Return the modules' own tensors that a forward reads: all but the norms'."""
+        found = [self._embedding]
+        for layer in self._layers:
+            found += [layer.output, layer.gate, layer.up, layer.down]
+            found += [one for linear in (layer.query, layer.key, layer.value) for one in linear if one is not None]
+        return found
+
+    def copies(self) -> list[Tensor]:
+        """Return the tensors that were made of the modules' own."""
+        norms = [self._norm]
+        for layer in self._layers:
+            norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
+        return [self._sign, *(tensor for norm in norms for tensor in norm.tensors())]
 
     @torch.no_grad()
     def __call__(
@@ -149,50 +137,50 @@ class LeanBody:
             Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
         """
         # Padding takes part in attention alone: all else is computed for the tokens that are stored.
-        rows = _Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
-        # [tokens of all rows, hidden]: one matrix product
-        hidden = F.embedding(rows.real_of(input_ids.flatten()), self._embedding)
+        rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
-        mask = None
-        if attention_mask is not None:
-            # Given booleans, attention would make this of them in every layer.
-            mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
-            mask = mask.masked_fill_(attention_mask.logical_not(), -torch.inf)[:, None]
+        width = self._num_heads * self._head_dim
+        attention = attention_for(rows, attention_mask, cache, self.dtype, width, self._implementation)
+        hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
+        return rows.padded(hidden).view(*input_ids.shape, -1)
+
+    def run(
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> Float[Tensor, "token hidden"]:
+        """Run the layers over tokens of all rows, laid end to end: one matrix product for all of them.
+
+        Args:
+            ids: The tokens.
+            rotation: What :meth:`angles` gives for their positions.
+            attention: How they attend.
+        """
+        hidden = F.embedding(ids, self._embedding)
         for number, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
-            mixed = self._attend(number, layer, normed, rotation, mask, cache, rows)
-            hidden.addmm_(mixed, layer.output.t())
+            query, key, value = self._heads(layer, normed, rotation)
+            hidden.addmm_(attention(number, query, key, value).flatten(1), layer.output.t())
             normed = layer.mlp_norm(hidden)
             gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
             hidden.addmm_(gated, layer.down.t())
-        return rows.padded(self._norm(hidden)).view(*input_ids.shape, -1)
+        return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines [token, 1, dim] of positions [token]."""
         length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
-            return self._angles(positions)
+            return self.angles(positions)
         if self._table is None or length > len(self._table[0]):
-            self._table = self._angles(torch.arange(-(-length // 128) * 128))
+            self._table = self.angles(torch.arange(-(-length // 128) * 128))
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
+        """Compute cosines and signed sines [token, 1, dim] of positions."""
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
-    def _attend(
-        self,
-        number: int,
-        layer: _Layer,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: SlotCache | None,
-        rows: _Rows,
-    ) -> Tensor:
-        """Return the heads' outputs [tokens of all rows, head * dim]."""
-        batch = rows.shape[0]
+    def _heads(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [token, head, dim], rotated."""
         num_heads, dim = self._num_heads, self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
         heads = torch.cat((F.linear(x, *layer.query), F.linear(x, *layer.key)), -1).view(len(x), -1, dim)
@@ -200,76 +188,7 @@ class LeanBody:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
         heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
-        query, key = heads[:, :num_heads], heads[:, num_heads:]
-        value = F.linear(x, *layer.value).view(len(x), -1, dim)
-        if cache is None:
-            key, value = key.unflatten(0, (batch, -1)), value.view(batch, -1, *value.shape[1:])
-        else:
-            key, value = cache.exchange(number, key, value)
-        query = rows.padded(query).unflatten(0, (batch, -1)).transpose(1, 2)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        grouped = num_heads != self._num_key_heads
-        if grouped and x.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
-            key, value = (_repeated(states, num_heads // self._num_key_heads) for states in (key, value))
-            grouped = False
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
-        return rows.real_of(mixed.transpose(1, 2).flatten(0, 1)).flatten(1)
-
-
-def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or whatever wraps one
-    """Say whether :class:`LeanBody` computes what a body computes.
-
-    It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
-    unpatched, with full attention by sdpa, SiLU, rotary frequencies that do not depend on the batch, and no biases but
-    those of queries, keys and values. So adapters, quantised or sharded weights and offloading are all refused.
-    """
-    family = next((family for family in _FAMILIES if family[0] is type(body)), None)
-    if family is None or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    weight = body.embed_tokens.weight
-    return _is_plain(body, {*family, *_COMMON}, weight.dtype, weight.device) and _is_usual(body)
-
-
-def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether a module and all below it are of known classes, as they were made, with plain parameters."""
-    if (
-        type(module) not in classes
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in module.__dict__
-        or module._compiled_call_impl is not None
-    ):
-        return False
-    for weight in module._parameters.values():
-        if weight is not None and not (
-            type(weight) is nn.Parameter and weight.dtype == dtype and weight.device == device
-        ):
-            return False
-    return all(child is not None and _is_plain(child, classes, dtype, device) for child in module._modules.values())
-
-
-def _is_usual(body: Any) -> bool:  # noqa: ANN401
-    """Say whether a body's options are those that :class:`LeanBody` computes."""
-    config = body.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = getattr(config, "layer_types", None) or ()
-    return (
-        config._attn_implementation == "sdpa"
-        and rope.get("rope_type", "default") in _FIXED_ROPE
-        and all(kind == "full_attention" for kind in kinds)
-        and len(body.layers) == config.num_hidden_layers > 0
-        and all(_is_usual_layer(layer, drops=body.training) for layer in body.layers)
-    )
-
-
-def _is_usual_layer(layer: Any, *, drops: bool) -> bool:  # noqa: ANN401
-    attention, mlp = layer.self_attn, layer.mlp
-    others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return (
-        all(linear.bias is None for linear in others)
-        and attention.scaling == attention.head_dim**-0.5
-        and not (drops and attention.attention_dropout)
-    )
+        return heads[:, :num_heads], heads[:, num_heads:], F.linear(x, *layer.value).view(len(x), -1, dim)
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int) -> _Layer:  # noqa: ANN401
@@ -300,8 +219,3 @@ def _norm(module: Any) -> _Norm:  # noqa: ANN401
 
 def _linear(module: nn.Linear) -> _Linear:
     return module.weight, module.bias
-
-
-def _repeated(states: Tensor, times: int) -> Tensor:
-    """Repeat every key/value head [batch, head, key, dim] for the query heads that share it."""
-    return states[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)

@@ -1,0 +1,64 @@
+"""The lean body's ways for GPUs, on one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from fakes import SPECIAL
+from ragged import ragged
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import ModelTraits
+
+DEVICE = "cuda"
+SIZES = [[(9, 30), (2, 17), (16, 16)], [(3, 40), (12, 150)], [(1, 9), (7, 20), (5, 33)]]
+
+
+def model_of(implementation: str) -> Backbone:
+    config = Qwen3Config(
+        vocab_size=14, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model.set_attn_implementation("sdpa" if implementation == "compile" else implementation)
+    return Backbone(model.to(DEVICE), ModelTraits(), SPECIAL, compile=implementation == "compile")
+
+
+def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
+    """Return hidden states of the real tokens of some ragged forwards."""
+    cache, device = model.make_cache(3), model.device
+    found = []
+    for seed, sizes in enumerate(SIZES):
+        rows, mask, plan = ragged(seed, sizes, [2, 0, 1][: len(sizes)])
+        assert rows.real is not None
+        ids = torch.randint(0, 14, rows.shape, generator=torch.Generator().manual_seed(seed))
+        positions = torch.arange(rows.shape[1]).expand(rows.shape)
+        cache.prepare(**{name: one.to(device) if torch.is_tensor(one) else one for name, one in plan.items()})
+        given = [one.to(device) for one in (ids, positions, mask)]
+        torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+        try:
+            with torch.no_grad():
+                states = model.hidden_states(given[0], given[1], given[2], cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(states.flatten(0, 1)[rows.real.to(device)].cpu())
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")  # what compilers have to say
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "compile"])
+def test_ragged_forwards_on_a_gpu_are_those_on_a_cpu_and_wait_for_nothing(implementation: str) -> None:
+    model = model_of(implementation)
+    on_cpu = Backbone(copy.deepcopy(model.model).to("cpu"), ModelTraits(), SPECIAL, lean=False)
+    on_cpu.model.set_attn_implementation("sdpa")
+    expected = forwards(on_cpu)
+    for number in range(3):  # CUDA graphs are warmed up, recorded and replayed
+        found = forwards(model, may_wait=number < 2)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
