@@ -111,9 +111,10 @@ def batch(
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(reference["runs"])]
     prompts = prompts[:num_prompts]
     main = next(iter(variants))
-    by_library = LIBRARY_BODY.format(main)
+    by_library, compiled = LIBRARY_BODY.format(main), f"{main} compiled"
     decoders = {name: (model, ReFusion(**_options(setting), **more)) for name, more in variants.items()}
     decoders[by_library] = (with_library_body(model), decoders[main][1])
+    decoders[compiled] = (Backbone(model.model, model.traits, model.special_tokens, compile=True), decoders[main][1])
     cases, aims = [], []
     before = torch.get_num_threads()
     for number in threads:
@@ -129,6 +130,9 @@ def batch(
             for name in (*decoders, "generate")
             for size in (4, 16, 64)
         }
+        for size in (1, 16):
+            ratio = speed_ratio(works[f"{compiled}, batch {size}"], works[f"{main}, batch {size}"])
+            ratios[f"{compiled} / {main}, batch {size}"] = ratio
         label = f"{number} thread{'s' * (number > 1)}"
         cases.append(_case(f"additions-clean, setting 1, batch sizes, {label}", works, ratios))
         aims += [

@@ -64,9 +64,8 @@ class BackboneConfig:
         compile: Compile the lean body's decode steps (up to 128 tokens a row, with a cache) by ``torch.compile`` for a
             few static shapes; on GPUs they become CUDA graphs. Needs ``lean`` and ``attn_implementation: sdpa``. Each
             shape is compiled when it is first met. Made for GPUs with small models and batches, where launching takes
-            longer than computing, but measured on a CPU only. There it does not pay: padding costs more than is gained
-            (one thread: 0.89 and 0.71 times the speed on the small additions model at batch 1 and 16, 0.95 on a
-            vocabulary-heavy one; 3 to 5 s a shape to compile, 4 to 8 shapes).
+            longer than computing, but measured on a CPU only, where padding costs more than is gained: see Speed in the
+            documentation.
         gradient_checkpointing: Trade time for memory in training.
         lora: Train low-rank adapters instead of all weights.
         trust_remote_code: Allow the source to bring Python code that is executed on this machine. Off by default.
