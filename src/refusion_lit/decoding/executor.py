@@ -102,12 +102,9 @@ class Executor:
                 results.append(known)
                 continue
             length = held.hidden.shape[1]
-            branches = [
-                Branch(tokens=branch.tokens, positions=branch.positions, draft_at=at)
-                for branch, at in zip(held.forward.branches, request.draft_at, strict=True)
-            ]
             starts = [base + start for start in held.forward.starts(length)]
-            results.append(add_spans(spans, branches, request.draw, prompt_id, starts, length))
+            own = (held.forward.branches, request.draw, prompt_id, starts, length)
+            results.append(add_spans(spans, *own, draft_at=request.draft_at))
             hidden.append(held.hidden.flatten(0, 1))
             base += held.hidden.shape[0] * length
         if spans:
@@ -149,7 +146,7 @@ class Executor:
         spans: list[Span] = []
         for i, (row, prompt_id, forward) in enumerate(requests):
             ahead: list[dict[int, int]] | None = [{} for _ in forward.branches] if self._reads_ahead else None
-            results.append(add_spans(spans, forward.branches, forward.draw, prompt_id, starts[i], length, ahead))
+            results.append(add_spans(spans, forward.branches, forward.draw, prompt_id, starts[i], length, ahead=ahead))
             self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward, ahead)
         self._reader.read(hidden.flatten(0, 1), spans)
         return results

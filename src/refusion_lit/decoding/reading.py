@@ -103,7 +103,8 @@ class Reader:
                 stop = at + logits.shape[0]
                 silent, drafts = (max(0, min(number, stop) - at) for number in (num_silent, num_drafts))
                 # Of all ids, and then some of them are banned.
-                probability = logits[silent:].softmax(-1) if silent < logits.shape[0] else None
+                told = logits[silent:] if silent else logits
+                probability = told.softmax(-1) if silent < logits.shape[0] else None
                 own = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
                 if drafts:
                     tokens.append(self._choose(logits[:drafts], banned))
@@ -149,7 +150,9 @@ class Reader:
 
     def _is_broken(self, how: Draw, tokens: list[float], values: list[float]) -> bool:
         """Say whether not-a-number or infinity among the logits may have spoilt what was read."""
-        return not (math.isfinite(sum(values)) and self._banned.union(how.forbidden).isdisjoint(tokens))
+        if not (math.isfinite(sum(values)) and self._banned.isdisjoint(tokens)):
+            return True
+        return bool(how.forbidden) and not set(how.forbidden).isdisjoint(tokens)
 
     def _fill(self, hidden: Tensor, group: list[Span], numbers: list[float], *, greedy: bool) -> None:
         """Put into the readings what was found; read once more where logits were spoilt."""
@@ -237,7 +240,7 @@ def _kind(how: Draw) -> tuple[object, ...]:
 def _counts(group: Sequence[Span]) -> tuple[int, int]:
     """Return the number of drafts, and of all places that are read."""
     num_places = sum(len(span.index) for span in group)
-    return num_places - len(_given(group)), num_places
+    return sum(len(span.index) for span in group if span.given is None), num_places
 
 
 def _given(group: Sequence[Span]) -> list[int]:

@@ -58,7 +58,9 @@ def add_spans(
     prompt_id: str,
     starts: Sequence[int],
     length: int,
+    *,
     ahead: Sequence[dict[int, int]] | None = None,
+    draft_at: Sequence[Sequence[int]] | None = None,
 ) -> list[Reading]:
     """Append the spans that one prompt's branches read.
 
@@ -70,6 +72,7 @@ def add_spans(
         starts: Place of each branch's first token.
         length: Distance between two rows, for guidance.
         ahead: Where tokens of each branch go that are read ahead; ``None`` if none are.
+        draft_at: Offsets in each branch that are read instead of those that it names itself.
 
     Returns:
         For each branch its reading, still empty.
@@ -77,18 +80,18 @@ def add_spans(
     readings = [Reading() for _ in branches]
     guide = 0 if how.guidance is None else length
     for number, (branch, reading, start) in enumerate(zip(branches, readings, starts, strict=True)):
-        later = None
+        later, offsets = None, branch.draft_at if draft_at is None else draft_at[number]
         if ahead is not None and branch.later_at and how.guidance is None:
-            offsets = [offset for group in branch.later_at for offset in group]
-            keys = dict(zip(offsets, _noise_keys(branch, offsets, how, prompt_id), strict=False))
+            follow = [offset for group in branch.later_at for offset in group]
+            keys = dict(zip(follow, _noise_keys(branch, follow, how, prompt_id), strict=False))
             later = Later(start, branch.later_at, keys, branch.num_likely, ahead[number])
-        if branch.draft_at or later is not None:
-            keys = _noise_keys(branch, branch.draft_at, how, prompt_id)
-            index = [start + at for at in branch.draft_at]
-            spans.append(Span(reading, how, index, noise_keys=keys, guide=guide, later=later))
-        if branch.score_at:
-            offsets, given = zip(*branch.score_at, strict=True)
-            spans.append(Span(reading, how, [start + at for at in offsets], given, guide=guide))
+        if offsets or later is not None:
+            noise_keys = _noise_keys(branch, offsets, how, prompt_id)
+            index = [start + at for at in offsets]
+            spans.append(Span(reading, how, index, noise_keys=noise_keys, guide=guide, later=later))
+        if branch.score_at and draft_at is None:
+            places, given = zip(*branch.score_at, strict=True)
+            spans.append(Span(reading, how, [start + at for at in places], given, guide=guide))
     return readings
 
 

@@ -92,7 +92,7 @@ class _StoredLayer(DynamicLayer):
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """What :meth:`SlotCache.prepare` was told.
 
