@@ -204,8 +204,13 @@ def _triangle(size: int) -> np.ndarray:
     return np.tri(size, dtype=bool)
 
 
-def _write_indices(branches: Sequence[Branch], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _write_indices(branches: Sequence[Branch], rows: list[int]) -> tuple[Tensor, Tensor]:
     """Return storage row and cache index of every token."""
     lengths = [len(branch.tokens) for branch in branches]
-    cache_index = [np.arange(b.write_at, b.write_at + n) for b, n in zip(branches, lengths, strict=True)]
-    return torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate(cache_index))
+    ends = [branch.write_at + n for branch, n in zip(branches, lengths, strict=True)]
+    follows = (branch.write_at == end for branch, end in zip(branches[1:], ends, strict=False))
+    if rows.count(rows[0]) == len(rows) and all(follows):  # a prompt alone writes without a gap
+        cache_index = np.arange(branches[0].write_at, ends[-1])
+        return torch.from_numpy(np.full(len(cache_index), rows[0])), torch.from_numpy(cache_index)
+    parts = [np.arange(branch.write_at, end) for branch, end in zip(branches, ends, strict=True)]
+    return torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate(parts))
