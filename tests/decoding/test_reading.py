@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.decoding import reading as reading_module
 from refusion_lit.decoding.reading import Reader, Span
 from refusion_lit.decoding.requests import Draw, Reading
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 GREEDY = Draw(sampling=SamplingParams())
 SILENT = Draw(sampling=SamplingParams(), with_probability=False)
@@ -128,3 +129,15 @@ def test_probabilities_are_computed_where_somebody_looks(monkeypatch: pytest.Mon
     assert seen.token_ids == row.token_ids
     assert all(len(entry.probabilities) == len(entry.tokens) for entry in seen.trace)
     assert num_softmax_rows(monkeypatch, Autoregressive())[0] == 0
+
+
+@pytest.mark.parametrize("how", [GREEDY, SILENT])
+def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw) -> None:
+    model = TableModel(torch.full((1, VOCAB), -torch.inf).index_fill_(1, torch.tensor([0]), 1.0))
+    # Id 0, which argmax falls back to, is one that other draws may have.
+    model.special_tokens = SpecialTokens(
+        mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
+    )
+    reading = Reading()
+    Reader(model).read(torch.zeros(1, 1, dtype=torch.long), [Span(reading, replace(how, forbidden=(0,)), [0])])
+    assert reading.tokens == [1]
