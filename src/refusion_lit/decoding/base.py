@@ -92,7 +92,7 @@ class RowState:
 
     @property
     def num_committed(self) -> int:
-        """Places of the canvas that are final."""
+        """Places of the canvas that :meth:`commit` has made final."""
         return len(self.committed)
 
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
