@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SpecialTokens
 
@@ -116,7 +116,7 @@ class WrappedModel(LanguageModel):
     def device(self) -> torch.device:
         return self.model.device
 
-    def make_cache(self, num_rows: int) -> SlotCache | None:
+    def make_cache(self, num_rows: int) -> KVCache | None:
         return self.model.make_cache(num_rows)
 
 

@@ -23,7 +23,7 @@ from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.kv_cache import KVCache
 
 Body = Literal["lean", "compile", "flex_attention"]
 
@@ -71,7 +71,7 @@ def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: flo
 class FlexBackbone(Backbone):
     """A backbone whose lean body attends by flex attention, whatever the model's config says."""
 
-    def make_cache(self, num_rows: int) -> SlotCache:
+    def make_cache(self, num_rows: int) -> KVCache:
         usual = self.config._attn_implementation
         self.config._attn_implementation = "flex_attention"
         try:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.kv_cache import KVCache
 
 _SURE, _UNSURE = 1e4, 5.0  # logits: probability 1 in any vocabulary; a low one, but still the highest
 
@@ -121,7 +121,7 @@ class ReplayedModel(WrappedModel):
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None,
-        cache: SlotCache | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         hidden = self.model.hidden_states(input_ids, position_ids, attention_mask, cache)
         script = torch.stack([values.to(hidden.dtype) for values in self.replay.script(input_ids, position_ids)], -1)

@@ -19,8 +19,8 @@ from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_m
 from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
 from jsonargparse import auto_cli
 
+from refusion_lit.data.bin_packing import pack_samples
 from refusion_lit.data.collate import EncodedExample, collate_responses
-from refusion_lit.data.packing import pack_samples
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective

@@ -148,7 +148,7 @@ def hashed_uniform(keys: Tensor, size: int) -> Tensor:
 
 
 class HashCache:
-    """Stores hashes where told to, as ``SlotCache`` stores keys and values, and refuses what is never right."""
+    """Stores hashes where told to, as ``KVCache`` stores keys and values, and refuses what is never right."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -177,12 +177,12 @@ class HashCache:
         self.is_written[self.target] = True
         return self.positions[self.rows, : self.num_keys], self.is_written[self.rows, : self.num_keys]
 
-    def exchange(self, level: int, states: Tensor) -> Tensor:
+    def update(self, level: int, states: Tensor) -> Tensor:
         """Write states; return what the sequences may see."""
         self.values[level][self.target] = states.flatten()[self.source_index]
         return self.values[level][self.rows, : self.num_keys]
 
-    def keep(self, row: int, indices: list[int]) -> None:
+    def compact(self, row: int, indices: list[int]) -> None:
         assert len(set(indices)) == len(indices)
         assert self.is_written[row, indices].all(), "an entry is kept that does not exist"
         for stored in (self.positions, *self.values):
@@ -235,7 +235,7 @@ class HashModel(FakeModel):
         self.check_visible(attention_mask, key_positions, is_written)
         states = scramble(scramble(input_ids + (self.seed << 20)) + position_ids)
         for level in range(NUM_LEVELS):
-            seen = states if cache is None else cache.exchange(level, states)
+            seen = states if cache is None else cache.update(level, states)
             summed = (attention_mask * scramble(seen + level)[:, None, :]).sum(-1)
             states = scramble(states + scramble(summed + 7919 * level))
         return torch.stack([states, self.predicted(input_ids, position_ids)], -1)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean_rows import Rows
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.rows import Rows
 
 HEADS, KEY_HEADS, DIM = 4, 2, 6
 
@@ -43,7 +43,7 @@ def states(seed: int, num_tokens: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def by_hand(rows: Rows, mask: Tensor, cache: SlotCache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention a token at a time over what a cache holds after a forward."""
     stored_keys, stored_values = cache.store(0, key, value)
     real = range(rows.shape.numel()) if rows.real is None else rows.real.tolist()
@@ -60,9 +60,9 @@ def by_hand(rows: Rows, mask: Tensor, cache: SlotCache, query: Tensor, key: Tens
     return found
 
 
-def prepared(plan: dict[str, Any], num_rows: int, seed: int) -> SlotCache:
+def prepared(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:
     """Return a cache with something stored everywhere."""
-    cache = SlotCache(1, num_rows)
+    cache = KVCache(1, num_rows)
     everywhere = torch.cartesian_prod(torch.arange(num_rows), torch.arange(plan["num_keys"]))
     cache.prepare(list(range(num_rows)), plan["num_keys"], None, *everywhere.unbind(1))
     cache.store(0, *states(seed + 1, len(everywhere))[1:])

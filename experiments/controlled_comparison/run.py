@@ -47,7 +47,7 @@ def positions_a_step(args: list[str]) -> int:
     """Return the token positions that the model computes for a training batch (all batches of a task are alike)."""
     from refusion_lit.cli.lightning import RefusionCLI
     from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.lit_module import SlotDiffusionModule
+    from refusion_lit.training.module import SlotDiffusionModule
 
     cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
     cli.model.configure_model()

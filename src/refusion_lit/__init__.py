@@ -12,11 +12,11 @@ from refusion_lit.version import __version__
 
 if TYPE_CHECKING:
     from refusion_lit.api import Generation, TextModel, load
-    from refusion_lit.lit_module import SlotDiffusionModule
+    from refusion_lit.training.module import SlotDiffusionModule
 
 _LAZY = {
     "Generation": "refusion_lit.api",
-    "SlotDiffusionModule": "refusion_lit.lit_module",
+    "SlotDiffusionModule": "refusion_lit.training.module",
     "TextModel": "refusion_lit.api",
     "load": "refusion_lit.api",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.bundle import load_model
+from refusion_lit.checkpoints.metadata import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, ReFusion, RowOutput, decode
 from refusion_lit.modeling.backbone import Backbone

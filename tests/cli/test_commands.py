@@ -13,7 +13,7 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from refusion_lit.predictions import KEYS
+from refusion_lit.evaluation.predictions import KEYS
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")

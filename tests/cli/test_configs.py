@@ -16,8 +16,8 @@ from cli.conftest import REPOSITORY
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
-from refusion_lit.lit_module import SlotDiffusionModule
 from refusion_lit.objectives import Objective
+from refusion_lit.training.module import SlotDiffusionModule
 
 CONFIGS = REPOSITORY / "configs"
 TINY_QWEN = {

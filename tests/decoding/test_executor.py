@@ -306,21 +306,23 @@ def followed(draw: st.DrawFn) -> Branch:
     tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=9))
     places = st.integers(0, len(tokens) - 1)
     draft_at = draw(st.lists(places, min_size=1, max_size=5))
-    later_at = [draw(st.lists(places, min_size=1, max_size=3, unique=True)) for _ in draft_at]
-    return Branch(tokens=tokens, positions=range(len(tokens)), draft_at=draft_at, later_at=later_at)
+    prefetch_at = [draw(st.lists(places, min_size=1, max_size=3, unique=True)) for _ in draft_at]
+    return Branch(tokens=tokens, positions=range(len(tokens)), draft_at=draft_at, prefetch_at=prefetch_at)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    branches=st.lists(followed(), min_size=1, max_size=4), num_likely=st.integers(1, 3), temperature=st.integers(0, 1)
+    branches=st.lists(followed(), min_size=1, max_size=4), num_prefetch=st.integers(1, 3), temperature=st.integers(0, 1)
 )
 def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
-    branches: list[Branch], num_likely: int, temperature: int
+    branches: list[Branch], num_prefetch: int, temperature: int
 ) -> None:
     how = Draw(sampling=SamplingParams(temperature=temperature))
     silent = replace(how, with_probability=False)
     executor, plain = (Executor(HashModel(4), len(branches), reads_ahead=ahead) for ahead in (True, False))
-    forwards = [Forward(phase="", branches=(replace(branch, num_likely=num_likely),), draw=how) for branch in branches]
+    forwards = [
+        Forward(phase="", branches=(replace(branch, num_prefetch=num_prefetch),), draw=how) for branch in branches
+    ]
     requests = [(row, str(row), forward) for row, forward in enumerate(forwards)]
     found = executor.forward(requests)
     assert found == plain.forward(requests)
@@ -328,8 +330,8 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
     likely = []
     for branch, [reading] in zip(branches, found, strict=True):
         ranked = sorted(range(len(reading.tokens)), key=lambda i: (-reading.probabilities[i], i))
-        likely.append(sorted({offset for i in ranked[:num_likely] for offset in branch.later_at[i]}))
-    everything = [sorted({offset for group in branch.later_at for offset in group}) for branch in branches]
+        likely.append(sorted({offset for i in ranked[:num_prefetch] for offset in branch.prefetch_at[i]}))
+    everything = [sorted({offset for group in branch.prefetch_at for offset in group}) for branch in branches]
     num_before = executor._model.num_logit_rows  # type: ignore[attr-defined]
     for offsets, draw in ((likely, silent), (everything, silent), (likely, replace(silent, forbidden=(7, 8, 9)))):
         more = [(row, str(row), MoreDrafts(draft_at=(own,), draw=draw)) for row, own in enumerate(offsets)]
@@ -342,7 +344,7 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
 def test_guided_drafts_are_not_read_ahead() -> None:
     how = Draw(sampling=SamplingParams(), guidance=2.0)
     asked = [4, 5, 6, 7]
-    guided = Branch(tokens=range(3, 11), positions=range(8), draft_at=[3], later_at=[asked], num_likely=1)
+    guided = Branch(tokens=range(3, 11), positions=range(8), draft_at=[3], prefetch_at=[asked], num_prefetch=1)
     unguided = Branch(tokens=[MASK] * 3 + list(range(6, 11)), positions=range(8))
     forward = Forward(phase="", branches=(guided, unguided), draw=how, cached=False)
     executor, plain = (Executor(HashModel(4), 1, reads_ahead=ahead) for ahead in (True, False))

@@ -13,10 +13,10 @@ from hardness.spoiling import nested
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import with_component_files
-from refusion_lit.predictions import PredictionsFile, finished_ids
+from refusion_lit.evaluation.predictions import PredictionsFile, finished_ids
 from refusion_lit.reports import read_runs
 from refusion_lit.traces import read_trace, write_trace
-from refusion_lit.yaml_files import read_yaml
+from refusion_lit.utils.yaml_files import read_yaml
 from traces.samples import random_trace
 
 

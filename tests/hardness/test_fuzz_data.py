@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_other_values
 from refusion_lit.cli.generate import read_prompts
-from refusion_lit.predictions import PredictionsFile, finished_ids
+from refusion_lit.evaluation.predictions import PredictionsFile, finished_ids
 from refusion_lit.tasks import InstructionFiles
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))

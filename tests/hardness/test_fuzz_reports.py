@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_other_values
 from refusion_lit.reports import compare, read_runs
+from refusion_lit.reports.intervals import Resampling
 from refusion_lit.reports.page import html_page
 from refusion_lit.reports.papers import latex_table, markdown_table
-from refusion_lit.reports.statistics import Resampling
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 QUICK = Resampling(num_resamples=10)

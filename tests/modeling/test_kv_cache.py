@@ -13,7 +13,7 @@ from torch import Tensor
 from fakes import VOCAB, tiny_backbone
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.kv_cache import KVCache
 
 # Norms and rotary angles are computed in float32 even in a float64 model.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -31,7 +31,7 @@ def test_storage_is_a_table_of_rows_and_indices(seed: int, num_rows: int) -> Non
     chance = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "_CHUNK", 4)
-        cache = SlotCache(1, num_rows, capacity=2)
+        cache = KVCache(1, num_rows, capacity=2)
         table: dict[tuple[int, int], int] = {}
         number = 0
         for _ in range(12):
@@ -39,7 +39,7 @@ def test_storage_is_a_table_of_rows_and_indices(seed: int, num_rows: int) -> Non
                 row = chance.randrange(num_rows)
                 stored = [index for r, index in table if r == row]
                 kept = chance.sample(stored, chance.randint(0, len(stored)))
-                cache.keep(row, kept)
+                cache.compact(row, kept)
                 moved = {(row, place): table[row, index] for place, index in enumerate(kept)}
                 table = {key: value for key, value in table.items() if key[0] != row} | moved
                 continue
@@ -103,7 +103,7 @@ def test_cached_states_are_those_computed_anew(seed: int) -> None:
     model, num_rows = tiny_backbone(), 3
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(kv_cache, "_CHUNK", 8)
-        cache = SlotCache(2, num_rows, capacity=4)
+        cache = KVCache(2, num_rows, capacity=4)
         known = [Recomputed() for _ in range(num_rows)]
         for _ in range(12):
             rows = chance.sample(range(num_rows), chance.randint(1, num_rows))
@@ -145,7 +145,7 @@ def test_cached_states_are_those_computed_anew(seed: int) -> None:
             for row in range(num_rows):
                 if chance.random() < 0.5:
                     self_contained = closed(known[row], chance)
-                    cache.keep(row, self_contained)
+                    cache.compact(row, self_contained)
                     known[row].keep(self_contained)
         assert cache.capacity > 8
 
@@ -168,7 +168,7 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected:
     ids = torch.randint(0, VOCAB, (1, 300), generator=generator)
     positions = torch.arange(300)[None].flip(1) % 250
     causal = torch.ones(1, 300, 300, dtype=torch.bool).tril()
-    cache = SlotCache(2, 2, static=static)
+    cache = KVCache(2, 2, static=static)
     with torch.no_grad():
         whole = model.hidden_states(ids, positions, causal)
         capacities = []
@@ -186,14 +186,14 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected:
 def test_static_storage_doubles_and_keeps_its_last_entry_free() -> None:
     capacities = []
     for num_keys in (3, 511, 512, 1024):
-        cache = SlotCache(1, 2, static=True)
+        cache = KVCache(1, 2, static=True)
         cache.prepare([0], num_keys, None, torch.tensor([0]), torch.tensor([num_keys - 1]))
         capacities.append(cache.capacity)
     assert capacities == [512, 512, 1024, 2048]
 
 
 def test_a_cache_is_freed_with_its_last_name_and_its_storage_serves_another() -> None:
-    cache, other = SlotCache(2, 3), SlotCache(2, 3)
+    cache, other = KVCache(2, 3), KVCache(2, 3)
     cache.prepare([0], 200, None, torch.tensor([0]), torch.tensor([1]))
     storage = cache.storage(1, 4, dtype=torch.float32, device=torch.device("cpu"))
     cache.store(1, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
@@ -209,21 +209,21 @@ def test_a_cache_is_freed_with_its_last_name_and_its_storage_serves_another() ->
 
 
 def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
-    cache = SlotCache(1, 1, capacity=8)
+    cache = KVCache(1, 1, capacity=8)
     states = torch.arange(6.0).view(1, 1, 6, 1)
     cache.prepare([0], 6, torch.arange(6), torch.zeros(6, dtype=torch.long), torch.arange(6))
     cache.past_key_values.update(states, states, 0)
     layer = cache.past_key_values.layers[0]
     before = layer.stored_keys.data_ptr()  # type: ignore[attr-defined]
-    cache.keep(0, [0, 1, 2])
-    cache.keep(0, [0, 1, 4, 3])
+    cache.compact(0, [0, 1, 2])
+    cache.compact(0, [0, 1, 4, 3])
     assert layer.stored_keys[0, :6, 0, 0].tolist() == [0, 1, 4, 3, 4, 5]  # type: ignore[attr-defined]
     assert layer.stored_keys.data_ptr() == before  # type: ignore[attr-defined]
 
 
 def test_an_unused_cache_can_grow_and_forget() -> None:
-    cache = SlotCache(2, 1, capacity=2)
-    cache.keep(0, [1, 0])
+    cache = KVCache(2, 1, capacity=2)
+    cache.compact(0, [1, 0])
     cache.prepare([0], 300, torch.tensor([0]), torch.tensor([0]), torch.tensor([299]))
     states = torch.ones(1, 2, 1, 4)
     keys, _ = cache.past_key_values.update(states, states, 1)
@@ -232,13 +232,13 @@ def test_an_unused_cache_can_grow_and_forget() -> None:
 
 
 def test_nothing_is_derived_from_a_length() -> None:
-    cache = SlotCache(1, 1)
+    cache = KVCache(1, 1)
     cache.prepare([0], 3, torch.arange(3), torch.zeros(3, dtype=torch.long), torch.arange(3))
     cache.past_key_values.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), 0)
     assert cache.past_key_values.get_seq_length() == 0
 
 
 def test_a_forward_needs_a_plan() -> None:
-    cache = SlotCache(1, 1)
-    with pytest.raises(AssertionError, match=r"SlotCache\.prepare"):
+    cache = KVCache(1, 1)
+    with pytest.raises(AssertionError, match=r"KVCache\.prepare"):
         cache.past_key_values.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from refusion_lit.reports import compare, read_runs, write_report
+from refusion_lit.reports.intervals import Resampling
 from refusion_lit.reports.papers import latex_table, markdown_table
-from refusion_lit.reports.statistics import Resampling
 
 QUICK = Resampling(num_resamples=50)
 EVIL = "<script>alert(1)</script>&\"'$x_1$"

@@ -14,8 +14,8 @@ import pytest
 
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.predictions import PredictionsFile
-from refusion_lit.stages.evaluation import Answerer
+from refusion_lit.evaluation.loop import Answerer
+from refusion_lit.evaluation.predictions import PredictionsFile
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
 

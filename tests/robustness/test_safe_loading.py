@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
-from refusion_lit.checkpoints import AtomicCheckpointIO
+from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
 from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
@@ -59,7 +59,7 @@ def test_lightning_loads_data_only_whatever_it_asks_for(
 def test_the_command_line_installs_it_and_leaves_a_chosen_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from refusion_lit.cli.lightning import RefusionCLI
     from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.lit_module import SlotDiffusionModule
+    from refusion_lit.training.module import SlotDiffusionModule
 
     monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
     args = ["--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"]

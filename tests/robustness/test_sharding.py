@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import QUICKSTART
-from refusion_lit.bundle import load_model, read_checkpoint
+from refusion_lit.checkpoints.metadata import load_model, read_checkpoint
 from refusion_lit.cli import main
 
 SMALL = [

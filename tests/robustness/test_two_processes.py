@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.data.evaluation import EvaluationBatches
+from refusion_lit.data.eval_batches import EvaluationBatches
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 OPTIONS = [
@@ -103,7 +103,7 @@ def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> N
 
 
 def test_a_failing_process_ends_all_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from refusion_lit.lit_module import SlotDiffusionModule
+    from refusion_lit.training.module import SlotDiffusionModule
 
     step = SlotDiffusionModule.test_step
 

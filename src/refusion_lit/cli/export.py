@@ -22,9 +22,9 @@ def run(args: list[str]) -> int:
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
     options = parser.parse_args(args)
 
-    from refusion_lit.bundle import load_model
-    from refusion_lit.model_card import model_card
+    from refusion_lit.checkpoints.metadata import load_model
     from refusion_lit.modeling.loading import save_directory
+    from refusion_lit.reports.model_card import model_card
 
     backbone, tokenizer, template = load_model(options.ckpt_path)
     name = options.push_to_hub or options.output

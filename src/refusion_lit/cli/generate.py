@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.session import add_model_options, load_model_of, sampling_of
 from refusion_lit.decoding import GenerationCallback, RowOutput, RowState
-from refusion_lit.predictions import finished_ids
+from refusion_lit.evaluation.predictions import finished_ids
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def run(args: list[str]) -> int:
 
 def _generate(options: Namespace, requests: list[_Request]) -> None:
     from refusion_lit.api import cut_at_stop
-    from refusion_lit.predictions import prediction, write_line
+    from refusion_lit.evaluation.predictions import prediction, write_line
 
     sampling = sampling_of(options)
     model = load_model_of(options)

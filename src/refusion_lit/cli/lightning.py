@@ -20,14 +20,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
-from refusion_lit.bundle import Bundle, is_checkpoint_file, read_checkpoint
-from refusion_lit.checkpoints import AtomicCheckpointIO, SaveOnSignal, newest_checkpoint
+from refusion_lit.checkpoints.atomic import AtomicCheckpointIO, newest_checkpoint
+from refusion_lit.checkpoints.metadata import CheckpointMetadata, is_checkpoint_file, read_checkpoint
+from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
 from refusion_lit.cli.messages import shorten
 from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.lit_module import SlotDiffusionModule
 from refusion_lit.reports.environment import write_environment
-from refusion_lit.sharded import is_sharded_checkpoint
+from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.training.signals import SaveOnSignal
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "run", "tasks"]  # imported so that short class names resolve
 
@@ -173,7 +174,7 @@ class RefusionCLI(LightningCLI):
         """Let a checkpoint decide what model it is; everything else stays with config and command line."""
         if is_checkpoint_file(source):
             _check_sharding(config, source)
-            bundle = Bundle.from_checkpoint(read_checkpoint(source), source)
+            bundle = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
             config.data.tokenizer = Namespace(
                 class_path="refusion_lit.data.tokenizers.StoredTokenizer",
                 init_args=Namespace(files=bundle.tokenizer_files),

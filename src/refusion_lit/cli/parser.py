@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from refusion_lit.cli.messages import readable
 from refusion_lit.cli.suggestions import nearest
-from refusion_lit.yaml_files import read_yaml
+from refusion_lit.utils.yaml_files import read_yaml
 
 _UNKNOWN = (
     re.compile(r"Key '(?P<name>[^']+)' is not expected"),

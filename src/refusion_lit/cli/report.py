@@ -13,7 +13,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If a folder holds no results, or an option is wrong.
     """
-    from refusion_lit.reports.statistics import Resampling
+    from refusion_lit.reports.intervals import Resampling
     from refusion_lit.reports.write import FORMATS, write_report
 
     parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.predictions import write_lines
+from refusion_lit.evaluation.predictions import write_lines
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.code import pass_at_k, problem_of
 from refusion_lit.types import Example

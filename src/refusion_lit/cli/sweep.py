@@ -18,7 +18,7 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.suggestions import nearest
 from refusion_lit.sweeps import Sweep, describe, plan
 from refusion_lit.sweeps import run as run_sweep
-from refusion_lit.yaml_files import read_yaml
+from refusion_lit.utils.yaml_files import read_yaml
 
 
 def build_parser() -> OneLineParser:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.bin_packing import PackedBatches, pack_samples
 from refusion_lit.data.collate import (
     EncodedExample,
     EncodedPrompt,
@@ -22,8 +23,7 @@ from refusion_lit.data.collate import (
     collate_responses,
 )
 from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.evaluation import EvaluationBatches
-from refusion_lit.data.packing import PackedBatches, pack_samples
+from refusion_lit.data.eval_batches import EvaluationBatches
 from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader, StepLoader
 from refusion_lit.data.store import EncodedStore, encode_all, store_key
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files

@@ -1,13 +1,13 @@
 """Decoders and the engine that runs them."""
 
-from refusion_lit.decoding.autoregressive import Autoregressive
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
-from refusion_lit.decoding.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.autoregressive import Autoregressive
+from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
+from refusion_lit.decoding.decoders.llada import LLaDA
+from refusion_lit.decoding.decoders.refusion import RecomputeKV, ReFusion
 from refusion_lit.decoding.engine import ModelMismatchError, decode
-from refusion_lit.decoding.fast_dllm import FastDLLM
-from refusion_lit.decoding.llada import LLaDA
 from refusion_lit.decoding.output import DecodingOutput, GenerationCallback, RowOutput
-from refusion_lit.decoding.refusion import RecomputeKV, ReFusion
 
 __all__ = [
     "Autoregressive",

@@ -129,7 +129,7 @@ class Executor:
         if cache is not None:
             for row, _, forward in requests:
                 if forward.keep is not None:
-                    cache.keep(row, list(forward.keep))
+                    cache.compact(row, list(forward.keep))
         ids, positions, mask, source = _assemble(branches, flat, (firsts[-1], length), cached=cached)
         device = self._device
         if cache is not None:

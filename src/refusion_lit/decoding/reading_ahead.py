@@ -43,7 +43,7 @@ class ReadAhead:
         self._num_chosen = 0
         if drafted:
             width = max(len(own) for own, _ in drafted)
-            self._num_chosen = min(width, max(later.num_likely for later in self._drafted))
+            self._num_chosen = min(width, max(later.num_prefetch for later in self._drafted))
             # Padding stands behind the last value.
             values = np.full((len(drafted), width), sum(len(span.index) for span in group))
             for row, (own, _) in enumerate(drafted):

@@ -28,9 +28,9 @@ class Branch:
         write_at: Cache index of the first token's keys and values; the others follow.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
         score_at: Pairs of an offset and a token id whose probability under the logits there is wanted.
-        later_at: Groups of offsets whose tokens :class:`MoreDrafts` may ask for: a group for each ``draft_at``, wanted
-            if that draft is, or, where nothing is drafted, any groups.
-        num_likely: How many of the groups will probably be asked for, those of the most probable drafts. Accelerators
+        prefetch_at: Groups of offsets whose tokens :class:`MoreDrafts` may ask for: a group for each ``draft_at``,
+            wanted if that draft is, or, where nothing is drafted, any groups.
+        num_prefetch: How many of the groups will probably be asked for, those of the most probable drafts. Accelerators
             draw these at once, so that the host need not wait for them another time; it changes no token.
     """
 
@@ -41,8 +41,8 @@ class Branch:
     write_at: int = 0
     draft_at: Sequence[int] = ()
     score_at: Sequence[tuple[int, int]] = ()
-    later_at: Sequence[Sequence[int]] = ()
-    num_likely: int = 0
+    prefetch_at: Sequence[Sequence[int]] = ()
+    num_prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

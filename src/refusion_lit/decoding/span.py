@@ -40,14 +40,14 @@ class Later:
         start: Place of the branch's first token.
         groups: Groups of offsets, see :class:`~refusion_lit.decoding.requests.Branch`.
         noise_keys: Key of the noise at each of these offsets, where there is any.
-        num_likely: How many groups will probably be asked for.
+        num_prefetch: How many groups will probably be asked for.
         tokens: What was drawn ahead, by offset.
     """
 
     start: int
     groups: Sequence[Sequence[int]]
     noise_keys: Mapping[int, int]
-    num_likely: int
+    num_prefetch: int
     tokens: dict[int, int]
 
 
@@ -81,10 +81,10 @@ def add_spans(
     guide = 0 if how.guidance is None else length
     for number, (branch, reading, start) in enumerate(zip(branches, readings, starts, strict=True)):
         later, offsets = None, branch.draft_at if draft_at is None else draft_at[number]
-        if ahead is not None and branch.later_at and how.guidance is None:
-            follow = [offset for group in branch.later_at for offset in group]
+        if ahead is not None and branch.prefetch_at and how.guidance is None:
+            follow = [offset for group in branch.prefetch_at for offset in group]
             keys = dict(zip(follow, _noise_keys(branch, follow, how, prompt_id), strict=False))
-            later = Later(start, branch.later_at, keys, branch.num_likely, ahead[number])
+            later = Later(start, branch.prefetch_at, keys, branch.num_prefetch, ahead[number])
         if offsets or later is not None:
             noise_keys = _noise_keys(branch, offsets, how, prompt_id)
             index = [start + at for at in offsets]

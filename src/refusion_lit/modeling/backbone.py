@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import SlotCache
-from refusion_lit.modeling.lean import LeanBody
-from refusion_lit.modeling.lean_compiled import CompiledBody, compiled_body
-from refusion_lit.modeling.lean_known import is_known
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.architectures import is_known
+from refusion_lit.modeling.lean.body import LeanBody
+from refusion_lit.modeling.lean.compiled import CompiledBody, compiled_body
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 _HEAD_CHANGES = (
@@ -35,9 +35,9 @@ class Backbone(nn.Module, LanguageModel):
         model: Any decoder-only model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its ids with a meaning.
-        lean: Decode with :class:`~refusion_lit.modeling.lean.LeanBody` where it knows the architecture, which is
+        lean: Decode with :class:`~refusion_lit.modeling.lean.body.LeanBody` where it knows the architecture, which is
             faster; anything else, and training, runs by the library's forward.
-        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean_compiled.CompiledBody`.
+        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean.compiled.CompiledBody`.
 
     Raises:
         ValueError: If the head is not one plain linear map, a layer's attention cannot be replaced by our masks, or
@@ -94,7 +94,7 @@ class Backbone(nn.Module, LanguageModel):
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None,
-        cache: SlotCache | None = None,
+        cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         if not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type)):
             lean = self._lean_body() if cache is None else cache.lean
@@ -103,7 +103,7 @@ class Backbone(nn.Module, LanguageModel):
         return self._library_states(input_ids, position_ids, attention_mask, cache)
 
     def _library_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: SlotCache | None
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         output = self.body(
             input_ids=input_ids,
@@ -117,8 +117,8 @@ class Backbone(nn.Module, LanguageModel):
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         return self.head(hidden)
 
-    def make_cache(self, num_rows: int) -> SlotCache:  # noqa: D102
-        cache = SlotCache(self.config.num_hidden_layers, num_rows, static=self.compile_steps)
+    def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
+        cache = KVCache(self.config.num_hidden_layers, num_rows, static=self.compile_steps)
         # Modules may be wrapped or replaced between two generations, but not during one.
         if self.compile_steps:
             compiled = self._compiled_body()

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.kv_cache import SlotCache
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 
@@ -29,7 +29,7 @@ class LanguageModel(ABC):
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None,
-        cache: SlotCache | None = None,
+        cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body.
 
@@ -39,7 +39,7 @@ class LanguageModel(ABC):
             attention_mask: ``True`` where a query may see a key. Keys are the tokens themselves or, with a
                 cache, its entries (into which these tokens are written first). ``None``, only without a
                 cache: plain causal attention over the sequence.
-            cache: A cache that has been told where to write (:meth:`SlotCache.prepare`).
+            cache: A cache that has been told where to write (:meth:`KVCache.prepare`).
         """
 
     @abstractmethod
@@ -47,5 +47,5 @@ class LanguageModel(ABC):
         """Apply the head; the caller may change the result in place."""
 
     @abstractmethod
-    def make_cache(self, num_rows: int) -> SlotCache | None:
+    def make_cache(self, num_rows: int) -> KVCache | None:
         """Return an empty cache for so many rows; ``None`` if the model keeps no state (test fakes)."""

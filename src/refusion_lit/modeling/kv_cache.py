@@ -26,16 +26,16 @@ _STATIC_CHUNKS = 4
 class _StoredLayer(DynamicLayer):
     """Keys and values of one layer; :meth:`update` writes where the owning cache was told to."""
 
-    def __init__(self, owner: SlotCache) -> None:
+    def __init__(self, owner: KVCache) -> None:
         super().__init__()
         self._owner_ref = ref(owner)  # no cycle: storage is to be freed with the cache, not some time later
         self.stored_keys: Tensor | None = None
         self.stored_values: Tensor | None = None
 
     @property
-    def _owner(self) -> SlotCache:
+    def _owner(self) -> KVCache:
         owner = self._owner_ref()
-        assert owner is not None, "the SlotCache must live as long as its past_key_values are used"
+        assert owner is not None, "the KVCache must live as long as its past_key_values are used"
         return owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -80,7 +80,7 @@ class _StoredLayer(DynamicLayer):
         self.stored_keys = torch.nn.functional.pad(self.stored_keys, (0, 0, 0, 0, 0, missing))
         self.stored_values = torch.nn.functional.pad(self.stored_values, (0, 0, 0, 0, 0, missing))
 
-    def keep(self, row: int, indices: Tensor, start: int) -> None:
+    def compact(self, row: int, indices: Tensor, start: int) -> None:
         """Move the entries at ``indices`` of a row to ``start`` and behind, in the order given."""
         assert self.stored_keys is not None
         assert self.stored_values is not None
@@ -94,7 +94,7 @@ class _StoredLayer(DynamicLayer):
 
 @dataclass(slots=True)
 class _Plan:
-    """What :meth:`SlotCache.prepare` was told.
+    """What :meth:`KVCache.prepare` was told.
 
     Attributes:
         sequences: Storage row of each sequence.
@@ -118,7 +118,7 @@ class _Plan:
         return seen if self.rows is None else seen[self.rows]
 
 
-class SlotCache:
+class KVCache:
     """Preallocated keys and values for several rows; works as transformers' ``past_key_values``.
 
     Args:
@@ -144,7 +144,7 @@ class SlotCache:
     @property
     def prepared(self) -> _Plan:
         """What :meth:`prepare` said last."""
-        assert self._plan is not None, "SlotCache.prepare must be called before each forward"
+        assert self._plan is not None, "KVCache.prepare must be called before each forward"
         return self._plan
 
     def prepare(
@@ -198,7 +198,7 @@ class SlotCache:
             layer.stored_keys, layer.stored_values = (states.zero_() for states in stored)
             layer.dtype, layer.device, layer.is_initialized = keys[0].dtype, keys[0].device, True
 
-    def exchange(
+    def update(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "sequence key head dim"], Float[Tensor, "sequence key head dim"]]:
         """Write a layer's keys and values as prepared and return what each sequence may attend to.
@@ -215,10 +215,10 @@ class SlotCache:
     def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
-        """Write a layer's keys and values as prepared and return the whole storage; see :meth:`exchange`."""
+        """Write a layer's keys and values as prepared and return the whole storage; see :meth:`update`."""
         return self._layers[layer].store(self.prepared, keys, values)
 
-    def keep(self, row: int, indices: list[int]) -> None:
+    def compact(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in that order; what else is stored is forgotten.
 
         Args:
@@ -233,4 +233,4 @@ class SlotCache:
             if layer.stored_keys is not None:
                 if index is None or index.device != layer.stored_keys.device:
                     index = to_device(indices[start:], layer.stored_keys.device)
-                layer.keep(row, index, start)
+                layer.compact(row, index, start)

@@ -1,8 +1,8 @@
 """Reports: tables of results, intervals, plots and pages."""
 
 from refusion_lit.reports.comparison import Comparison, compare
-from refusion_lit.reports.reading import Collection, read_runs
-from refusion_lit.reports.statistics import Resampling, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.intervals import Resampling, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.runs import Collection, read_runs
 from refusion_lit.reports.write import write_report
 
 __all__ = [

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refusion_lit.reports.reading import Collection, Row, varied_options
-from refusion_lit.reports.statistics import Interval, Resampling, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.intervals import Interval, Resampling, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.runs import Collection, Row, varied_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from refusion_lit.reports.comparison import Comparison
-from refusion_lit.reports.reading import Run
+from refusion_lit.reports.runs import Run
 from refusion_lit.version import __version__
 
 _NUM_EXAMPLES = 4

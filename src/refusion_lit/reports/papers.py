@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from refusion_lit.reports.comparison import Comparison, Measured
-from refusion_lit.reports.statistics import Interval
+from refusion_lit.reports.intervals import Interval
 
 _MARK_MEANING = "the model was not trained for this decoder"
 _LATEX = {

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_lit.reports.comparison import compare
+from refusion_lit.reports.intervals import Resampling
 from refusion_lit.reports.papers import latex_table, markdown_table
-from refusion_lit.reports.reading import read_runs
-from refusion_lit.reports.statistics import Resampling
+from refusion_lit.reports.runs import read_runs
 
 FORMATS = ("html", "markdown", "latex")
 DIRECTORY = "report"

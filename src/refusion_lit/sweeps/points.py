@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.sweeps.spec import Sweep
-from refusion_lit.yaml_files import read_yaml
+from refusion_lit.utils.yaml_files import read_yaml
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]

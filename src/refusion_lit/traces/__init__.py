@@ -1,8 +1,8 @@
 """Traces of decodes: saved and read back, counted, animated in a terminal, and shown on an HTML page."""
 
 from refusion_lit.traces.document import Trace, read_trace, trace_of, write_trace
-from refusion_lit.traces.page import page
-from refusion_lit.traces.statistics import TraceStatistics, trace_statistics
+from refusion_lit.traces.html import page
+from refusion_lit.traces.summary import TraceStatistics, trace_statistics
 from refusion_lit.traces.terminal import animate, print_statistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 

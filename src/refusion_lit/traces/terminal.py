@@ -13,7 +13,7 @@ from rich.text import Text
 
 from refusion_lit.traces.display import visible
 from refusion_lit.traces.document import Trace
-from refusion_lit.traces.statistics import TraceStatistics
+from refusion_lit.traces.summary import TraceStatistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 
 _LOW, _HIGH = (70, 110, 200), (254, 232, 56)  # blue to yellow: told apart with every common colour blindness

@@ -1,0 +1,1 @@
+"""Checkpoints: metadata that describes a model, atomic files, sharded files."""

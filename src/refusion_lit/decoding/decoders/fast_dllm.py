@@ -1,0 +1,175 @@
+"""Fast-dLLM: LLaDA and Dream faster, by confidence thresholds and an approximate key/value cache.
+
+Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the code's
+habit of accepting one more when its scan reaches the last candidate is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from refusion_lit.decoding.base import (
+    Decoder,
+    ModelRequirements,
+    RowState,
+    Steps,
+    require,
+    require_choice,
+    require_positive,
+)
+from refusion_lit.decoding.decoders.llada import canvas_branch, masked_canvas, most_certain, step_quota
+from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+
+
+@dataclass(kw_only=True)
+class FastDLLMState(RowState):
+    """State of Fast-dLLM.
+
+    Attributes:
+        block_start: First place of the current block.
+        round_in_block: Forwards made for the current block.
+    """
+
+    block_start: int = 0
+    round_in_block: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDLLM(Decoder):
+    """Uncovers all masks of a block that are certain enough, block by block, on a bidirectional model.
+
+    Caches are approximate: under full attention a token's keys and values depend on what comes after it. They
+    are refreshed by a forward over the whole canvas at the start of each block.
+
+    Attributes:
+        block_length: Tokens a block; the last one may be shorter.
+        threshold: Masks of at least this confidence are uncovered, and always the most certain one. At least 0;
+            above 1 one token a forward, which 1 does not promise, as rounding makes confidences of 1.
+        factor: Instead of a threshold: uncover the n most certain while (j + 1)(1 - c_j) <= factor for each of
+            them; at least one.
+        steps: With neither: forwards over the whole response, the same number for each block; a block needs no more
+            than it has tokens. ``None``: one a token.
+        cache: ``none``; ``prefix`` (what lies before the block is kept, block and rest are computed anew); ``dual``
+            (only the block is computed anew).
+        stop_at_eos: Stop as soon as everything up to an end of sequence is final.
+        shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a
+            block then uncovers the block's first token alone, whose predictor lies outside the block.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+
+    block_length: int = 32
+    threshold: float | None = 0.9
+    factor: float | None = None
+    steps: int | None = None
+    cache: Literal["none", "prefix", "dual"] = "none"
+    stop_at_eos: bool = False
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_choice("cache", self.cache, ("none", "prefix", "dual"))
+        require_positive("block_length", self.block_length)
+        if self.threshold is not None:
+            require(self.threshold >= 0, "threshold", "a number of at least 0", self.threshold, "use 0.9, say")
+        if self.factor is not None:
+            require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
+            require(self.factor >= 0, "factor", "a number of at least 0", self.factor, "use 1, say")
+        if self.steps is not None:
+            require_positive("steps", self.steps)
+            rule = self.threshold is None and self.factor is None
+            require(rule, "steps", "null with a threshold or factor", self.steps, "set both to null")
+
+    def requirements(self) -> ModelRequirements:
+        """Return what it needs: shifted predictions if asked for."""
+        if self.shifted:
+            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
+        return self.requires
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse steps that cannot be shared out among the blocks."""
+        if self.steps is None:
+            return
+        length = sampling.max_new_tokens
+        num_blocks = -(-length // self.block_length)
+        require(self.steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", self.steps,
+                "change steps or block_length")  # fmt: skip
+        two = self._first_is_alone and min(self.block_length, length) > 1
+        require(not two or self.steps >= 2 * num_blocks, "steps",
+                f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
+                "first token", self.steps, "use more steps")  # fmt: skip
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
+        """Make a canvas of ``max_new_tokens`` masks."""
+        canvas = masked_canvas(prompt, sampling, special_tokens)
+        return FastDLLMState(
+            prompt=prompt,
+            sampling=sampling,
+            special_tokens=special_tokens,
+            tokens=canvas.tokens,
+            is_masked=canvas.is_masked,
+        )
+
+    @property
+    def _first_is_alone(self) -> bool:
+        """Whether a block's first forward uncovers its first token alone, as later ones lack its predictor."""
+        return self.shifted and self.cache != "none"
+
+    def step(self, state: FastDLLMState) -> Steps:  # type: ignore[override]
+        """One forward; the certain masks of the block are uncovered."""
+        stop = min(state.block_start + self.block_length, len(state.tokens))
+        places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
+        lone_first = self._first_is_alone and state.round_in_block == 0
+        if lone_first:
+            places = places[:1]
+        readings = yield Forward(
+            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
+            branches=(self._branch(state, places, stop),),
+            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=int(self.shifted)),
+            cached=self.cache != "none",
+        )
+        reading = readings[0]
+        chosen = [0] if lone_first else self._choose(state, reading.probabilities, stop)
+        state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
+        state.round_in_block += 1
+        if not any(state.is_masked[state.block_start : stop]):
+            state.block_start, state.round_in_block = stop, 0
+        state.finished = stop == len(state.tokens) and not any(state.is_masked)
+        state.finished |= self.stop_at_eos and state.prefix_ends
+
+    def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
+        """Return what this round computes: the whole canvas, block and rest, or the block alone."""
+        read = [state.prompt_length + place - self.shifted for place in places]
+        whole = canvas_branch(state, read)
+        if self.cache == "none" or state.round_in_block == 0:
+            return whole
+        length = len(whole.tokens)
+        first = state.prompt_length + state.block_start
+        last = length if self.cache == "prefix" else state.prompt_length + stop
+        visible = ((0, first),) if last == length else ((0, first), (last, length))
+        return Branch(
+            tokens=whole.tokens[first:last],
+            positions=range(first, last),
+            order=[0] * (last - first),
+            visible=visible,
+            write_at=first,
+            draft_at=[position - first for position in read],
+        )
+
+    def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
+        ranked = most_certain(confidences, len(confidences))
+        if self.threshold is not None:
+            return [i for n, i in enumerate(ranked) if n == 0 or confidences[i] >= self.threshold]
+        if self.factor is not None:
+            count = 1
+            while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
+                count += 1
+            return ranked[:count]
+        size = stop - state.block_start
+        num_blocks = -(-len(state.tokens) // self.block_length)
+        num_steps = size if self.steps is None else min(self.steps // num_blocks, size)
+        done = int(self._first_is_alone)  # one token and one step, outside the quota
+        return ranked[: step_quota(size - done, num_steps - done, state.round_in_block - done)]

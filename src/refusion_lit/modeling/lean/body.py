@@ -1,0 +1,221 @@
+"""The body of known architectures without a library's bookkeeping: the same weights, far fewer operations a layer.
+
+Small models spend most of a forward in calls, not in arithmetic. :class:`LeanBody` runs Qwen2, Qwen3 and Llama bodies
+through their own parameters: no copy of a matrix, and no module's ``forward`` but the rotary embedding's. Everything
+that it does not know to the last detail is refused, and :class:`~refusion_lit.modeling.backbone.Backbone` then runs
+the library's forward. Results are equal up to rounding, not to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.attention import attention_for
+from refusion_lit.modeling.lean.rows import Attention, Rows
+
+_MAX_TABLE = 1 << 14
+"""On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
+
+_Linear = tuple[Tensor, Tensor | None]
+
+
+class _Norm:
+    """Root-mean-square normalisation over the last axis, in float32 whatever the type, as the library computes it."""
+
+    __slots__ = ("_by_hand", "_eps", "_floor", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        # On CPUs the norm of a vector is one fast operation, and torch's rms_norm is five.
+        self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._eps = eps
+        self._floor = weight.new_tensor((size * eps) ** 0.5)
+        self._weight = weight * size**0.5 if self._by_hand else weight.clone()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it owns."""
+        return [self._weight, self._floor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
+            root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            return x.div(root).mul_(self._weight)
+        if x.dtype == torch.float64:  # step by step, so that nothing is rounded otherwise than in the library
+            rounded = x.float()
+            rounded = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + self._eps)
+            return rounded.to(x.dtype).mul_(self._weight)
+        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of a layer; ``heads_norm`` is Qwen3's, of query and key heads."""
+
+    attention_norm: _Norm
+    query: _Linear
+    key: _Linear
+    value: _Linear
+    heads_norm: _Norm | None
+    output: Tensor
+    mlp_norm: _Norm
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class LeanBody:
+    """A body's forward over its own parameters, without gradients.
+
+    It holds what it found in the modules when it was made: make a new one after weights were replaced (changing them
+    in place is fine but for the norms', which are scaled beforehand) or modules wrapped.
+
+    Args:
+        body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
+    """
+
+    def __init__(self, body: Any) -> None:  # noqa: ANN401 - a transformers model
+        config, attention = body.config, body.layers[0].self_attn
+        self._embedding = body.embed_tokens.weight
+        self._rotary = body.rotary_emb
+        self._norm = _norm(body.norm)
+        self._implementation = config._attn_implementation
+        self._head_dim = attention.head_dim
+        self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._layers = [_layer(layer, self._num_heads, self._num_key_heads) for layer in body.layers]
+        self._sign = self._embedding.new_ones(self._head_dim)
+        self._sign[: self._head_dim // 2] = -1
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and states."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def entry_shape(self) -> tuple[int, int]:
+        """Heads and dimensions of a cache entry."""
+        return self._num_key_heads, self._head_dim
+
+    def weights(self) -> list[Tensor]:
+        """Return the modules' own tensors that a forward reads: all but the norms'."""
+        found = [self._embedding]
+        for layer in self._layers:
+            found += [layer.output, layer.gate, layer.up, layer.down]
+            found += [one for linear in (layer.query, layer.key, layer.value) for one in linear if one is not None]
+        return found
+
+    def copies(self) -> list[Tensor]:
+        """Return the tensors that were made of the modules' own."""
+        norms = [self._norm]
+        for layer in self._layers:
+            norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
+        return [self._sign, *(tensor for norm in norms for tensor in norm.tensors())]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Bool[Tensor, "batch token key"] | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
+
+        Returns:
+            Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
+        """
+        # Padding takes part in attention alone: all else is computed for the tokens that are stored.
+        rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
+        rotation = self._rotation(rows.real_of(position_ids.flatten()))
+        width = self._num_heads * self._head_dim
+        attention = attention_for(rows, attention_mask, cache, self.dtype, width, self._implementation)
+        hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
+        return rows.padded(hidden).view(*input_ids.shape, -1)
+
+    def run(
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> Float[Tensor, "token hidden"]:
+        """Run the layers over tokens of all rows, laid end to end: one matrix product for all of them.
+
+        Args:
+            ids: The tokens.
+            rotation: What :meth:`angles` gives for their positions.
+            attention: How they attend.
+        """
+        hidden = F.embedding(ids, self._embedding)
+        for number, layer in enumerate(self._layers):
+            normed = layer.attention_norm(hidden)
+            query, key, value = self._heads(layer, normed, rotation)
+            hidden.addmm_(attention(number, query, key, value).flatten(1), layer.output.t())
+            normed = layer.mlp_norm(hidden)
+            gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
+            hidden.addmm_(gated, layer.down.t())
+        return self._norm(hidden)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines [token, 1, dim] of positions [token]."""
+        length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
+        if length > _MAX_TABLE:
+            return self.angles(positions)
+        if self._table is None or length > len(self._table[0]):
+            self._table = self.angles(torch.arange(-(-length // 128) * 128))
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
+        """Compute cosines and signed sines [token, 1, dim] of positions."""
+        cos, sin = self._rotary(self._embedding, positions[None])
+        return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
+
+    def _heads(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [token, head, dim], rotated."""
+        num_heads, dim = self._num_heads, self._head_dim
+        # Query and key heads side by side: one norm and one rotation for both.
+        heads = torch.cat((F.linear(x, *layer.query), F.linear(x, *layer.key)), -1).view(len(x), -1, dim)
+        if layer.heads_norm is not None:
+            heads = layer.heads_norm(heads)
+        cos, sin = rotation
+        heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
+        return heads[:, :num_heads], heads[:, num_heads:], F.linear(x, *layer.value).view(len(x), -1, dim)
+
+
+def _layer(layer: Any, num_heads: int, num_key_heads: int) -> _Layer:  # noqa: ANN401
+    attention, mlp = layer.self_attn, layer.mlp
+    heads_norm = None
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm, attention.k_norm
+        weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
+        heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
+    query, key, value = (_linear(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        query=query,
+        key=key,
+        value=value,
+        heads_norm=heads_norm,
+        output=attention.o_proj.weight,
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+    )
+
+
+def _norm(module: Any) -> _Norm:  # noqa: ANN401
+    return _Norm(module.weight.detach(), module.variance_epsilon)
+
+
+def _linear(module: nn.Linear) -> _Linear:
+    return module.weight, module.bias

@@ -1,0 +1,104 @@
+"""Flex attention over ragged rows: all their tokens are one row of queries, all that is stored is one row of keys.
+
+Nothing is padded and nothing gathered, and blocks of keys that no query of a block sees are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache as cached
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from refusion_lit.modeling.attention import block_mask
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.rows import Rows
+
+_BLOCK = 128
+"""Queries and keys of a block, at most."""
+
+
+class FlexAttention:
+    """Attention of one forward through ``flex_attention``.
+
+    It is compiled, once for all, unless the states are on a CPU, where it is slow and only a reference.
+
+    Args:
+        rows: The batch.
+        mask: Over the cache's entries or, without cache, tokens.
+        cache: Prepared for the forward.
+    """
+
+    def __init__(self, rows: Rows, mask: Bool[Tensor, "batch token key"], cache: KVCache | None) -> None:
+        self._rows, self._cache = rows, cache
+        self._mask = block_mask(mask) if cache is None else _packed_mask(rows, mask, cache)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+        if self._cache is None:
+            query, key, value = (one.unflatten(0, (self._rows.shape[0], -1)) for one in (query, key, value))
+        else:
+            keys, values = self._cache.store(layer, key, value)
+            query, key, value = query[None], keys.flatten(0, 1)[None], values.flatten(0, 1)[None]
+        mixed = _flex(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self._mask)
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+def _packed_mask(rows: Rows, mask: Tensor, cache: KVCache) -> BlockMask:
+    """Return who sees what among the real tokens and all that is stored, without a look at the values."""
+    plan, capacity = cache.prepared, cache.capacity
+    length = rows.shape[1]
+    place = torch.arange(rows.shape.numel(), device=mask.device) if rows.real is None else rows.real
+    owner = place // length
+    if plan.rows is not None:
+        owner = plan.rows[owner]
+    visible = torch.nn.functional.pad(rows.real_of(mask.flatten(0, 1)), (0, capacity - mask.shape[2]))
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        size = visible.shape[1]
+        return (owner[query] == key // size) & visible[query, key % size]
+
+    count, index = _blocks(owner, visible, cache.num_rows)
+    return BlockMask.from_kv_blocks(
+        count[None, None],
+        index[None, None],
+        BLOCK_SIZE=(_BLOCK, math.gcd(capacity, _BLOCK)),
+        mask_mod=sees,
+        seq_lengths=(len(place), cache.num_rows * capacity),
+        compute_q_blocks=False,  # only gradients need them
+    )
+
+
+def _blocks(
+    owner: Int[Tensor, " token"], visible: Bool[Tensor, "token entry"], num_rows: int
+) -> tuple[Int[Tensor, " query_block"], Int[Tensor, "query_block key_block"]]:
+    """Return how many blocks of keys each block of queries sees something of, and which: those first, then the rest."""
+    num_tokens, capacity = visible.shape
+    block = math.gcd(capacity, _BLOCK)
+    some = visible.unflatten(1, (-1, block)).any(-1)  # [token, block of its row]
+    number = torch.arange(num_tokens, device=owner.device) // _BLOCK * num_rows + owner
+    num_blocks = -(-num_tokens // _BLOCK)
+    seen = torch.zeros(num_blocks * num_rows, some.shape[1], dtype=torch.int32, device=owner.device)
+    seen = seen.index_add_(0, number, some.int()).view(num_blocks, -1) > 0
+    index = seen.int().argsort(dim=-1, descending=True, stable=True)
+    return seen.sum(-1, dtype=torch.int32), index.int()
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """Return outputs of states [row, head, place, dim]."""
+    grouped = query.shape[1] != key.shape[1]
+    if query.device.type != "cpu":
+        return _compiled()(query, key, value, block_mask=mask, enable_gqa=grouped)
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile")
+        found: Any = flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped)
+    return found
+
+
+@cached
+def _compiled() -> Any:  # noqa: ANN401
+    return torch.compile(flex_attention)

@@ -1,0 +1,1 @@
+"""Helpers without a domain: files and option checks."""

@@ -1,0 +1,72 @@
+"""Rows of several samples: each sample once, none too long, little padding, the same for any workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.data.bin_packing import PackedBatches, pack_samples
+from refusion_lit.data.collate import EncodedExample
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.tasks import Additions
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), room=st.integers(0, 30), seed=st.integers(0, 3))
+def test_each_sample_once_and_no_row_too_long(lengths: list[int], room: int, seed: int) -> None:
+    rows = pack_samples(lengths, 20 + room, seed=seed)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in row) for row in rows]
+    assert all(0 < load <= 20 + room for load in loads)
+    assert rows == pack_samples(lengths, 20 + room, seed=seed)
+    # Best fit never opens a row while another has room: no two rows fit in one.
+    smallest = sorted(loads)[:2]
+    assert len(smallest) < 2 or sum(smallest) > 20 + room
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_padding_is_under_five_percent_on_lengths_like_gsm8k(seed: int) -> None:
+    """Log-normal with the median and spread of GSM8K's questions with answers in a BPE of 4096 tokens."""
+    normal = torch.randn(6000, generator=torch.Generator().manual_seed(seed))
+    lengths = (150 * (0.36 * normal).exp()).long().clamp(40, 512).tolist()
+    rows = pack_samples(lengths, 512, seed=seed)
+    assert 1 - sum(lengths) / (512 * len(rows)) < 0.05
+    assert rows != pack_samples(lengths, 512, seed=seed + 1)
+
+
+def test_a_batch_holds_the_samples_of_its_rows() -> None:
+    samples = [EncodedExample(f"s{i}", [5] * i, [6, 1]) for i in range(4)]
+    batch = PackedBatches(samples, [[3], [0, 2], [1]], pad_token_id=0)[[1, 0]]  # type: ignore[arg-type] - a list does
+    assert batch.ids == ["s0", "s2", "s3"]
+    assert batch.rows is not None
+    assert batch.rows.tolist() == [0, 0, 1]
+    assert batch.prompt_lengths.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("num_train", [60, 21_000])
+def test_the_data_module_packs_training_batches_alone(num_train: int) -> None:
+    task = Additions(num_train=num_train, num_validation=4, num_test=4)
+    data = InstructionDataModule(task, CharacterTokenizer(), batch_size=3, max_length=128, pack_length=256)
+    loader = data.train_dataloader()
+    seen: list[str] = []
+    for batch in loader:
+        assert batch.rows is not None
+        lengths = torch.zeros(3, dtype=torch.long)
+        lengths.index_add_(0, batch.rows, batch.prompt_lengths + batch.response_lengths)
+        assert lengths.max() <= 256
+        seen += batch.ids
+        if len(seen) > 500:
+            break
+    assert len(seen) == len(set(seen))
+    assert len(seen) > (40 if num_train == 60 else 500)
+    assert next(iter(data.val_dataloader())).rows is None
+
+
+def test_a_row_shorter_than_a_sample_may_be_is_refused() -> None:
+    task = Additions(num_train=4, num_validation=2, num_test=2)
+    with pytest.raises(ValueError, match=r"data\.pack_length: expected at least max_length, which is 512, got 100"):
+        InstructionDataModule(task, CharacterTokenizer(), pack_length=100)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meeting_points import MeetingPoints
+from ragged import by_hand, prepared, ragged, states
+from refusion_lit.modeling import lean_flex
+from refusion_lit.modeling.lean.attention import attention_for
+from refusion_lit.modeling.lean.flex import FlexAttention
+
+SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 9999), sizes=st.lists(SIZE, min_size=1, max_size=6), spare=st.integers(0, 2))
+def test_packed_rows_attend_as_each_token_does_alone(seed: int, sizes: list[tuple[int, int]], spare: int) -> None:
+    num_rows = len(sizes) + spare
+    storage = random.Random(seed).sample(range(num_rows), len(sizes))
+    rows, mask, plan = ragged(seed, sizes, storage)
+    query, key, value = states(seed, len(plan["row_index"]))
+    cache = prepared(plan, num_rows, seed)
+    attend = attention_for(rows, mask, cache, torch.float64, 1, "flex_attention")
+    assert isinstance(attend, FlexAttention)
+    found = attend(0, query, key, value)
+    torch.testing.assert_close(found, by_hand(rows, mask, cache, query, key, value))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 9999), block=st.sampled_from([2, 4, 128]))
+def test_blocks_are_those_that_some_query_sees_something_of(seed: int, block: int) -> None:
+    chance = random.Random(seed)
+    num_rows, capacity, num_tokens = chance.randint(1, 4), 8, chance.randint(1, 20)
+    owner = torch.tensor([chance.randrange(num_rows) for _ in range(num_tokens)])
+    visible = torch.rand(num_tokens, capacity, generator=torch.Generator().manual_seed(seed)) < 0.1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lean_flex, "_BLOCK", block)
+        count, index = lean_flex._blocks(owner, visible, num_rows)
+    size = min(block, capacity)
+    for number in range(-(-num_tokens // block)):
+        expected = {
+            (int(owner[token]) * capacity + entry) // size
+            for token in range(number * block, min((number + 1) * block, num_tokens))
+            for entry in visible[token].nonzero()[:, 0].tolist()
+        }
+        assert set(index[number, : count[number]].tolist()) == expected
+        assert sorted(index[number].tolist()) == list(range(num_rows * capacity // size))
+    assert count.dtype == index.dtype == torch.int32
+
+
+def test_neither_mask_nor_storage_is_looked_at_by_the_host() -> None:
+    rows, mask, plan = ragged(0, [(3, 9), (1, 4)], [1, 0])
+    cache = prepared(plan, 3, 0)
+    with MeetingPoints() as points:
+        attend = FlexAttention(rows, mask, cache)
+    assert points.found == []
+    with MeetingPoints() as points:  # it does see what it looks for
+        _ = mask[mask].tolist(), mask.nonzero(), mask.sum().item()
+    assert sorted(points.found) == ["_local_scalar_dense", "index", "nonzero"]
+    assert attend._mask.q_indices is None
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_it_is_the_same_and_compiled_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs it is not compiled otherwise; blocks play a part only here."""
+    compiled, num_graphs = lean_flex._compiled(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(lean_flex, "_flex", lambda query, key, value, mask: compiled(
+        query.float(), key.float(), value.float(), block_mask=mask, enable_gqa=True
+    ))  # fmt: skip
+    chance = random.Random(1)
+    for seed in range(8):
+        sizes = [(queries := chance.randint(1, 90), chance.randint(queries, 200)) for _ in range(chance.randint(1, 5))]
+        rows, mask, plan = ragged(seed, sizes, chance.sample(range(6), len(sizes)))
+        query, key, value = states(seed, len(plan["row_index"]))
+        cache = prepared(plan, 6, seed)
+        with torch.no_grad():
+            found = FlexAttention(rows, mask, cache)(0, query, key, value)
+        expected = by_hand(rows, mask, cache, query, key, value)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs <= 5

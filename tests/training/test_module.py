@@ -1,0 +1,211 @@
+"""The LightningModule: what it optimises, how it schedules, and that its losses depend on seed and samples alone."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from refusion_lit import SlotDiffusionModule
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.decoding import ReFusion
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.tasks import Additions
+from refusion_lit.training.module import parameter_groups
+from refusion_lit.training.schedule import warmup_cosine
+from refusion_lit.types import SamplingParams
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _parts(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:
+    data = InstructionDataModule(Additions(num_train=64, num_validation=16, num_test=8), CharacterTokenizer(), 8, 8)
+    module = SlotDiffusionModule(BackboneConfig(config=TINY), data.built_tokenizer, Hybrid(slot_sizes=(4,)), **options)
+    return module, data
+
+
+def _trainer(directory: Path, **options: object) -> L.Trainer:
+    options = {"max_steps": 3, "enable_checkpointing": False, "logger": False} | options
+    return L.Trainer(
+        default_root_dir=directory, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, **options
+    )
+
+
+def test_norms_and_biases_get_no_weight_decay() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model[0].weight.requires_grad_(True)
+    decayed, plain = parameter_groups(model)
+    assert [p.shape for p in decayed["params"]] == [(3, 3)]
+    assert len(plain["params"]) == 3
+    assert plain["weight_decay"] == 0.0
+    assert "weight_decay" not in decayed
+    model[0].requires_grad_(False)
+    assert parameter_groups(model)[0]["params"] == []
+
+
+def test_warm_up_then_cosine() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = warmup_cosine(optimizer, num_warmup_steps=4, num_steps=24, final_ratio=0.1)
+    rates = []
+    for _ in range(26):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert rates[14] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[24:] == pytest.approx([0.2, 0.2])
+    assert all(a >= b for a, b in pairwise(rates[4:]))
+
+
+def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    weights = []
+    for seed in (0, 0, 1):
+        module, data = _parts(seed=seed)
+        torch.manual_seed(torch.randint(1000, ()).item())  # the global generator must not matter
+        _trainer(tmp_path).fit(module, data)
+        weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert any(not torch.equal(value, weights[2][name]) for name, value in weights[0].items())
+
+
+def test_training_lowers_the_validation_loss_and_validation_is_repeatable(tmp_path: Path) -> None:
+    module, data = _parts(warmup_steps=1, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+    trainer = _trainer(tmp_path, max_steps=30)
+    (before,) = trainer.validate(module, data, verbose=False)
+    (again,) = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    (after,) = trainer.validate(module, data, verbose=False)
+    assert before == again
+    assert before["val/loss"] == pytest.approx(before["val/ar"] + before["val/mdm"], rel=1e-5)
+    assert after["val/loss"] < before["val/loss"] - 0.3
+
+
+def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    losses = []
+    for size in (3, 16):
+        module, data = _parts()
+        data.eval_batch_size = size
+        losses.append(_trainer(tmp_path).validate(module, data, verbose=False)[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_fit_notes_what_the_weights_were_trained_for(tmp_path: Path) -> None:
+    module, data = _parts()
+    assert module.text_model().backbone.traits.predictions is None
+    _trainer(tmp_path, max_steps=1).fit(module, data)
+    assert module.model.traits == Hybrid().traits
+    module.objective = Autoregressive()
+    _trainer(tmp_path, max_steps=1).fit(module, data)
+    assert module.model.traits.predictions == ("next_token",)
+    with pytest.raises(ValueError, match="ReFusion does not fit this model"):
+        _trainer(tmp_path).test(module, data, verbose=False)
+
+
+def test_impossible_decoder_settings_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="num_serial_blocks: expected at most 2"):
+        _parts(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
+
+
+@pytest.mark.parametrize("name", ["threshold_0.9", "a/b", ""])
+def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="decoders: expected names of letters"):
+        _parts(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
+
+
+def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), num_logged_samples=2)
+    logger = TensorBoardLogger(str(tmp_path), name="run", version="v")
+    _trainer(tmp_path, logger=logger, max_steps=2, val_check_interval=2, num_sanity_val_steps=0).fit(module, data)
+    logger.experiment.flush()
+    events = EventAccumulator(str(tmp_path / "run" / "v"))
+    events.Reload()
+    (tag,) = [tag for tag in events.Tags()["tensors"] if tag.startswith("samples")]
+    text = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+    assert text.count("(reference `") == 2
+    assert data.task.examples("validation")[0].query in text
+
+
+@pytest.mark.parametrize("objective", [Hybrid(slot_sizes=(4,)), BlockMasked(block_size=4)])
+def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Objective) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def counted(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
+        module, data = _parts()
+        module.objective = objective
+        widths: list[int] = []
+        module.configure_model()
+        module.model.register_forward_pre_hook(lambda _, args: widths.append(args[0].numel()))
+        logger = CSVLogger(str(tmp_path), name=f"steps-{num_steps}")
+        trainer = _trainer(tmp_path, logger=logger, max_steps=num_steps, log_every_n_steps=1, limit_val_batches=0)
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        logger.save()
+        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+        assert all(float(row["train/positions_per_second"]) > 0 for row in rows[1:])
+        return [float(row["train/num_positions"]) for row in rows], sum(widths)
+
+    first, computed = counted(2)
+    assert first[-1] == computed
+    then, more = counted(5, str(tmp_path / "last.ckpt"))
+    assert then[-1] == computed + more
+    assert then == sorted(then)
+
+
+EVERY_OBJECTIVE = [Hybrid(slot_sizes=(4,)), Autoregressive(), Masked(cart_p=0.3), BlockMasked(block_size=4)]
+
+
+@pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=lambda objective: type(objective).__name__)
+def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path, objective: Objective) -> None:
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+            seen.append({name: float(value) for name, value in trainer.callback_metrics.items() if "train/" in name})
+
+    runs = []
+    for precision in ("32-true", "bf16-true", "bf16-mixed"):
+        seen: list[dict[str, float]] = []
+        module, data = _parts(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2), warmup_steps=0)
+        module.objective = objective
+        options = {"precision": precision, "max_steps": 4, "log_every_n_steps": 1, "limit_val_batches": 0}
+        _trainer(tmp_path, **options, callbacks=[Watch()]).fit(module, data)
+        kept = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        assert {p.dtype for p in module.model.parameters()} == {kept}
+        runs.append(seen)
+    for run in runs[1:]:
+        for step, expected in zip(run, runs[0], strict=True):
+            assert step["train/loss"] == pytest.approx(expected["train/loss"], rel=0.02)
+            # The corruption and all that is counted are not rounded to bf16, which is the default type meanwhile.
+            assert step["train/num_positions"] == expected["train/num_positions"]
+            assert step["train/padding"] == expected["train/padding"]
+
+
+def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        module, data = _parts()
+        module.backbone_config = replace(module.backbone_config, gradient_checkpointing=checkpointing)
+        data.pack_length = 512  # an explicit mask as well
+        _trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(module, data)
+        weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_fused_kernel_without_a_gpu_is_refused_before_training(tmp_path: Path) -> None:
+    module, data = _parts()
+    module.objective = Hybrid(kernel="liger")
+    with pytest.raises(ValueError, match=r"objective\.kernel: 'liger' needs"):
+        _trainer(tmp_path).fit(module, data)
