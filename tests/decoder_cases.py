@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import strategies as st
 
-import refusion_lit.decoding
+import refusion_lit.decoding.decoders
 from fakes import EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
     BlockDiffusion,
@@ -35,8 +35,8 @@ from refusion_lit.decoding import (
 from refusion_lit.decoding.executor import Executor
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
-for module in pkgutil.iter_modules(refusion_lit.decoding.__path__):
-    importlib.import_module(f"refusion_lit.decoding.{module.name}")
+for module in pkgutil.iter_modules(refusion_lit.decoding.decoders.__path__):
+    importlib.import_module(f"refusion_lit.decoding.decoders.{module.name}")
 
 
 def concrete(cls: type) -> Iterator[type[Decoder]]:

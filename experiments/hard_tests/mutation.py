@@ -44,7 +44,7 @@ from mutants import PACKAGES, sample, statement
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_suffix(".json")
 TESTS = (
-    "tests/decoding", "tests/contract", "tests/objectives", "tests/test_lit_module.py", "tests/test_accumulation.py"
+    "tests/decoding", "tests/contract", "tests/objectives", "tests/training"
 )  # fmt: skip
 FLAGS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain")
 MAX_BYTES = 6 * 2**30

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from traces.test_page import HOSTILE, hostile_page
 
 from refusion_lit.traces import Trace, page, timeline
 from traces.browser import CHROMIUM, Browser
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
+from traces.test_html import HOSTILE, hostile_page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 

@@ -163,7 +163,7 @@ class _Worker:
         self._seconds = limits.seconds
         self._control, theirs = socket.socketpair()
         self._buffer = b""
-        source = Path(__file__).with_name("worker.py").read_text(encoding="utf-8")
+        source = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
         options = {"limits": asdict(limits), "readable": isolation.readable_paths(), "layers": list(layers)}
         command = [isolation.interpreter(), "-I", "-S", "-c", source, str(theirs.fileno()), directory]
         with theirs:

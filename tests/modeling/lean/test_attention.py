@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
-from refusion_lit.modeling import lean_attention
+from refusion_lit.modeling.lean import attention
 from refusion_lit.modeling.lean.attention import GroupedAttention, PaddedAttention, attention_for
 from refusion_lit.modeling.lean.rows import Rows
 
@@ -31,9 +31,9 @@ def test_groups_of_rows_attend_as_each_token_does_alone(
     storage = random.Random(seed).sample(range(num_rows), len(sizes))
     rows, mask, plan = ragged(seed, sizes, storage)
     query, key, value = states(seed, len(plan["row_index"]))
-    table = lean_attention._sizes(rows, mask)
+    table = attention._sizes(rows, mask)
     assert table.tolist() == [list(size) for size in sizes]
-    groups = lean_attention._groups(table.tolist(), call)
+    groups = attention._groups(table.tolist(), call)
     assert sorted(itertools.chain(*groups)) == list(range(len(sizes)))
     found = []
     for kind in ("grouped", "padded"):
@@ -48,10 +48,10 @@ def test_groups_of_rows_attend_as_each_token_does_alone(
 
 def test_rows_share_a_call_where_padding_costs_less_than_another_call() -> None:
     sizes = [(4, 10), (64, 90), (4, 12), (60, 90)]
-    assert lean_attention._groups(sizes, 4 * 90 + 1) == [[1, 3], [2, 0]]
-    assert lean_attention._groups(sizes, 4 * 90) == [[1], [3], [2, 0]]
-    assert lean_attention._groups(sizes, 4 * 2) == [[1], [3], [2], [0]]
-    assert lean_attention._groups(sizes, 1 << 20) == [[1, 3, 2, 0]]
+    assert attention._groups(sizes, 4 * 90 + 1) == [[1, 3], [2, 0]]
+    assert attention._groups(sizes, 4 * 90) == [[1], [3], [2, 0]]
+    assert attention._groups(sizes, 4 * 2) == [[1], [3], [2], [0]]
+    assert attention._groups(sizes, 1 << 20) == [[1, 3, 2, 0]]
 
 
 def test_only_much_ragged_work_is_done_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_only_much_ragged_work_is_done_in_groups(monkeypatch: pytest.MonkeyPatch
     cache = prepared(plan, 3, 0)
     choose = [rows, mask, cache, torch.float64, width]
     assert isinstance(attention_for(*choose), PaddedAttention)
-    monkeypatch.setattr(lean_attention, "_CALL", width)
+    monkeypatch.setattr(attention, "_CALL", width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert isinstance(attention_for(*choose), GroupedAttention)
     even = torch.ones_like(mask)  # the rows' queries are the same too where nothing is padding
@@ -72,5 +72,5 @@ def test_only_much_ragged_work_is_done_in_groups(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("numbers", "expected"), [([3], slice(3, 4)), ([2, 3, 4], slice(2, 5)), ([2, 4, 3, 5], None)])
 def test_indices_that_follow_one_another_copy_nothing(numbers: list[int], expected: slice | None) -> None:
-    found = lean_attention._index(np.array(numbers))
+    found = attention._index(np.array(numbers))
     assert found == expected if expected is not None else found.tolist() == numbers

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fakes import SPECIAL, VOCAB
 from refusion_lit.modeling import kv_cache
-from refusion_lit.modeling import lean as lean_module
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean import body as lean_module
 from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.types import ModelTraits

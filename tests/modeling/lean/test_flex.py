@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meeting_points import MeetingPoints
 from ragged import by_hand, prepared, ragged, states
-from refusion_lit.modeling import lean_flex
+from refusion_lit.modeling.lean import flex
 from refusion_lit.modeling.lean.attention import attention_for
 from refusion_lit.modeling.lean.flex import FlexAttention
 
@@ -39,8 +39,8 @@ def test_blocks_are_those_that_some_query_sees_something_of(seed: int, block: in
     owner = torch.tensor([chance.randrange(num_rows) for _ in range(num_tokens)])
     visible = torch.rand(num_tokens, capacity, generator=torch.Generator().manual_seed(seed)) < 0.1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean_flex, "_BLOCK", block)
-        count, index = lean_flex._blocks(owner, visible, num_rows)
+        patch.setattr(flex, "_BLOCK", block)
+        count, index = flex._blocks(owner, visible, num_rows)
     size = min(block, capacity)
     for number in range(-(-num_tokens // block)):
         expected = {
@@ -69,8 +69,8 @@ def test_neither_mask_nor_storage_is_looked_at_by_the_host() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_it_is_the_same_and_compiled_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs it is not compiled otherwise; blocks play a part only here."""
-    compiled, num_graphs = lean_flex._compiled(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    monkeypatch.setattr(lean_flex, "_flex", lambda query, key, value, mask: compiled(
+    compiled, num_graphs = flex._compiled(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(flex, "_flex", lambda query, key, value, mask: compiled(
         query.float(), key.float(), value.float(), block_mask=mask, enable_gqa=True
     ))  # fmt: skip
     chance = random.Random(1)
