@@ -19,7 +19,7 @@ from meeting_points import MeetingPoints
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.lean import compiled
+from refusion_lit.modeling.lean import compiled as compiled_module
 from refusion_lit.modeling.lean.compiled import CompiledBody
 from refusion_lit.modeling.loading import BackboneConfig, LoraOptions
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -34,7 +34,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
     """Let programs be traced but not compiled, and count them."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    monkeypatch.setattr(compiled, "_BACKEND", counter)
+    monkeypatch.setattr(compiled_module, "_BACKEND", counter)
     yield counter
     torch._dynamo.reset()
 
@@ -105,7 +105,7 @@ def test_a_long_decode_is_compiled_for_a_few_shapes(counter: CompileCounter) -> 
     assert keys == {128, 256}
     assert entries == {512}
     # Tokens a row, times rows (alone; of three: 1, 2, 3 and, for completions, 4), times the keys.
-    bound, num_compiled = len(compiled._TOKENS) * 5 * 2, counter.frame_count
+    bound, num_compiled = len(compiled_module._TOKENS) * 5 * 2, counter.frame_count
     assert num_compiled == len(compiled.shapes) <= bound
     texts(model, prompts, 3, 160)
     assert counter.frame_count == num_compiled
@@ -172,7 +172,7 @@ def test_it_serves_in_inference_mode_and_out_of_it(counter: CompileCounter) -> N
     for inference in (True, False, True):
         with torch.inference_mode(inference):
             assert texts(model, prompts, 2) == expected
-    assert counter.frame_count == len(compiled.compiled_body(model.body).shapes)
+    assert counter.frame_count == len(compiled_module.compiled_body(model.body).shapes)
 
 
 def test_what_graphs_record_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_what_graphs_record_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -
         unmarked.append(sum("_dynamo_static_input_type" not in one for one in inputs))
         return graph
 
-    monkeypatch.setattr(compiled, "_BACKEND", backend)
+    monkeypatch.setattr(compiled_module, "_BACKEND", backend)
     library, model = pair()
     prompts = prompts_of(4, 9)
     expected = texts(library, prompts, 2)
@@ -249,7 +249,7 @@ def test_a_body_that_is_not_known_is_refused_when_it_decodes() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
 def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "_TOKENS", (16,))
+    monkeypatch.setattr(compiled_module, "_TOKENS", (16,))
     library, model = pair()
     prompts = prompts_of(4, 9, 6)
     assert texts(model, prompts, 3) == texts(library, prompts, 3)
