@@ -1,0 +1,38 @@
+"""Checks of option values that raise one kind of error: the option, what was expected, what was got, the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
+    """Raise a ``ValueError`` for users unless a condition on an option holds.
+
+    Args:
+        holds: The condition.
+        option: The option's name as users write it.
+        expected: The allowed values in words.
+        got: The value that was given.
+        fix: What to do about it, as an imperative without a full stop.
+
+    Raises:
+        ValueError: ``option: expected ..., got ...; fix.``
+    """
+    if not holds:
+        raise ValueError(f"{option}: expected {expected}, got {got!r}; {fix}.")
+
+
+def require_at_least(option: str, value: float, minimum: float) -> None:
+    """Refuse a value below ``minimum``; an integer minimum stands for integer options."""
+    kind = "an integer" if isinstance(minimum, int) else "a number"
+    require(value >= minimum, option, f"{kind} of at least {minimum}", value, f"set {option} to {minimum} or more")
+
+
+def require_probability(option: str, value: float) -> None:
+    """Refuse a value outside [0, 1]."""
+    require(0 <= value <= 1, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
+
+
+def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a name that is not one of the choices; literal types are not checked when called from Python."""
+    require(value in choices, option, f"one of {', '.join(choices)}", value, "choose one of them")

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+
+
+def test_the_error_names_option_expectation_value_and_fix() -> None:
+    require(True, "size", "an even number", 4, "add one")
+    with pytest.raises(ValueError, match=r"^size: expected an even number, got '3'; add one\.$"):
+        require(False, "size", "an even number", "3", "add one")
+
+
+@pytest.mark.parametrize(
+    ("value", "minimum", "message"),
+    [
+        (0, 1, "n: expected an integer of at least 1, got 0; set n to 1 or more."),
+        (-0.5, 0.0, "n: expected a number of at least 0.0, got -0.5; set n to 0.0 or more."),
+        (math.nan, 0.0, "n: expected a number of at least 0.0, got nan; set n to 0.0 or more."),
+    ],
+)
+def test_a_value_below_its_minimum_is_refused(value: float, minimum: float, message: str) -> None:
+    require_at_least("n", minimum, minimum)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        require_at_least("n", value, minimum)
+
+
+def test_probabilities_and_choices() -> None:
+    for value in (0, 0.5, 1):
+        require_probability("p", value)
+    for value in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"^p: expected a probability in \[0, 1\], got"):
+            require_probability("p", value)
+    require_choice("mode", "a", ("a", "b"))
+    with pytest.raises(ValueError, match=r"^mode: expected one of a, b, got 'c'; choose one of them\.$"):
+        require_choice("mode", "c", ("a", "b"))
