@@ -24,8 +24,8 @@ from refusion_lit.data.collate import EncodedExample, collate_responses
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.objectives.packing import pack
-from refusion_lit.types import ResponseBatch
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {

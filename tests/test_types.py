@@ -6,19 +6,12 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from refusion_lit.types import (
-    IGNORE_INDEX,
-    CorruptedBatch,
     Example,
-    LossOutput,
     ModelTraits,
     Prompt,
     PromptBatch,
-    ResponseBatch,
     SamplingParams,
     SpecialTokens,
 )
@@ -95,74 +88,6 @@ def test_greedy_sampling_keeps_the_rest() -> None:
     assert sampling.temperature == 0.8
     with pytest.raises(FrozenInstanceError):
         sampling.seed = 5  # type: ignore[misc]
-
-
-def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:
-    names = tuple(f"term{i}" for i in range(len(sums)))
-    return LossOutput(
-        sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts), coefficients=coefficients, names=names
-    )
-
-
-def test_a_loss_without_targets_is_zero_with_gradients() -> None:
-    loss = loss_of([6.0, 0.0], [3.0, 0.0], (2.0, 5.0))
-    assert loss.means.tolist() == [2.0, 0.0]
-    loss.total.backward()
-    assert loss.total.item() == 4.0
-    assert loss.sums.grad is not None
-    assert loss.sums.grad.isfinite().all()
-    assert loss.named_means() == {"term0": torch.tensor(2.0), "term1": torch.tensor(0.0)}
-    assert not loss.named_means()["term0"].requires_grad
-    empty = loss_of([0.0, 0.0], [0.0, 0.0], (1.0, 1.0))
-    assert empty.total.item() == 0.0
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 9)), min_size=1, max_size=6))
-def test_sums_and_counts_of_parts_give_the_mean_of_the_whole(parts: list[tuple[float, int]]) -> None:
-    parts = [(value if count else 0.0, count) for value, count in parts]
-    whole = loss_of([sum(value for value, _ in parts)], [sum(count for _, count in parts)], (1.0,))
-    total = sum(count for _, count in parts)
-    expected = sum(value for value, _ in parts) / total if total else 0.0
-    assert whole.total.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def response_batch() -> ResponseBatch:
-    return ResponseBatch(
-        input_ids=torch.zeros(2, 5, dtype=torch.long),
-        prompt_lengths=torch.tensor([2, 1]),
-        response_lengths=torch.tensor([3, 1]),
-        sample_keys=torch.tensor([7, 8]),
-        ids=["a", "b"],
-    )
-
-
-def test_tokens_of_a_batch_are_counted_without_padding() -> None:
-    assert response_batch().num_tokens == 7
-
-
-@pytest.mark.parametrize("mask", [None, torch.ones(2, 5, 5, dtype=torch.bool)])
-def test_batches_move_as_a_whole(mask: torch.Tensor | None) -> None:
-    moved = response_batch().to("meta")
-    tensors = (moved.input_ids, moved.prompt_lengths, moved.response_lengths, moved.sample_keys)
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert moved.ids == ["a", "b"]
-    ids = torch.zeros(2, 5, dtype=torch.long)
-    corrupted = CorruptedBatch(
-        input_ids=ids,
-        position_ids=ids,
-        labels=ids.fill_(IGNORE_INDEX),
-        weights=ids.float(),
-        terms=ids,
-        term_names=("a",),
-        counts=torch.ones(1),
-        coefficients=(1.0,),
-        attention_mask=mask,
-        is_masked=ids.bool(),
-    ).to("meta")
-    for name, value in vars(corrupted).items():
-        assert not isinstance(value, torch.Tensor) or value.device.type == "meta", name
-    assert (corrupted.attention_mask is None) == (mask is None)
-    assert corrupted.term_names == ("a",)
 
 
 def test_prompts_stay_where_they_are() -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)

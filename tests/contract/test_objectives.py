@@ -19,7 +19,8 @@ from torch import Tensor
 from refusion_lit import objectives
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.types import SpecialTokens
 from shadow_device import SHADOW, ShadowDevice
 
 PAD, EOS, MASK = 0, 1, 2

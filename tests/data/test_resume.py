@@ -13,8 +13,8 @@ from torch import nn
 
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.tasks import Additions
-from refusion_lit.types import ResponseBatch
 
 NUM_BATCHES = 6  # an epoch
 NUM_STEPS = 2 * NUM_BATCHES + 2

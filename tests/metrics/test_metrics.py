@@ -11,8 +11,8 @@ from rich.console import Console
 
 from refusion_lit.decoding import DecodingOutput, RowOutput
 from refusion_lit.metrics import DecodingMetrics, TermMeans
+from refusion_lit.objectives.batch import LossOutput
 from refusion_lit.reports.tables import decoder_table
-from refusion_lit.types import LossOutput
 
 
 def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str = "eos") -> RowOutput:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.types import SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2
 MakeBatch = Callable[..., ResponseBatch]

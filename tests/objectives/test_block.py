@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Masked
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.block import three_part_mask
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2
 MakeBatch = Callable[..., ResponseBatch]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from refusion_lit.objectives import Hybrid, cross_entropy
+from refusion_lit.objectives.batch import IGNORE_INDEX, LossOutput
 from refusion_lit.objectives.cross_entropy import check_kernel, chunked_cross_entropy
-from refusion_lit.types import IGNORE_INDEX, LossOutput
 
 VOCAB, HIDDEN = 11, 6
 

@@ -13,8 +13,9 @@ import torch
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.slot_corruption import SlotLayout, draw_slot_sizes
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, MASK = 0, 2
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -11,8 +11,9 @@ import torch
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Masked
+from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.objectives.masked import cart_weights
-from refusion_lit.types import IGNORE_INDEX, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2
 Noise = Callable[..., KeyedNoise]

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.packing import pack
-from refusion_lit.types import CorruptedBatch, LossOutput, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK, VOCAB = 0, 1, 2, 60
 SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB)

@@ -10,7 +10,8 @@ import torch
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
-from refusion_lit.types import CorruptedBatch, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.types import SpecialTokens
 
 
 @pytest.mark.parametrize("ratio", [None, 0.3])

@@ -13,7 +13,7 @@ from torch import distributed, multiprocessing
 
 from refusion_lit.decoding import DecodingOutput, RowOutput
 from refusion_lit.metrics import DecodingMetrics, TermMeans
-from refusion_lit.types import LossOutput
+from refusion_lit.objectives.batch import LossOutput
 
 NUM_BATCHES = 7
 SHARES = {  # which batches each of two processes has

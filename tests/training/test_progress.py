@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.training import progress as training
 from refusion_lit.training.accumulation import StepLoss
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.types import CorruptedBatch, LossOutput, ResponseBatch
 
 LOSS = LossOutput(
     sums=torch.tensor([6.0, 1.0]), counts=torch.tensor([9.0, 9.0]), coefficients=(1.0, 0.5), names=("ar", "mdm")

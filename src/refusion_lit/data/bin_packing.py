@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from refusion_lit.data.collate import EncodedExample, collate_responses
 from refusion_lit.noise import stable_key
-from refusion_lit.types import ResponseBatch
+from refusion_lit.objectives.batch import ResponseBatch
 
 _GROUP = 4096
 """Samples that are packed with one another; larger groups waste less, smaller ones mix lengths more."""

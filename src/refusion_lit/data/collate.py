@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from refusion_lit.noise import stable_key
-from refusion_lit.types import Example, Prompt, PromptBatch, ResponseBatch
+from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.types import Example, Prompt, PromptBatch
 
 
 @dataclass(frozen=True, slots=True)

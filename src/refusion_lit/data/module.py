@@ -27,8 +27,9 @@ from refusion_lit.data.eval_batches import EvaluationBatches
 from refusion_lit.data.sampler import LengthGroupedBatches, ResumableLoader, StepLoader
 from refusion_lit.data.store import EncodedStore, encode_all, store_key
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
+from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.types import Example, PromptBatch, ResponseBatch
+from refusion_lit.types import Example, PromptBatch
 
 _Encode = Callable[[Example], tuple[list[int], list[int]]]
 _LAZY_ABOVE = 20_000

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.noise import stable_key
-from refusion_lit.types import ResponseBatch
+from refusion_lit.objectives.batch import ResponseBatch
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):

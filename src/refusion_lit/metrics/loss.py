@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from refusion_lit.types import LossOutput
+from refusion_lit.objectives.batch import LossOutput
 
 
 class TermMeans(Metric):

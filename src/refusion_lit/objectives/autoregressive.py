@@ -10,7 +10,8 @@ from torch import Tensor
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, response_places, shift_left
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)

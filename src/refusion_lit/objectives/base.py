@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from refusion_lit.modeling.transfer import to_host
 from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.cross_entropy import Head, Kernel, chunked_cross_entropy
-from refusion_lit.types import CorruptedBatch, LossOutput, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from refusion_lit.objectives.base import (
     response_places,
     shift_left,
 )
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from refusion_lit.types import IGNORE_INDEX
+from refusion_lit.objectives.batch import IGNORE_INDEX
 
 LOGITS_BYTES = 64 * 2**20
 """Aim for the float32 logits of one chunk."""

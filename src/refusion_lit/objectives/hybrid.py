@@ -10,8 +10,9 @@ from torch import Tensor
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, require_option, required_mask_id
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.slot_corruption import SlotLayout, corrupt_slots, draw_slot_sizes
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch, ModelTraits, ResponseBatch, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)

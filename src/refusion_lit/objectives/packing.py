@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from refusion_lit.types import IGNORE_INDEX, CorruptedBatch
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch
 
 
 def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_id: int) -> CorruptedBatch:

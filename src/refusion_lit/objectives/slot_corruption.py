@@ -11,7 +11,7 @@ from torch import Tensor
 from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import response_places
-from refusion_lit.types import IGNORE_INDEX, ResponseBatch
+from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 

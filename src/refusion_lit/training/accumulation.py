@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refusion_lit.types import CorruptedBatch, LossOutput
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput
 
 
 @dataclass(kw_only=True)

@@ -24,6 +24,7 @@ from refusion_lit.modeling.fsdp import gather, shard
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
 from refusion_lit.reports.results import write_page, write_results
@@ -31,7 +32,7 @@ from refusion_lit.reports.tables import decoder_table
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.schedule import parameter_groups, warmup_cosine
 from refusion_lit.training.validation import ValidationLoss, corrupt_evenly, samples_as_text, text_writers
-from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SamplingParams
+from refusion_lit.types import PromptBatch, SamplingParams
 
 __all__ = ["SlotDiffusionModule", "check_decoder_name", "parameter_groups"]
 

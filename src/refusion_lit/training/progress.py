@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.training.accumulation import StepLoss
-from refusion_lit.types import CorruptedBatch, LossOutput, ResponseBatch
 
 
 class TrainingProgress:

@@ -11,7 +11,8 @@ from torch import Tensor
 from refusion_lit.metrics import TermMeans
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.types import CorruptedBatch, LossOutput, PromptBatch, ResponseBatch, SpecialTokens
+from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.types import PromptBatch, SpecialTokens
 
 _NUM_STRATA = 16
 

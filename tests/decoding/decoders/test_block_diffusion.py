@@ -21,7 +21,8 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
-from refusion_lit.types import IGNORE_INDEX, ModelTraits, Prompt, ResponseBatch, SamplingParams, SpecialTokens
+from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ROOT = Path(__file__).parents[2]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
