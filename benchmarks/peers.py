@@ -21,7 +21,7 @@ Variants = dict[str, dict[str, Any]]
 
 def default_variants() -> Variants:
     """Return ReFusion as it decodes by default, and with the forwards that the paper counts."""
-    return {"refusion": {}, "reference forwards": {"fused": False, "completion": "reference"}}
+    return {"refusion": {}, "reference forwards": {"fused": False, "infill_layout": "reference"}}
 
 
 def replayed(model: Backbone, replay: Replay | None) -> LanguageModel:

@@ -160,10 +160,10 @@ def temperatures() -> st.SearchStrategy[float]:
     return st.sampled_from([0.0, 0.0, 1.0])
 
 
-def decode_ahead(*args: Any, **kwargs: Any) -> DecodingOutput:
-    """Decode as on a device that makes the host wait: what will probably be asked for is read at once."""
+def decode_with_prefetch(*args: Any, **kwargs: Any) -> DecodingOutput:
+    """Decode as on a device that makes the host wait: likely requests are prefetched."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Executor", partial(Executor, reads_ahead=True))
+        patch.setattr(engine, "Executor", partial(Executor, prefetches=True))
         return decode(*args, **kwargs)
 
 

@@ -38,8 +38,8 @@ class SlowReFusion:
     max_new_tokens: int
     text: dict[int, int] = field(default_factory=dict)
     shapes: list[tuple[int, int]] = field(default_factory=list)
-    num_completions: int = 0
-    num_completions_with_open_slots_before_their_end: int = 0
+    num_infills: int = 0
+    num_infills_with_open_slots_before_their_end: int = 0
 
     def __post_init__(self) -> None:
         self.special = self.model.special_tokens
@@ -167,7 +167,7 @@ class SlowReFusion:
 
     def complete(self, rows: list[Row]) -> None:
         size, num_cached, is_first = self.options.slot_size, 0, True
-        self.num_completions += 1
+        self.num_infills += 1
         while not all(row.ends or row.num_accepted == size for row in rows):
             forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
             self.shapes += [(len(rows), size - num_cached)] * forwards
@@ -182,7 +182,7 @@ class SlowReFusion:
             done = all(row.ends or row.num_accepted == size for row in rows)
             fewest = min(size if row.ends else row.num_accepted for row in rows) - num_cached
             num_cached += fewest if done else fewest - 1
-        self.finish_completion(rows)
+        self.finish_infill(rows)
 
     def mask_round(self, rows: list[Row]) -> int:
         mask = self.special.mask_token_id
@@ -218,7 +218,7 @@ class SlowReFusion:
                 return
             row.num_accepted += 1
 
-    def finish_completion(self, rows: list[Row]) -> None:
+    def finish_infill(self, rows: list[Row]) -> None:
         shared = set(range(len(self.context)))
         added = [self.placed(row.slot, row.tokens[: row.num_accepted]) for row in rows]
         if isinstance(self.options, RecomputeKV):
@@ -237,4 +237,4 @@ class SlowReFusion:
         if rows[-1].ends:
             self.ended = True
             self.remaining = [slot for slot in self.remaining if slot < rows[-1].slot]
-            self.num_completions_with_open_slots_before_their_end += bool(self.remaining)
+            self.num_infills_with_open_slots_before_their_end += bool(self.remaining)

@@ -1,56 +1,35 @@
-"""The Python interface: load a model, generate text or token ids."""
+"""The Python interface: load a model, decode text or token ids. Every command decodes through :class:`TextModel`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.metadata import load_model
 from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, ReFusion, RowOutput, decode
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType, reason_of
 from refusion_lit.types import Prompt, SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One generated response.
-
-    Attributes:
-        text: The response, without special tokens, cut before the first stop string.
-        token_ids: Its tokens up to and including the end of sequence.
-        num_tokens: Their number.
-        num_forwards: Forwards in which the prompt took part.
-        finish_reason: ``eos``, ``length``, ``stop`` or ``unfinished``.
-        output: Everything the engine counted.
-    """
-
-    text: str
-    token_ids: list[int]
-    num_tokens: int
-    num_forwards: int
-    finish_reason: str
-    output: RowOutput
-
-
 class TextModel:
-    """A backbone with its tokenizer, ready to generate.
+    """A backbone with its tokenizer.
 
     Args:
-        backbone: The model; put into evaluation mode.
+        backbone: The model.
         tokenizer: Its tokenizer.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
     """
 
     def __init__(
         self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_template: str = "{query}"
     ) -> None:
-        self.backbone = backbone.eval()
+        self.backbone = backbone
         self.tokenizer = tokenizer
         self.prompt_template = prompt_template
 
@@ -59,9 +38,67 @@ class TextModel:
         self.backbone.to(device)
         return self
 
+    def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
+        """Return a query's prompt tokens, chat template or ``prompt_template`` included.
+
+        Args:
+            query: The text.
+            messages: Chat turns in place of the query, for tokenizers with a chat template.
+
+        Raises:
+            ValueError: If the query is empty or cannot be encoded.
+        """
+        return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
+
     def detokenize(self, token_ids: list[int]) -> str:
-        """Turn tokens into text without special tokens."""
+        """Return the text of tokens, special tokens left out."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder,
+        sampling: SamplingParams,
+        *,
+        batch_size: int = 1,
+        max_tokens_per_forward: int | None = None,
+        callbacks: Sequence[GenerationCallback] = (),
+        allow_mismatch: bool = False,
+        trace: bool = False,
+    ) -> DecodingOutput:
+        """Decode prompts; the model is in evaluation mode meanwhile.
+
+        Args:
+            prompts: Encoded prompts.
+            decoder: The strategy.
+            sampling: Length limit, sampling options and stop strings.
+            batch_size: Maximum number of prompts decoded concurrently. Changes no token.
+            max_tokens_per_forward: Maximum number of positions a call computes, padding included; ``None``: no bound.
+                Changes no token.
+            callbacks: Notified when tokens are committed and prompts finish.
+            allow_mismatch: Only warn if the model was not trained for the decoder.
+            trace: Record a trace of every forward.
+
+        Raises:
+            ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
+        """
+        was_training = self.backbone.training
+        self.backbone.eval()
+        try:
+            return decode(
+                self.backbone,
+                decoder,
+                prompts,
+                sampling,
+                max_batch_size=batch_size,
+                max_tokens_per_forward=max_tokens_per_forward,
+                callbacks=callbacks,
+                detokenize=self.detokenize,
+                allow_mismatch=allow_mismatch,
+                trace=trace,
+            )
+        finally:
+            self.backbone.train(was_training)
 
     def generate(
         self,
@@ -69,42 +106,22 @@ class TextModel:
         *,
         decoder: Decoder | None = None,
         max_new_tokens: int = 128,
-        sampling: SamplingParams | None = None,
-        batch_size: int = 1,
-        max_tokens_per_forward: int | None = None,
-        ids: Sequence[str] | None = None,
-        callbacks: Sequence[GenerationCallback] = (),
-        allow_mismatch: bool = False,
+        **options: Any,  # noqa: ANN401 - options of generate_ids
     ) -> list[Generation]:
         """Answer queries.
 
         Args:
             queries: Texts; the tokenizer's chat template or ``prompt_template`` is applied.
             decoder: The strategy; ``ReFusion()`` by default.
-            max_new_tokens: At most so many tokens a response, at least 1; ignored if ``sampling`` is given.
-            sampling: Temperature, seed, stop strings and so on.
-            batch_size: Prompts that share a forward. Changes no token.
-            max_tokens_per_forward: Positions that a forward computes at most, padding included; ``None`` for no bound.
-                Changes no token.
-            ids: Names of the prompts, which key their sampling noise; their indices by default.
-            callbacks: Told of tokens as they become final.
-            allow_mismatch: Only warn where the model was not trained for the decoder.
+            max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
+            options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
+                default) and the options of :meth:`decode`.
 
         Raises:
-            ValueError: If an option is impossible or a query is empty.
+            ValueError: As for :meth:`decode`.
         """
-        encoded = [encode_prompt(self.tokenizer, query, self.prompt_template) for query in queries]
-        return self.generate_ids(
-            encoded,
-            decoder=decoder,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            batch_size=batch_size,
-            max_tokens_per_forward=max_tokens_per_forward,
-            ids=ids,
-            callbacks=callbacks,
-            allow_mismatch=allow_mismatch,
-        )
+        prompts = [self.encode(query) for query in queries]
+        return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
     def generate_ids(
         self,
@@ -113,64 +130,14 @@ class TextModel:
         decoder: Decoder | None = None,
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
-        batch_size: int = 1,
-        max_tokens_per_forward: int | None = None,
         ids: Sequence[str] | None = None,
-        callbacks: Sequence[GenerationCallback] = (),
-        allow_mismatch: bool = False,
+        **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
         """Continue prompts given as token ids; for arguments see :meth:`generate`."""
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-        check_context(self.backbone, dict(zip(names, map(len, prompts), strict=True)), sampling.max_new_tokens)
-        output: DecodingOutput = decode(
-            self.backbone,
-            decoder or ReFusion(),
-            [Prompt(token_ids=tuple(p), id=name) for p, name in zip(prompts, names, strict=True)],
-            sampling,
-            max_batch_size=batch_size,
-            max_tokens_per_forward=max_tokens_per_forward,
-            callbacks=callbacks,
-            detokenize=self.detokenize,
-            allow_mismatch=allow_mismatch,
-        )
-        return [self._generation(row, sampling) for row in output.rows]
-
-    def _generation(self, row: RowOutput, sampling: SamplingParams) -> Generation:
-        return Generation(
-            text=cut_at_stop(self.detokenize(row.token_ids), sampling.stop),
-            token_ids=row.token_ids,
-            num_tokens=row.num_tokens,
-            num_forwards=row.num_forwards,
-            finish_reason=row.finish_reason,
-            output=row,
-        )
-
-
-def check_context(backbone: Backbone, lengths: Mapping[str, int], max_new_tokens: int) -> None:
-    """Refuse prompts that leave no room for the response in the positions that the model knows.
-
-    Args:
-        backbone: The model.
-        lengths: Number of tokens of each prompt by its id.
-        max_new_tokens: Room for the response.
-
-    Raises:
-        ValueError: Naming the longest prompt.
-    """
-    context = getattr(backbone.config, "max_position_embeddings", None)
-    longest = max(lengths, key=lambda name: lengths[name], default=None)
-    if context is not None and longest is not None and lengths[longest] + max_new_tokens > context:
-        raise ValueError(
-            f"prompt {longest}: expected at most {max(context - max_new_tokens, 0)} tokens (a context of {context} "
-            f"less max_new_tokens {max_new_tokens}), got {lengths[longest]}; shorten it or lower max_new_tokens."
-        )
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut a text before the first stop string in it."""
-    ends = [index for index in (text.find(string) for string in stop) if index >= 0]
-    return text[: min(ends)] if ends else text
+        encoded = [Prompt(token_ids=tuple(tokens), id=name) for tokens, name in zip(prompts, names, strict=True)]
+        return self.decode(encoded, decoder or ReFusion(), sampling, **options).rows
 
 
 def load(
@@ -185,12 +152,12 @@ def load(
     """Load a model from a checkpoint, a Hugging Face directory or a hub id.
 
     Args:
-        source: Where it is.
+        source: Path or hub id.
         dtype: Type of the weights; float32 by default.
-        device: Where to put it; the CPU by default.
+        device: Device of the weights; the CPU by default.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let a directory or hub repository run Python code of its own on this machine.
-        overrides: Attention pattern and implementation, for directories that do not name theirs.
+        trust_remote_code: Let the source run Python code of its own on this machine.
+        overrides: Attention pattern and implementation, for directories that do not state theirs.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -201,8 +168,8 @@ def load(
     if device is not None:
         try:
             backbone.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch says the one or the other of a device that is not there
+        except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
             raise ValueError(
                 f"device: expected one that this machine has, got {device!r} ({reason_of(error)})."
             ) from error
-    return TextModel(backbone, tokenizer, template)
+    return TextModel(backbone.eval(), tokenizer, template)

@@ -12,7 +12,7 @@ from benchmarks.replay import ALL_ACCEPTED, WITH_COMPLETIONS, Replay, ReplayedMo
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.types import SamplingParams
 
-REFERENCE: dict[str, Any] = {"fused": False, "completion": "reference"}
+REFERENCE: dict[str, Any] = {"fused": False, "infill_layout": "reference"}
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300,

@@ -251,14 +251,14 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int:
     num, slot, planned = 0, 0, False
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
-        completion = completion_forwards(decoder, case, chosen, None if end is None else end - slot * size)
-        num += 2 - planned + completion
-        planned = decoder.fused and (completion == 0 or isinstance(decoder, RecomputeKV))
+        infill = infill_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        num += 2 - planned + infill
+        planned = decoder.fused and (infill == 0 or isinstance(decoder, RecomputeKV))
         slot += chosen
     return num
 
 
-def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None) -> int:
+def infill_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None) -> int:
     """Return the forwards that complete so many slots of which the end may be a token."""
     size = decoder.slot_size
     if size == 1 or case.agreement > decoder.token_threshold or end == 0:
@@ -267,7 +267,7 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
     num_tokens = end + 1 if end is not None and end < size else size
     if decoder.infill == "autoregressive":
         num = num_tokens  # the first forward only proposes
-    elif decoder.completion in ("reference", "packed"):
+    elif decoder.infill_layout in ("reference", "packed"):
         num = 2 * (num_tokens - 1)
     else:
         num = ahead_forwards(decoder, chosen, end)
@@ -275,7 +275,7 @@ def completion_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | N
 
 
 def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
-    """Return a completion's forwards if verifications propose ahead where that is cheap enough."""
+    """Return an infill's forwards if verifications propose ahead where that is cheap enough."""
     size, num, num_accepted, is_proposed = decoder.slot_size, 0, 1, False
     while True:
         is_over = end is not None and end // size < chosen and end % size < num_accepted
@@ -285,7 +285,7 @@ def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
         num += 2 - is_proposed
         left = size - num_accepted
         cost = num_open * left * (left - 1) // 2
-        is_proposed = decoder.completion == "single_forward" or cost <= decoder.forward_cost
+        is_proposed = decoder.infill_layout == "single_forward" or cost <= decoder.forward_cost
         num_accepted += 1
 
 

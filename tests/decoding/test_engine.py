@@ -13,11 +13,11 @@ from fakes import EOS, HYBRID, MASK, SPECIAL, HashModel, OracleModel, oracle_tex
 from refusion_lit.decoding import (
     Autoregressive,
     Decoder,
+    Generation,
     GenerationCallback,
     ModelMismatchError,
     ModelRequirements,
     ReFusion,
-    RowOutput,
     RowState,
     decode,
 )
@@ -80,7 +80,7 @@ class Scripted(Decoder):
         state.finished = state.num_forwards == len(self.script)
 
 
-def one(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> RowOutput:
+def one(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> Generation:
     model = OracleModel(oracle_text(end))
     [row] = decode(model, decoder, prompts_of(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
     return row
@@ -220,13 +220,13 @@ def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> N
 class Recorder(GenerationCallback):
     def __init__(self) -> None:
         self.prefixes: dict[int, list[list[int]]] = {}
-        self.finished: dict[int, RowOutput] = {}
+        self.finished: dict[int, Generation] = {}
 
     def on_commit(self, index: int, state: RowState) -> None:
         assert index not in self.finished
         self.prefixes.setdefault(index, []).append(state.final_prefix())
 
-    def on_finished(self, index: int, output: RowOutput) -> None:
+    def on_finished(self, index: int, output: Generation) -> None:
         assert index not in self.finished
         self.finished[index] = output
 
@@ -311,7 +311,10 @@ def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
     [
         (lambda: (prompts_of(1), SamplingParams(), {"max_batch_size": 0}), "^max_batch_size: .* at least 1, got 0"),
         (lambda: (prompts_of(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
-        (lambda: (prompts_of(1), SamplingParams(stop=("x",)), {}), "^stop: stop strings need a tokenizer"),
+        (
+            lambda: (prompts_of(1), SamplingParams(stop=("x",)), {}),
+            "^stop: expected a tokenizer for stop strings",
+        ),
     ],
 )
 def test_impossible_calls_are_refused(arguments: Callable[[], tuple], message: str) -> None:
@@ -357,7 +360,7 @@ def test_a_budget_bounds_calls_and_changes_no_token(
     decoder = Autoregressive() if causal else ReFusion(slot_size=3, slot_threshold=0.3, token_threshold=0.5)
     prompts, sampling = prompts_of(*lengths), SamplingParams(max_new_tokens=12)
 
-    def run(**options: int) -> tuple[HashModel, list[RowOutput]]:
+    def run(**options: int) -> tuple[HashModel, list[Generation]]:
         model = HashModel(seed, traits=ORDER if causal else HYBRID)
         return model, decode(model, decoder, prompts, sampling, **options).rows
 

@@ -12,11 +12,26 @@ from torch import Tensor
 
 from fakes import MASK, PAD, VOCAB, HashModel
 from refusion_lit.decoding import reading as reading_module
-from refusion_lit.decoding.executor import Executor
-from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading
+from refusion_lit.decoding.executor import Executor, Row
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Request
 from refusion_lit.types import SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
+
+
+class Serving(Executor):
+    """An executor that keeps the rows itself."""
+
+    def __init__(self, model: Any, num_rows: int, **options: Any) -> None:
+        super().__init__(model, num_rows, **options)
+        self.rows: dict[int, Row] = {}
+
+    def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
+        """Answer requests of prompts, given with their storage rows and ids."""
+        for storage, prompt_id, request in requests:
+            row = self.rows.setdefault(storage, Row(storage=storage, prompt_id=prompt_id))
+            row.prompt_id, row.request = prompt_id, request
+        return self.run([self.rows[storage] for storage, _, _ in requests])
 
 
 @st.composite
@@ -58,14 +73,14 @@ def check(reading: Reading, branch: Branch, logits: Tensor) -> None:
 @given(groups=st.lists(st.lists(branches(), min_size=1, max_size=3), min_size=1, max_size=4), chunk=st.integers(1, 40))
 def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
     model = HashModel(1)
-    executor = Executor(model, len(groups))
+    executor = Serving(model, len(groups))
     requests = [
         (row, str(row), Forward(phase="", branches=tuple(group), draw=GREEDY, cached=False))
         for row, group in enumerate(groups)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk)
-        readings = executor.forward(requests)
+        readings = executor.serve(requests)
     longest = max(len(branch.tokens) for group in groups for branch in group)
     assert executor.num_calls == 1
     assert executor.num_positions == longest * sum(map(len, groups))
@@ -76,7 +91,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
         (row, str(row), MoreDrafts(draft_at=tuple(range(len(branch.tokens)) for branch in group), draw=GREEDY))
         for row, group in enumerate(groups)
     ]
-    for group, read in zip(groups, executor.more(further), strict=True):
+    for group, read in zip(groups, executor.serve(further), strict=True):
         for branch, reading in zip(group, read, strict=True):
             everywhere = Branch(
                 tokens=branch.tokens, positions=branch.positions, order=branch.order, draft_at=range(len(branch.tokens))
@@ -87,12 +102,12 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
 
 def test_cached_and_uncached_forwards_are_two_calls() -> None:
     model = HashModel(2)
-    executor = Executor(model, 3)
+    executor = Serving(model, 3)
     branch = [Branch(tokens=[3 + i, 4], positions=[0, 1], draft_at=[1]) for i in range(3)]
     forwards = [
         (row, str(row), Forward(phase="", branches=(branch[row],), draw=GREEDY, cached=row != 1)) for row in range(3)
     ]
-    readings = executor.forward(forwards)
+    readings = executor.serve(forwards)
     assert executor.num_calls == 2
     for row in range(3):
         check(readings[row][0], branch[row], logits_of(HashModel(2), branch[row]))
@@ -100,12 +115,12 @@ def test_cached_and_uncached_forwards_are_two_calls() -> None:
 
 def test_a_cached_context_is_shared_kept_and_read() -> None:
     model = HashModel(3)
-    executor = Executor(model, 2)
+    executor = Serving(model, 2)
     context = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3])
-    executor.forward([(1, "a", Forward(phase="", branches=(context,), draw=GREEDY))])
+    executor.serve([(1, "a", Forward(phase="", branches=(context,), draw=GREEDY))])
     left = Branch(tokens=[7, 8], positions=[4, 5], visible=((0, 4),), write_at=4, draft_at=[1])
     right = Branch(tokens=[9, 10], positions=[6, 7], visible=((0, 4),), write_at=6, draft_at=[1])
-    readings = executor.forward([(1, "a", Forward(phase="", branches=(left, right), draw=GREEDY))])
+    readings = executor.serve([(1, "a", Forward(phase="", branches=(left, right), draw=GREEDY))])
     for branch, reading in zip((left, right), readings[0], strict=True):
         alone = Branch(
             tokens=[3, 4, 5, 6, *branch.tokens], positions=[0, 1, 2, 3, *branch.positions], draft_at=[5]
@@ -113,7 +128,7 @@ def test_a_cached_context_is_shared_kept_and_read() -> None:
         check(reading, alone, logits_of(HashModel(3), alone))
     last = Branch(tokens=[11], positions=[8], visible=((0, 3),), write_at=3, draft_at=[0])
     forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=[0, 2, 7])
-    [[reading]] = executor.forward([(1, "a", forward)])
+    [[reading]] = executor.serve([(1, "a", forward)])
     # Entry 7 has seen the whole context and its own branch, so all of them are laid out, and most are hidden.
     ids, places = [3, 4, 5, 6, 9, 10, 11], [0, 1, 2, 3, 6, 7, 8]
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
@@ -143,8 +158,8 @@ def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | No
     found = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
     if unconditional is not None:
         found.append(Branch(tokens=unconditional, positions=places))
-    executor = Executor(GivenLogits(table), 1)
-    return executor.forward([(0, "0", Forward(phase="", branches=tuple(found), draw=how, cached=False))])[0][0]
+    executor = Serving(GivenLogits(table), 1)
+    return executor.serve([(0, "0", Forward(phase="", branches=tuple(found), draw=how, cached=False))])[0][0]
 
 
 def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
@@ -183,9 +198,9 @@ def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
         return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=how, cached=False)
 
     forwards = [guided([3, 4, 5], [6, 7, 8]), guided([9, 8], [4, 3]), guided([10, 11, 12], [3, 9, 5])]
-    together = Executor(GivenLogits(table), 3).forward([(i, str(i), f) for i, f in enumerate(forwards)])
+    together = Serving(GivenLogits(table), 3).serve([(i, str(i), f) for i, f in enumerate(forwards)])
     for number, forward in enumerate(forwards):
-        [[alone, _]] = Executor(GivenLogits(table), 1).forward([(0, str(number), forward)])
+        [[alone, _]] = Serving(GivenLogits(table), 1).serve([(0, str(number), forward)])
         assert together[number][0] == alone
 
 
@@ -262,18 +277,18 @@ def test_broken_logits_give_an_allowed_token_and_a_probability(
 
 def test_rows_that_draw_differently_share_a_call() -> None:
     branch = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3], draft_at=range(4), score_at=[(1, 4)])
-    greedy = Executor(HashModel(4), 1).forward([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
+    greedy = Serving(HashModel(4), 1).serve([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
     draws = [
         GREEDY,
         Draw(sampling=SamplingParams(temperature=9.0, seed=1), round=3),
         Draw(sampling=SamplingParams(), forbidden=tuple(greedy.tokens[1:])),
     ]
-    executor = Executor(HashModel(4), 3)
+    executor = Serving(HashModel(4), 3)
     forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
-    together = executor.forward(forwards)
+    together = executor.serve(forwards)
     assert executor.num_calls == 1
     for i, request in enumerate(forwards):
-        assert Executor(HashModel(4), 3).forward([request])[0] == together[i]
+        assert Serving(HashModel(4), 3).serve([request])[0] == together[i]
     assert len({tuple(reading[0].tokens) for reading in together}) == 3
     assert len({tuple(reading[0].scores) for reading in together}) == 1
 
@@ -292,7 +307,7 @@ def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str,
         values = {"sampling": SamplingParams(temperature=3.0, seed=1), "round": 3, **options}
         branch = Branch(tokens=[3] * 12, positions=range(first, first + 12), draft_at=range(12))
         forward = Forward(phase="", branches=(branch,), draw=Draw(shift=shift, **values), cached=False)
-        return Executor(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).forward([(0, prompt_id, forward)])[0][0].tokens
+        return Serving(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).serve([(0, prompt_id, forward)])[0][0].tokens
 
     assert (tokens(**change) == tokens()) == same
     assert tokens(prompt_id="q") != tokens()
@@ -319,13 +334,13 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
 ) -> None:
     how = Draw(sampling=SamplingParams(temperature=temperature))
     silent = replace(how, with_probability=False)
-    executor, plain = (Executor(HashModel(4), len(branches), reads_ahead=ahead) for ahead in (True, False))
+    executor, plain = (Serving(HashModel(4), len(branches), prefetches=ahead) for ahead in (True, False))
     forwards = [
         Forward(phase="", branches=(replace(branch, num_prefetch=num_prefetch),), draw=how) for branch in branches
     ]
     requests = [(row, str(row), forward) for row, forward in enumerate(forwards)]
-    found = executor.forward(requests)
-    assert found == plain.forward(requests)
+    found = executor.serve(requests)
+    assert found == plain.serve(requests)
 
     likely = []
     for branch, [reading] in zip(branches, found, strict=True):
@@ -335,8 +350,8 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
     num_before = executor._model.num_logit_rows  # type: ignore[attr-defined]
     for offsets, draw in ((likely, silent), (everything, silent), (likely, replace(silent, forbidden=(7, 8, 9)))):
         more = [(row, str(row), MoreDrafts(draft_at=(own,), draw=draw)) for row, own in enumerate(offsets)]
-        expected = [[reading.tokens for reading in readings] for readings in plain.more(more)]
-        assert [[reading.tokens for reading in readings] for readings in executor.more(more)] == expected
+        expected = [[reading.tokens for reading in readings] for readings in plain.serve(more)]
+        assert [[reading.tokens for reading in readings] for readings in executor.serve(more)] == expected
         if offsets is likely and draw is silent:
             assert executor._model.num_logit_rows == num_before  # type: ignore[attr-defined]
 
@@ -347,10 +362,10 @@ def test_guided_drafts_are_not_read_ahead() -> None:
     guided = Branch(tokens=range(3, 11), positions=range(8), draft_at=[3], prefetch_at=[asked], num_prefetch=1)
     unguided = Branch(tokens=[MASK] * 3 + list(range(6, 11)), positions=range(8))
     forward = Forward(phase="", branches=(guided, unguided), draw=how, cached=False)
-    executor, plain = (Executor(HashModel(4), 1, reads_ahead=ahead) for ahead in (True, False))
-    assert executor.forward([(0, "", forward)]) == plain.forward([(0, "", forward)])
+    executor, plain = (Serving(HashModel(4), 1, prefetches=ahead) for ahead in (True, False))
+    assert executor.serve([(0, "", forward)]) == plain.serve([(0, "", forward)])
     more = MoreDrafts(draft_at=(asked, ()), draw=replace(how, with_probability=False))
-    [[reading, _]], [[expected, _]] = (one.more([(0, "", more)]) for one in (executor, plain))
+    [[reading, _]], [[expected, _]] = (one.serve([(0, "", more)]) for one in (executor, plain))
     assert reading.tokens == expected.tokens
     unguided_draw = replace(more, draw=replace(more.draw, guidance=None))
-    assert expected.tokens != plain.more([(0, "", unguided_draw)])[0][0].tokens, "guidance makes no difference here"
+    assert expected.tokens != plain.serve([(0, "", unguided_draw)])[0][0].tokens, "guidance makes no difference here"

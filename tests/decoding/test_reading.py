@@ -14,7 +14,7 @@ from torch import Tensor
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.decoding import reading as reading_module
-from refusion_lit.decoding.reading import Reader, Span
+from refusion_lit.decoding.reading import LogitReader, Read
 from refusion_lit.decoding.requests import Draw, Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -67,40 +67,40 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
                 row[token] = chance.choice([math.nan, math.inf, -math.inf])
     draws = [GREEDY, SILENT, Draw(sampling=SamplingParams(), forbidden=(EOS, 5)),
              Draw(sampling=SamplingParams(), statistics=("margin",))]  # fmt: skip
-    spans = []
+    reads = []
     for _ in range(chance.randint(1, 8)):
         index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
         given_tokens = [chance.randrange(VOCAB) for _ in index] if chance.random() < 0.4 else None
-        spans.append(Span(Reading(), chance.choice(draws), index, given_tokens))
+        reads.append(Read(Reading(), chance.choice(draws), index, given_tokens))
     model = TableModel(torch.tensor(table, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
         patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
-        Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], spans)
-    for span in spans:
-        given_tokens = span.given or [None] * len(span.index)
+        LogitReader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
+    for one in reads:
+        given_tokens = one.given or [None] * len(one.index)
         expected = [
-            read_slowly(table[i], span.draw.forbidden, token) for i, token in zip(span.index, given_tokens, strict=True)
+            read_slowly(table[i], one.draw.forbidden, token) for i, token in zip(one.index, given_tokens, strict=True)
         ]
         probabilities = pytest.approx([probability for _, probability in expected], abs=1e-12)
-        if span.given is not None:
-            assert (span.reading.scores, span.reading.tokens) == (probabilities, [])
+        if one.given is not None:
+            assert (one.reading.scores, one.reading.tokens) == (probabilities, [])
             continue
-        assert span.reading.tokens == [token for token, _ in expected]
-        is_read = span.draw.with_probability or all_probabilities
-        assert span.reading.probabilities == (probabilities if is_read else [])
-        assert len(span.reading.statistics.get("margin", ())) == len(span.index) * len(span.draw.statistics)
+        assert one.reading.tokens == [token for token, _ in expected]
+        is_read = one.draw.with_probability or all_probabilities
+        assert one.reading.probabilities == (probabilities if is_read else [])
+        assert len(one.reading.statistics.get("margin", ())) == len(one.index) * len(one.draw.statistics)
 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
     model = TableModel(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)))
     kinds: list[tuple[Draw, list[int] | None]] = [(GREEDY, None), (SILENT, None), (GREEDY, [3, 4]), (SILENT, [5, 6])]
-    spans = [Span(Reading(), how, [2 * i, 2 * i + 1], given) for i, (how, given) in enumerate(kinds)]
-    Reader(model).read(torch.arange(8)[:, None], spans)
+    reads = [Read(Reading(), how, [2 * i, 2 * i + 1], given) for i, (how, given) in enumerate(kinds)]
+    LogitReader(model).read(torch.arange(8)[:, None], reads)
     assert sorted(model.rows[0]) == list(range(8))
     assert len(model.rows) == 1, "finite logits are read once"
     model.table[0] = torch.nan
-    Reader(model).read(torch.arange(8)[:, None], [Span(Reading(), GREEDY, range(8))])
+    LogitReader(model).read(torch.arange(8)[:, None], [Read(Reading(), GREEDY, range(8))])
     assert len(model.rows) == 3, "only broken ones are read again"
 
 
@@ -139,5 +139,5 @@ def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw)
         mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
     )
     reading = Reading()
-    Reader(model).read(torch.zeros(1, 1, dtype=torch.long), [Span(reading, replace(how, forbidden=(0,)), [0])])
+    LogitReader(model).read(torch.zeros(1, 1, dtype=torch.long), [Read(reading, replace(how, forbidden=(0,)), [0])])
     assert reading.tokens == [1]

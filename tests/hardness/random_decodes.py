@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import decoder_cases
-from decoder_cases import LastState, check_output, decode_ahead, prompts, setups, traits_for
+from decoder_cases import LastState, check_output, decode_with_prefetch, prompts, setups, traits_for
 from fakes import NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -182,7 +182,7 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
         index = data.draw(st.integers(0, len(found) - 1))
         # Alone, it also reads ahead, as on a device that makes the host wait.
         other = make(decoder, max_calls)
-        [alone] = decode_ahead(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
+        [alone] = decode_with_prefetch(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
         assert alone.token_ids == output.rows[index].token_ids
         assert alone.forward_shapes == output.rows[index].forward_shapes
 

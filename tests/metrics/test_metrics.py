@@ -9,14 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from refusion_lit.decoding import DecodingOutput, RowOutput
+from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.objectives.batch import LossOutput
 from refusion_lit.reports.tables import decoder_table
 
 
-def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str = "eos") -> RowOutput:
-    return RowOutput(
+def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str = "eos") -> Generation:
+    return Generation(
         id="x",
         token_ids=[3] * num_tokens,
         finish_reason=reason,
@@ -27,7 +27,7 @@ def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str =
     )
 
 
-def _output(rows: list[RowOutput], seconds: float, num_calls: int = 5) -> DecodingOutput:
+def _output(rows: list[Generation], seconds: float, num_calls: int = 5) -> DecodingOutput:
     return DecodingOutput(rows=rows, num_calls=num_calls, num_positions=99, seconds=seconds)
 
 

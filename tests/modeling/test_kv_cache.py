@@ -14,6 +14,7 @@ from fakes import VOCAB, tiny_backbone
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.compiled import StaticKVCache
 
 # Norms and rotary angles are computed in float32 even in a float64 model.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -161,14 +162,14 @@ def closed(known: Recomputed, chance: random.Random) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize(("static", "expected"), [(False, [128, 128, 256, 256, 256, 384]), (True, [512] * 6)])
-def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected: list[int]) -> None:
+@pytest.mark.parametrize(("make", "expected"), [(KVCache, [128, 128, 256, 256, 256, 384]), (StaticKVCache, [512] * 6)])
+def test_storage_grows_by_chunks_and_keeps_what_it_holds(make: type[KVCache], expected: list[int]) -> None:
     model = tiny_backbone()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (1, 300), generator=generator)
     positions = torch.arange(300)[None].flip(1) % 250
     causal = torch.ones(1, 300, 300, dtype=torch.bool).tril()
-    cache = KVCache(2, 2, static=static)
+    cache = make(2, 2)
     with torch.no_grad():
         whole = model.hidden_states(ids, positions, causal)
         capacities = []
@@ -183,17 +184,17 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds(static: bool, expected:
     assert capacities == expected
 
 
-def test_static_storage_doubles_and_keeps_its_last_entry_free() -> None:
+def test_static_storage_doubles_and_reserves_its_last_entry() -> None:
     capacities = []
     for num_keys in (3, 511, 512, 1024):
-        cache = KVCache(1, 2, static=True)
+        cache = StaticKVCache(1, 2)
         cache.prepare([0], num_keys, None, torch.tensor([0]), torch.tensor([num_keys - 1]))
         capacities.append(cache.capacity)
     assert capacities == [512, 512, 1024, 2048]
 
 
-def test_a_cache_is_freed_with_its_last_name_and_its_storage_serves_another() -> None:
-    cache, other = KVCache(2, 3), KVCache(2, 3)
+def test_a_released_cache_is_freed_and_its_storage_is_reused() -> None:
+    cache, other = StaticKVCache(2, 3, capacity=1024), StaticKVCache(2, 3)
     cache.prepare([0], 200, None, torch.tensor([0]), torch.tensor([1]))
     storage = cache.storage(1, 4, dtype=torch.float32, device=torch.device("cpu"))
     cache.store(1, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
@@ -204,7 +205,7 @@ def test_a_cache_is_freed_with_its_last_name_and_its_storage_serves_another() ->
     other.adopt(*storage)
     again = other.storage(1, 4, dtype=torch.float32, device=torch.device("cpu"))
     assert all(one is before for one, before in zip(again[0] + again[1], storage[0] + storage[1], strict=True))
-    assert other.capacity == 256
+    assert other.capacity == 1024
     assert sum(float(states.sum()) for states in again[0] + again[1]) == 0
 
 

@@ -123,7 +123,7 @@ def test_decoding_is_lean_unless_told_otherwise_and_no_directory_says_so(lean: b
     tokenizer = AutoTokenizer.from_pretrained(MID)
     backbone = BackboneConfig(source=str(MID), lean=lean).build(tokenizer)
     assert backbone.lean is lean
-    assert (backbone.make_cache(1).lean is not None) is lean
+    assert (backbone.make_cache(1).body is not None) is lean
     save_directory(backbone, tokenizer, tmp_path / "saved")
     assert "lean" not in (tmp_path / "saved" / "config.json").read_text()
     assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).lean

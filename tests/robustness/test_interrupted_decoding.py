@@ -127,7 +127,7 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
 
 
 def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
-    from refusion_lit.decoding import RowOutput  # noqa: F401 - loaded before the fork
+    from refusion_lit.decoding import Generation  # noqa: F401 - loaded before the fork
 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, 6)))

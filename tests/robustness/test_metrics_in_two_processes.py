@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from refusion_lit.decoding import DecodingOutput, RowOutput
+from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.objectives.batch import LossOutput
 
@@ -28,7 +28,7 @@ def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
     """Return a batch of drawn counts; the sums over batches are exact, because all are small multiples of 1/64."""
     draw = random.Random(index)
     rows = [
-        RowOutput(
+        Generation(
             id=f"{index}.{i}",
             token_ids=[3] * draw.randint(1, 20),
             finish_reason=draw.choice(["eos", "length", "unfinished"]),

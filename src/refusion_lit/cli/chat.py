@@ -113,7 +113,7 @@ class Chat:
         Raises:
             ValueError: With the reasons.
         """
-        from refusion_lit.decoding.engine import check_model
+        from refusion_lit.decoding import check_model
 
         if not self.options.allow_mismatch:
             check_model(self.model.backbone, self.options.decoder)
@@ -156,31 +156,26 @@ class Chat:
         """Answer a question and remember both.
 
         Raises:
-            ValueError: If it cannot be encoded.
+            ValueError: If it cannot be encoded, or is too long for the model.
         """
-        from refusion_lit.api import cut_at_stop
-        from refusion_lit.data.encoding import encode_prompt
-        from refusion_lit.decoding import decode
         from refusion_lit.types import Prompt
 
         model, options = self.model, self.options
-        ids = encode_prompt(model.tokenizer, question, model.prompt_template, self.messages(question))
+        ids = model.encode(question, self.messages(question))
         piece = piece_of(model)
         live = Live(console=self.console, auto_refresh=False, transient=True)
         watching = options.show_order and self.console.is_terminal
         with live:
-            output = decode(
-                model.backbone,
-                options.decoder,
+            output = model.decode(
                 [Prompt(token_ids=tuple(ids), id=str(len(self.turns)))],
+                options.decoder,
                 self.sampling,
                 callbacks=[_Watch(live, piece)] if watching else [],
-                detokenize=model.detokenize,
                 allow_mismatch=options.allow_mismatch,
                 trace=True,
             )
         row = output.rows[0]
-        answer = cut_at_stop(model.detokenize(row.token_ids), self.sampling.stop)
+        answer = row.text
         self.last = trace_of(
             row,
             prompt=question,

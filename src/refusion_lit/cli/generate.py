@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.session import add_model_options, load_model_of, sampling_of
-from refusion_lit.decoding import GenerationCallback, RowOutput, RowState
+from refusion_lit.decoding import Generation, GenerationCallback, RowState
 from refusion_lit.evaluation.predictions import finished_ids
 
 
@@ -70,7 +70,6 @@ def run(args: list[str]) -> int:
 
 
 def _generate(options: Namespace, requests: list[_Request]) -> None:
-    from refusion_lit.api import cut_at_stop
     from refusion_lit.evaluation.predictions import prediction, write_line
 
     sampling = sampling_of(options)
@@ -80,13 +79,12 @@ def _generate(options: Namespace, requests: list[_Request]) -> None:
     output = Path(options.output).open(mode, encoding="utf-8") if options.output else sys.stdout  # noqa: SIM115
 
     class _Writer(GenerationCallback):
-        def on_finished(self, index: int, output_row: RowOutput) -> None:
+        def on_finished(self, index: int, output_row: Generation) -> None:
             request = requests[index]
-            text = cut_at_stop(model.detokenize(output_row.token_ids), sampling.stop)
             line = prediction(
                 output_row,
                 prompt=request.prompt,
-                response=text,
+                response=output_row.text,
                 reference=request.reference,
                 score=None,
                 record_forwards=options.record_forwards,
@@ -123,8 +121,8 @@ class _Stream(GenerationCallback):
         waits = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._show(text[: len(text) - waits])
 
-    def on_finished(self, index: int, output: RowOutput) -> None:  # noqa: ARG002
-        self._show(self._text(output.token_ids))
+    def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
+        self._show(output.text)
         sys.stdout.write("\n")
         sys.stderr.write(
             f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s, "
@@ -132,7 +130,7 @@ class _Stream(GenerationCallback):
         )
 
     def _text(self, token_ids: list[int]) -> str:
-        from refusion_lit.api import cut_at_stop
+        from refusion_lit.decoding import cut_at_stop
 
         return cut_at_stop(self._detokenize(token_ids), self._stop)
 

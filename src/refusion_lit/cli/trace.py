@@ -82,18 +82,13 @@ def _output(options: Namespace) -> tuple[Path, str]:
 def _decode(options: Namespace) -> Trace:
     sampling = sampling_of(options)
     model = load_model_of(options)
-    from refusion_lit.api import cut_at_stop
-    from refusion_lit.data.encoding import encode_prompt
-    from refusion_lit.decoding import decode
     from refusion_lit.types import Prompt
 
-    ids = encode_prompt(model.tokenizer, options.prompt, model.prompt_template)
-    output = decode(
-        model.backbone,
-        options.decoder,
+    ids = model.encode(options.prompt)
+    output = model.decode(
         [Prompt(token_ids=tuple(ids), id="0")],
+        options.decoder,
         sampling,
-        detokenize=model.detokenize,
         allow_mismatch=options.allow_mismatch,
         trace=True,
     )
@@ -101,7 +96,7 @@ def _decode(options: Namespace) -> Trace:
     return trace_of(
         row,
         prompt=options.prompt,
-        response=cut_at_stop(model.detokenize(row.token_ids), sampling.stop),
+        response=row.text,
         prompt_length=len(ids),
         decoder=type(options.decoder).__name__,
         slot_size=slot_size_of(options.decoder),

@@ -1,17 +1,14 @@
-"""What a decoder is: an immutable strategy for one prompt that begins a state and advances it by a step."""
+"""The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from refusion_lit.decoding.requests import Reading, Request
+from refusion_lit.decoding.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
-
-Steps = Generator[Request, list[Reading], None]
-"""A decoder's step: yields requests to the model, is sent one reading a branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +16,9 @@ class ModelRequirements:
     """What a decoder needs of a model.
 
     Attributes:
-        attention: The attention pattern that the decoder's forwards have.
-        predictions: Meanings of logits that it relies on.
-        mask_token: Whether it feeds mask tokens.
+        attention: Attention pattern of the decoder's forwards.
+        predictions: Meanings of logits that the decoder relies on.
+        mask_token: Whether the decoder feeds mask tokens.
         block_size: Tokens a block, for block-causal attention.
     """
 
@@ -31,42 +28,37 @@ class ModelRequirements:
     block_size: int | None = None
 
     def mismatches(self, traits: ModelTraits) -> list[str]:
-        """Return why a model with these traits was not trained for the decoder; empty if it was (or may have been)."""
+        """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
         reasons = []
         if traits.attention != self.attention:
             reasons.append(f"it attends {self.attention}ly, the model was trained {traits.attention}")
         elif self.block_size != traits.block_size and self.block_size is not None:
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         if traits.predictions is not None:
-            missing = [name for name in self.predictions if not _covers(traits.predictions, name)]
+            known = {*traits.predictions} | ({"next_token_in_slot"} if "next_token" in traits.predictions else set())
+            missing = [name for name in self.predictions if name not in known]
             if missing:
-                reasons.append(
-                    f"it needs the predictions {', '.join(missing)}, the model was trained for "
-                    f"{', '.join(traits.predictions) or 'none'}"
-                )
+                trained = ", ".join(traits.predictions) or "none"
+                reasons.append(f"it needs the predictions {', '.join(missing)}, the model was trained for {trained}")
         return reasons
-
-
-def _covers(predictions: Sequence[Prediction], name: Prediction) -> bool:
-    return name in predictions or (name == "next_token_in_slot" and "next_token" in predictions)
 
 
 @dataclass(kw_only=True)
 class RowState:
-    """Everything that is known of one prompt's decoding; made per call, never shared.
+    """What is known about one prompt's response; created for each call, never shared.
 
     Attributes:
         prompt: The prompt.
-        sampling: How much to generate and how tokens are drawn.
-        special_tokens: The model's ids with a meaning.
-        tokens: The canvas: response tokens in text order; the value at masked places means nothing.
+        sampling: Length limit and sampling options.
+        special_tokens: The model's special ids.
+        tokens: The canvas: response tokens in text order; values at masked places are undefined.
         is_masked: Which places of the canvas are not final. Never derived from token ids.
-        committed: Places of the canvas in the order in which they became final.
-        commit_rounds: Number of the row's forwards when each place became final; 0 while masked.
+        committed: Places of the canvas in the order in which they were committed.
+        commit_rounds: Number of the forward that committed each place; 0 while masked.
         finished: Set by the decoder when nothing is left to do.
-        num_forwards: Forwards in which the row took part; kept by the engine.
+        num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
-        schedule_length: Its bound.
+        schedule_length: Bound of that schedule.
     """
 
     prompt: Prompt
@@ -85,15 +77,42 @@ class RowState:
         """Start with nothing committed."""
         self.commit_rounds = [0] * len(self.tokens)
 
+    @classmethod
+    def blank(
+        cls,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        special_tokens: SpecialTokens,
+        length: int | None = None,
+        **fields: Any,  # noqa: ANN401 - fields of the subclass
+    ) -> Self:
+        """Create a state with a fully masked canvas of ``length`` tokens, by default ``max_new_tokens``."""
+        length = sampling.max_new_tokens if length is None else length
+        return cls(
+            prompt=prompt,
+            sampling=sampling,
+            special_tokens=special_tokens,
+            tokens=[special_tokens.pad_token_id] * length,
+            is_masked=[True] * length,
+            **fields,
+        )
+
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt; the canvas begins at this position."""
+        """Tokens of the prompt; the canvas starts at this position."""
         return len(self.prompt.token_ids)
 
     @property
     def num_committed(self) -> int:
-        """Places of the canvas that :meth:`commit` has made final."""
+        """Committed places of the canvas."""
         return len(self.committed)
+
+    @property
+    def mask_token_id(self) -> int:
+        """The mask token; the engine refuses models without one before a decoder that needs it runs."""
+        mask = self.special_tokens.mask_token_id
+        assert mask is not None, "the decoder feeds mask tokens, but its requirements do not say so"
+        return mask
 
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
         """Make tokens final.
@@ -109,32 +128,32 @@ class RowState:
             self.committed.append(place)
             self.commit_rounds[place] = self.num_forwards
 
+    def first_eos(self, tokens: Sequence[int]) -> int | None:
+        """Return the index of the first end of sequence among tokens, if there is one."""
+        return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
+
     def final_prefix(self) -> list[int]:
-        """Return the longest final left part of the response, cut behind the first EOS and at ``max_new_tokens``."""
-        prefix: list[int] = []
-        for token, masked in zip(self.tokens[: self.sampling.max_new_tokens], self.is_masked, strict=False):
-            if masked:
-                break
-            prefix.append(token)
-            if token in self.special_tokens.eos_token_ids:
-                break
-        return prefix
+        """Return the longest committed prefix of the response, cut after the first EOS and at ``max_new_tokens``."""
+        limit = self.sampling.max_new_tokens
+        length = self.is_masked.index(True) if True in self.is_masked else len(self.is_masked)
+        prefix = self.tokens[: min(length, limit)]
+        eos = self.first_eos(prefix)
+        return prefix if eos is None else prefix[: eos + 1]
 
     @property
     def prefix_ends(self) -> bool:
-        """Whether the final left part already is the whole response."""
+        """Whether the committed prefix is the whole response."""
         prefix = self.final_prefix()
-        return len(prefix) == min(self.sampling.max_new_tokens, len(self.tokens)) or (
-            bool(prefix) and prefix[-1] in self.special_tokens.eos_token_ids
-        )
+        is_full = len(prefix) == min(self.sampling.max_new_tokens, len(self.tokens))
+        return is_full or (bool(prefix) and prefix[-1] in self.special_tokens.eos_token_ids)
 
 
 class Decoder(ABC):
     """A decoding strategy: immutable options, no state, no model.
 
-    It is written for one prompt and plain Python numbers. The engine runs many prompts at once, batches
-    their forwards, counts, streams and cuts. Rows therefore cannot influence each other.
-    Subclasses are frozen, keyword-only dataclasses that check their options on construction.
+    A decoder handles one prompt and plain Python numbers. The engine runs many prompts at once: it batches their
+    forwards, counts, streams and cuts, so rows cannot influence each other. Subclasses are frozen, keyword-only
+    dataclasses that check their options on construction.
     """
 
     requires: ClassVar[ModelRequirements]
@@ -143,8 +162,8 @@ class Decoder(ABC):
         """Return what this decoder, with its options, needs of a model."""
         return self.requires
 
-    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse combinations with sampling parameters that are impossible.
+    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
+        """Refuse sampling options that the decoder cannot work with.
 
         Raises:
             ValueError: Naming the option, what was expected and what was got.
@@ -152,33 +171,13 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Make the state of one prompt's decoding."""
+        """Create the state of one prompt, usually by :meth:`RowState.blank`."""
 
     @abstractmethod
-    def step(self, state: RowState) -> Steps:
+    def step(self, state: RowState) -> Steps[None]:
         """Commit at least one token, or advance ``schedule_step`` within its bound; set ``finished`` at the end."""
 
 
-def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
-    """Raise a user's error unless a condition holds.
-
-    Raises:
-        ValueError: ``option: expected ..., got ...; fix``.
-    """
-    if not holds:
-        raise ValueError(f"{option}: expected {expected}, got {got!r}; {fix}.")
-
-
-def require_probability(option: str, value: float) -> None:
-    """Refuse a threshold outside [0, 1]."""
-    require(0 <= value <= 1, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
-
-
-def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a name that is not one of the choices (types are not checked when called from Python)."""
-    require(value in choices, option, f"one of {', '.join(choices)}", value, "choose one of them")
-
-
-def require_positive(option: str, value: int) -> None:
-    """Refuse a size below 1."""
-    require(value >= 1, option, "an integer of at least 1", value, f"set {option} to 1 or more")
+def most_certain(confidences: Sequence[float], count: int | None = None) -> list[int]:
+    """Return the indices of the ``count`` highest confidences (all by default), best first, ties to the lower index."""
+    return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]

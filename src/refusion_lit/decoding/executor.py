@@ -1,51 +1,52 @@
-"""Batches the forwards of many prompts into calls of the model, and counts them where they happen."""
+"""Runs the requests of many prompts together: batches forwards into calls of the model and counts them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from refusion_lit.decoding.reading import Reader
-from refusion_lit.decoding.requests import Branch, Forward, MoreDrafts, Reading
-from refusion_lit.decoding.span import Span, add_spans
+from refusion_lit.decoding.batching import BatchLayout, write_indices
+from refusion_lit.decoding.prefetch import Prefetch
+from refusion_lit.decoding.reading import LogitReader, Read, draft_read
+from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device
 
 
-@dataclass(slots=True)
-class _Held:
-    """What is left of a prompt's last forward, for further reads: hidden states, and tokens that were read ahead."""
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A prompt in flight, as the executor sees it.
 
-    hidden: Tensor
-    forward: Forward
-    ahead: list[dict[int, int]] | None
+    Attributes:
+        storage: Its row of the cache.
+        prompt_id: Its id, which keys the sampling noise.
+        request: What it asks of the model; ``None`` once it is done.
+        forward: Its last forward.
+        hidden: Hidden states of that forward, for further reads.
+        prefetched: Tokens that were prefetched with it, by branch and offset; ``None`` if nothing is prefetched.
+    """
 
-    def known(self, request: MoreDrafts) -> list[Reading] | None:
-        """Answer a request from what was read ahead; ``None`` if something is missing, or is to be drawn otherwise."""
-        if self.ahead is None or request.draw != replace(self.forward.draw, with_probability=False):
-            return None
-        pairs = list(zip(self.ahead, request.draft_at, strict=True))
-        if not all(ahead.keys() >= set(offsets) for ahead, offsets in pairs):
-            return None
-        return [Reading(tokens=[ahead[offset] for offset in offsets]) for ahead, offsets in pairs]
+    storage: int
+    prompt_id: str
+    request: Request | None = None
+    forward: Forward | None = None
+    hidden: Tensor | None = None
+    prefetched: list[dict[int, int]] | None = field(default=None)
 
 
 class Executor:
-    """Runs requests of several prompts together.
+    """Runs requests.
 
     Args:
         model: The model.
-        num_rows: Prompts that are decoded at a time.
-        all_probabilities: Read probabilities of all drafts, wanted or not (for traces).
-        reads_ahead: Read tokens that will probably be asked for together with what tells which; ``None``: where the
-            host would have to wait for the device once more, which is everywhere but on CPUs. Traces show what a
-            decoder asked for, so nothing is read ahead for them.
+        num_rows: Prompts that are decoded at the same time.
+        all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
+        prefetches: Prefetch drafts that are likely to be requested next; by default wherever a device-to-host transfer
+            makes the host wait, that is, everywhere but on CPUs. Never for traces, which show what was requested.
 
     Attributes:
         num_calls: Calls of the model so far.
@@ -58,159 +59,124 @@ class Executor:
         num_rows: int,
         *,
         all_probabilities: bool = False,
-        reads_ahead: bool | None = None,
+        prefetches: bool | None = None,
     ) -> None:
-        self._model = model
-        self._device = model.device
+        self._model, self._device = model, model.device
         self._cache = model.make_cache(num_rows)
-        self._held: dict[int, _Held] = {}
-        self._reader = Reader(model, all_probabilities=all_probabilities)
-        self._reads_ahead = (
-            self._device.type != "cpu" if reads_ahead is None else reads_ahead
-        ) and not all_probabilities
+        self._reader = LogitReader(model, all_probabilities=all_probabilities)
+        self._prefetches = (self._device.type != "cpu" if prefetches is None else prefetches) and not all_probabilities
         self.num_calls = 0
         self.num_positions = 0
 
-    def forward(self, requests: Sequence[tuple[int, str, Forward]]) -> list[list[Reading]]:
-        """Run forwards of several prompts in as few calls as possible.
+    def run(self, rows: Sequence[Row]) -> list[list[Reading]]:
+        """Answer the rows' requests in as few calls of the model as possible.
 
         Args:
-            requests: Storage row, prompt id and forward of each prompt.
+            rows: Rows with a request: all forwards, or all further drafts.
 
         Returns:
-            For each prompt one reading a branch.
+            One reading for each branch of each row.
         """
-        results: list[list[Reading]] = [[] for _ in requests]
+        if isinstance(rows[0].request, MoreDrafts):
+            return self._draft_more(rows)
+        readings: dict[int, list[Reading]] = {}
         for cached in (True, False):
-            chosen = [i for i, (_, _, forward) in enumerate(requests) if forward.cached is cached]
+            chosen = [row for row in rows if isinstance(row.request, Forward) and row.request.cached is cached]
             if chosen:
-                readings = self._call([requests[i] for i in chosen], cached=cached)
-                for i, reading in zip(chosen, readings, strict=True):
-                    results[i] = reading
-        return results
+                readings.update(zip(map(id, chosen), self._call(chosen, cached=cached), strict=True))
+        return [readings[id(row)] for row in rows]
 
-    def more(self, requests: Sequence[tuple[int, str, MoreDrafts]]) -> list[list[Reading]]:
-        """Draw further tokens from the hidden states of each prompt's last forward, without a call of the model."""
-        spans: list[Span] = []
+    def _draft_more(self, rows: Sequence[Row]) -> list[list[Reading]]:
+        """Draft from the hidden states of each row's last forward, without a call of the model."""
         results: list[list[Reading]] = []
+        reads: list[Read] = []
         hidden: list[Tensor] = []
         base = 0
-        for row, prompt_id, request in requests:
-            held = self._held[row]
-            known = held.known(request)
+        for row in rows:
+            request, forward = row.request, row.forward
+            assert isinstance(request, MoreDrafts)
+            assert forward is not None
+            assert row.hidden is not None
+            known = _known(row, forward, request)
             if known is not None:
                 results.append(known)
                 continue
-            length = held.hidden.shape[1]
-            starts = [base + start for start in held.forward.starts(length)]
-            own = (held.forward.branches, request.draw, prompt_id, starts, length)
-            results.append(add_spans(spans, *own, draft_at=request.draft_at))
-            hidden.append(held.hidden.flatten(0, 1))
-            base += held.hidden.shape[0] * length
-        if spans:
-            self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], spans)
+            length = row.hidden.shape[1]
+            parts = zip(forward.branches, request.draft_at, forward.starts(length), strict=True)
+            own = [
+                draft_read(branch, request.draw, at, prompt_id=row.prompt_id, start=base + start, length=length)
+                for branch, at, start in parts
+            ]
+            reads += own
+            results.append([read.reading for read in own])
+            hidden.append(row.hidden.flatten(0, 1))
+            base += len(hidden[-1])
+        if reads:
+            self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], reads)
         return results
 
-    def release(self, row: int) -> None:
-        """Forget what is held for a row whose prompt is done."""
-        self._held.pop(row, None)
-
-    def _call(self, requests: Sequence[tuple[int, str, Forward]], *, cached: bool) -> list[list[Reading]]:
-        shapes = [forward.shape for _, _, forward in requests]
-        length = max(length for _, length in shapes)
-        branches = [branch for _, _, forward in requests for branch in forward.branches]
-        firsts = list(accumulate((num_rows for num_rows, _ in shapes), initial=0))
+    def _call(self, rows: Sequence[Row], *, cached: bool) -> list[list[Reading]]:
+        """Run the forwards of rows in one call of the model."""
+        forwards = [row.request for row in rows if isinstance(row.request, Forward)]
+        length = max(forward.shape[1] for forward in forwards)
+        firsts = list(accumulate((forward.shape[0] for forward in forwards), initial=0))
         starts = [
             [first * length + start for start in forward.starts(length)]
-            for first, (_, _, forward) in zip(firsts, requests, strict=False)
+            for first, forward in zip(firsts, forwards, strict=False)
         ]
-        flat = [start for own in starts for start in own]
+        branches = [branch for forward in forwards for branch in forward.branches]
+        batch = BatchLayout(branches, [i for own in starts for i in own], (firsts[-1], length), cached=cached)
         cache = self._cache if cached else None
         if cache is not None:
-            for row, _, forward in requests:
+            for row, forward in zip(rows, forwards, strict=True):
                 if forward.keep is not None:
-                    cache.compact(row, list(forward.keep))
-        ids, positions, mask, source = _assemble(branches, flat, (firsts[-1], length), cached=cached)
-        device = self._device
-        if cache is not None:
-            rows = [row for (row, _, _), (num_rows, _) in zip(requests, shapes, strict=True) for _ in range(num_rows)]
-            owners = [row for row, _, forward in requests for _ in forward.branches]
-            row_index, cache_index = _write_indices(branches, owners)
-            source = None if source is None else to_device(source, device)
-            cache.prepare(rows, mask.shape[2], source, to_device(row_index, device), to_device(cache_index, device))
-        ids, positions, mask = (to_device(tensor, device) for tensor in (ids, positions, mask))
+                    cache.compact(row.storage, list(forward.keep))
+            sequences = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in range(f.shape[0])]
+            owners = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in f.branches]
+            row_index, cache_index = (to_device(index, self._device) for index in write_indices(branches, owners))
+            source = None if batch.source is None else to_device(batch.source, self._device)
+            cache.prepare(sequences, batch.mask.shape[2], source, row_index, cache_index)
+        ids, positions, mask = (to_device(values, self._device) for values in (batch.ids, batch.positions, batch.mask))
         hidden = self._model.hidden_states(ids, positions, mask, cache)
         self.num_calls += 1
-        self.num_positions += ids.numel()
+        self.num_positions += batch.ids.numel()
         results: list[list[Reading]] = []
-        spans: list[Span] = []
-        for i, (row, prompt_id, forward) in enumerate(requests):
-            ahead: list[dict[int, int]] | None = [{} for _ in forward.branches] if self._reads_ahead else None
-            results.append(add_spans(spans, forward.branches, forward.draw, prompt_id, starts[i], length, ahead=ahead))
-            self._held[row] = _Held(hidden[firsts[i] : firsts[i + 1]], forward, ahead)
-        self._reader.read(hidden.flatten(0, 1), spans)
+        reads: list[Read] = []
+        for row, forward, first, own in zip(rows, forwards, firsts, starts, strict=False):
+            row.forward, row.hidden = forward, hidden[first : first + forward.shape[0]]
+            row.prefetched = [{} for _ in forward.branches] if self._prefetches else None
+            readings, more = self._reads_of(row, forward, own, length)
+            results.append(readings)
+            reads += more
+        self._reader.read(hidden.flatten(0, 1), reads)
         return results
 
-
-def _assemble(
-    branches: Sequence[Branch], starts: Sequence[int], shape: tuple[int, int], *, cached: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Lay branches out in a padded batch.
-
-    Returns:
-        Ids and positions; the mask [sequence, token, key] over cache entries or tokens; the branches' places in the
-        batch laid end to end, ``None`` if they are all of it in order.
-    """
-    num_keys = shape[1]
-    if cached:
-        num_keys = max(max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches)
-    tokens = np.array([token for branch in branches for token in branch.tokens])
-    places = np.array([place for branch in branches for place in branch.positions])
-    mask = np.zeros((*shape, num_keys), dtype=bool)
-    for branch, start in zip(branches, starts, strict=True):
-        n = len(branch.tokens)
-        row, offset = divmod(start, shape[1])
-        own = branch.write_at if cached else offset
-        rows = mask[row, offset : offset + n]
-        for begin, end in branch.visible:
-            rows[:, begin:end] = True
-        if branch.order is None:
-            rows[:, own : own + n] = _triangle(n)
-        else:
-            order = np.asarray(branch.order)
-            rows[:, own : own + n] = order[None, :] <= order[:, None]
-    if len(tokens) == shape[0] * shape[1]:  # nothing is padded, and branches come in the order of their places
-        ids, positions, source = tokens.reshape(shape), places.reshape(shape), None
-    else:
-        lengths = [len(branch.tokens) for branch in branches]
-        source = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-        ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        ids.reshape(-1)[source], positions.reshape(-1)[source] = tokens, places
-        is_padding = np.ones(shape, dtype=bool)
-        is_padding.reshape(-1)[source] = False
-        first_entries = np.zeros(shape[0], dtype=np.int64)
-        for branch, start in zip(branches, starts, strict=True):
-            if cached and start % shape[1] == 0:
-                first_entries[start // shape[1]] = branch.write_at
-        row, offset = is_padding.nonzero()
-        mask[row, offset, first_entries[row]] = True  # padding must see something, or its softmax is NaN
-        source = torch.from_numpy(source)
-    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask), source
+    def _reads_of(
+        self, row: Row, forward: Forward, starts: Sequence[int], length: int
+    ) -> tuple[list[Reading], list[Read]]:
+        """Return one reading for each branch of a forward, and the reads that fill them."""
+        readings: list[Reading] = []
+        reads: list[Read] = []
+        for number, (branch, start) in enumerate(zip(forward.branches, starts, strict=True)):
+            read = draft_read(
+                branch, forward.draw, branch.draft_at, prompt_id=row.prompt_id, start=start, length=length
+            )
+            readings.append(read.reading)
+            if row.prefetched is not None and branch.prefetch_at and not read.guide:
+                read.prefetch = Prefetch.of(branch, forward.draw, row.prompt_id, start, tokens=row.prefetched[number])
+            if read.index or read.prefetch is not None:
+                reads.append(read)
+            if branch.score_at:
+                offsets, given = zip(*branch.score_at, strict=True)
+                reads.append(Read(read.reading, forward.draw, [start + o for o in offsets], given, guide=read.guide))
+        return readings, reads
 
 
-@lru_cache(maxsize=256)
-def _triangle(size: int) -> np.ndarray:
-    """Return a causal mask; not to be changed."""
-    return np.tri(size, dtype=bool)
-
-
-def _write_indices(branches: Sequence[Branch], rows: list[int]) -> tuple[Tensor, Tensor]:
-    """Return storage row and cache index of every token."""
-    lengths = [len(branch.tokens) for branch in branches]
-    ends = [branch.write_at + n for branch, n in zip(branches, lengths, strict=True)]
-    follows = (branch.write_at == end for branch, end in zip(branches[1:], ends, strict=False))
-    if rows.count(rows[0]) == len(rows) and all(follows):  # a prompt alone writes without a gap
-        cache_index = np.arange(branches[0].write_at, ends[-1])
-        return torch.from_numpy(np.full(len(cache_index), rows[0])), torch.from_numpy(cache_index)
-    parts = [np.arange(branch.write_at, end) for branch, end in zip(branches, ends, strict=True)]
-    return torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate(parts))
+def _known(row: Row, forward: Forward, request: MoreDrafts) -> list[Reading] | None:
+    """Answer a request from the prefetched tokens; ``None`` if one is missing or is to be drawn in another way."""
+    if row.prefetched is None or request.draw != replace(forward.draw, with_probability=False):
+        return None
+    pairs = list(zip(row.prefetched, request.draft_at, strict=True))
+    if not all(tokens.keys() >= set(offsets) for tokens, offsets in pairs):
+        return None
+    return [Reading(tokens=[tokens[offset] for offset in offsets]) for tokens, offsets in pairs]

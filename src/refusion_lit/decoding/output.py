@@ -1,92 +1,103 @@
-"""What decoding gives back: responses with their counts, traces, and calls while it runs."""
+"""Results of decoding: one record for each prompt, totals of the call, and callbacks while it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from refusion_lit.decoding.base import RowState
+if TYPE_CHECKING:
+    from refusion_lit.decoding.base import RowState
 
 
 class GenerationCallback:
-    """Watches a generation; override what is needed."""
+    """Observes a generation; override the events of interest."""
 
     def on_commit(self, index: int, state: RowState) -> None:
-        """Tokens of prompt ``index`` became final."""
+        """Prompt ``index`` has newly committed tokens."""
 
-    def on_finished(self, index: int, output: RowOutput) -> None:
-        """Prompt ``index`` is done."""
+    def on_finished(self, index: int, generation: Generation) -> None:
+        """Prompt ``index`` is finished."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TraceRound:
-    """One forward of one prompt, as a trace shows it.
+    """One forward of one prompt, as shown in a trace.
 
     Attributes:
-        phase: What the forward was for.
-        shape: Rows and length of the prompt's share of the forward.
+        phase: Purpose of the forward.
+        shape: Rows and length of the prompt's share of the call.
         positions: Text positions of the drafted tokens.
         tokens: The drafts.
         probabilities: Their probabilities.
         scores: Probabilities that a verification gave to tokens.
-        accepted: Positions that became final before the next forward.
+        accepted: Positions committed before the next forward.
     """
 
     phase: str
     shape: tuple[int, int]
-    positions: list[int]
-    tokens: list[int]
-    probabilities: list[float]
-    scores: list[float]
-    accepted: list[int]
+    positions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
-class RowOutput:
-    """What became of one prompt.
+class Generation:
+    """One prompt's response with everything the engine counted.
 
     Attributes:
         id: The prompt's id.
-        token_ids: The response up to and including its end of sequence, if it has one.
-        finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (places before the end
-            are still masked, which no correct decoder leaves behind).
+        token_ids: Response tokens up to and including the end of sequence.
+        text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
+        finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
+            end, which no correct decoder leaves).
         num_forwards: Forwards in which the prompt took part.
-        num_positions: Token positions that were computed for it, padding excluded.
-        forward_shapes: Rows and length of its share of each forward; empty unless recorded.
-        seconds: From the start of its first forward to its end.
-        round_ratios: Committed tokens a forward of each round that committed any, for "paper TPF" alone.
-        trace: One entry a forward; empty unless asked for.
+        num_positions: Token positions computed for it, padding excluded.
+        seconds: Time from its first forward to its end.
+        round_ratios: Committed tokens a forward of each round that committed any; only for the paper's TPF figure.
+        forward_shapes: Rows and length of its share of each forward.
+        trace: One entry a forward; empty unless a trace was requested.
     """
 
     id: str
-    token_ids: list[int]
-    finish_reason: str
-    num_forwards: int
-    num_positions: int
-    seconds: float
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = "unfinished"
+    num_forwards: int = 0
+    num_positions: int = 0
+    seconds: float = 0.0
     round_ratios: list[float] = field(default_factory=list)
     forward_shapes: list[tuple[int, int]] = field(default_factory=list)
     trace: list[TraceRound] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens: end of sequence counted, nothing after it, neither prompt nor padding."""
+        """Committed tokens: end of sequence included, nothing after it, neither prompt nor padding."""
         return len(self.token_ids)
 
 
 @dataclass(kw_only=True)
 class DecodingOutput:
-    """What one call of :func:`decode` gave.
+    """Result of one call of :func:`~refusion_lit.decoding.decode`.
 
     Attributes:
-        rows: One output a prompt, in the prompts' order.
-        num_calls: Calls of the model, whatever their batch.
+        rows: One generation for each prompt, in the prompts' order.
+        num_calls: Calls of the model, whatever their batch size.
         num_positions: Token positions computed, padding included.
         seconds: Wall-clock seconds of the whole call, device synchronised.
-        mismatches: Why the model was not trained for the decoder (only with ``allow_mismatch``).
+        mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
 
-    rows: list[RowOutput]
+    rows: list[Generation]
     num_calls: int
     num_positions: int
     seconds: float
     mismatches: list[str] = field(default_factory=list)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Cut a text before the first stop string in it."""
+    ends = [index for index in (text.find(string) for string in stop) if index >= 0]
+    return text[: min(ends)] if ends else text

@@ -1,293 +1,286 @@
-"""Reading logits: the head only at places that are read, and of its rows only what somebody wants to know."""
+"""Reads tokens and probabilities from logits, with one device-to-host transfer for everything that is read.
+
+Gather hidden states, compute logits at the requested positions only, draw, transfer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.decoding.reading_ahead import ReadAhead
-from refusion_lit.decoding.requests import Draw
-from refusion_lit.decoding.sampling import draw, first_argmax
-from refusion_lit.decoding.span import Span
+from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
+from refusion_lit.decoding.requests import Branch, Draw, Reading
+from refusion_lit.decoding.sampling import draw_tokens, filtered_statistics, first_argmax, noise_keys
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device, to_host
 
 _MAX_LOGITS = 1 << 26
-"""Logits held at a time (256 MB in float32); more places are read in chunks."""
+"""Logits held at a time (256 MB in float32); more positions are read in chunks."""
 
 _MAX_SOFTMAX = 1 << 20
-"""Logits whose softmax is taken at a time on CPUs, so that it stays in the processor's cache."""
-
-_Use = Callable[[list[float]], None]
+"""Logits per softmax on CPUs: small enough to stay in the processor's cache."""
 
 
-class Reader:
+@dataclass(slots=True)
+class Read:
+    """Positions of one branch whose logits are read in the same way.
+
+    Attributes:
+        reading: Receives the result.
+        draw: How tokens are drawn.
+        index: The positions, as indices into the flattened hidden states.
+        given: Tokens whose probabilities are requested, one for each index; ``None`` to draw tokens.
+        noise_keys: Key of each draw's noise; empty for greedy draws.
+        guide: Distance from each position to its unconditional twin, for classifier-free guidance.
+        prefetch: Further positions, of which some are likely to be requested next.
+    """
+
+    reading: Reading
+    draw: Draw
+    index: Sequence[int]
+    given: Sequence[int] | None = None
+    noise_keys: Sequence[int] = ()
+    guide: int = 0
+    prefetch: Prefetch | None = None
+
+
+def draft_read(branch: Branch, draw: Draw, offsets: Sequence[int], *, prompt_id: str, start: int, length: int) -> Read:
+    """Return the read that drafts tokens at offsets of a branch.
+
+    Args:
+        branch: The branch.
+        draw: How tokens are drawn.
+        offsets: Offsets into the branch.
+        prompt_id: Keys the noise.
+        start: Index of the branch's first hidden state.
+        length: Hidden states a row; the unconditional branch is the conditional one's next row.
+    """
+    keys = noise_keys(branch.positions, offsets, draw, prompt_id)
+    index = [start + offset for offset in offsets]
+    return Read(Reading(), draw, index, noise_keys=keys, guide=0 if draw.guidance is None else length)
+
+
+class LogitReader:
     """Fills readings.
 
     Args:
         model: Computes logits.
-        all_probabilities: Read probabilities of drafts also where the draw does not ask for them (for traces).
+        all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
 
     Attributes:
-        num_places_at_a_time: So many places' logits are held at most.
+        num_rows_at_a_time: Positions whose logits are held at the same time.
     """
 
     def __init__(self, model: LanguageModel, *, all_probabilities: bool = False) -> None:
         self._model = model
         self._all_probabilities = all_probabilities
         self._vocab_size = model.special_tokens.vocab_size
-        self.num_places_at_a_time = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
+        self.num_rows_at_a_time = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
         self._banned = frozenset(model.special_tokens.banned_token_ids)
-        self._banned_on: dict[tuple[int, ...], Tensor] = {}
+        self._banned_on_device: dict[tuple[int, ...], Tensor] = {}
 
-    def read(self, hidden: Tensor, spans: Sequence[Span]) -> None:
-        """Fill the readings of spans: the only point of a forward where device and host meet.
+    def read(self, hidden: Float[Tensor, "position hidden"], reads: Sequence[Read]) -> None:
+        """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
+        groups: dict[tuple[object, ...], list[Read]] = {}
+        for read in reads:
+            groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
+        launched = [_Group(self, hidden, group) for group in groups.values()]
+        if not launched:
+            return
+        values = [group.launch() for group in launched]
+        numbers = to_host(values[0] if len(values) == 1 else torch.cat(values))
+        stops = list(accumulate(map(len, values)))
+        for group, stop, length in zip(launched, stops, map(len, values), strict=True):
+            group.fill(numbers[stop - length : stop])
+
+    def wants_probability(self, read: Read) -> bool:
+        """Whether a read's probabilities are used."""
+        return read.given is not None or read.draw.with_probability or self._all_probabilities
+
+    def draw(
+        self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " draft"],
+        given: Int[Tensor, " given"], *, num_silent: int, guide: int = 0, careful: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Draw tokens and read probabilities, chunk by chunk.
 
         Args:
-            hidden: Hidden states [place, hidden].
-            spans: What is read, in the order in which readings are filled.
+            hidden: Hidden states [position, hidden].
+            draw: How to draw.
+            rows: Indices into ``hidden``: drafts without a probability, other drafts, then given tokens.
+            keys: Noise key of each draft; empty for greedy draws.
+            given: The given tokens.
+            num_silent: Number of drafts without a probability.
+            guide: Distance to the unconditional rows.
+            careful: Replace NaN and infinities first. Plain greedy reads skip this: a non-finite value shows up in the
+                result, and the group is then read again.
+
+        Returns:
+            The drafts' tokens; a value for each row, its probability or, for a silent draft, its logit; the requested
+            statistics [statistic, draft].
         """
-        groups: dict[tuple[object, ...], list[Span]] = {}
-        for span in spans:
-            groups.setdefault(_kind(span.draw), []).append(span)
-        parts = [part for kind, group in groups.items() for part in self._parts(hidden, group, greedy=len(kind) == 1)]
-        if not parts:
-            return
-        numbers = to_host(parts[0][0] if len(parts) == 1 else torch.cat([found for found, _ in parts]))
+        num_drafts, at = len(rows) - len(given), 0
+        tokens, values, statistics = [], [], []
+        for logits in self._logit_chunks(hidden, draw, rows, guide, careful=careful):
+            stop = at + len(logits)
+            silent, drafts = (min(max(number - at, 0), len(logits)) for number in (num_silent, num_drafts))
+            own = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
+            if drafts:
+                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=silent < len(logits))
+                tokens.append(drawn)
+                statistics.append(more)
+                own = torch.cat((drawn, own)) if len(own) else drawn
+            if draw.confidence_forbidden:
+                logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
+            if silent:
+                values.append(logits[:silent].gather(-1, own[:silent, None])[:, 0])
+            if silent < len(logits):
+                values.append(logits[silent:].softmax(-1).gather(-1, own[silent:, None])[:, 0])
+            at = stop
+        return _joined(tokens, rows[:0]), _joined(values, hidden[:0, 0]), _joined(statistics, hidden[:0])
+
+    def _logit_chunks(
+        self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
+    ) -> Iterator[Float[Tensor, "position vocab"]]:
+        """Yield logits in chunks: bounded memory for the head, and on CPUs a softmax that stays in the cache."""
+        for some in rows.split(self.num_rows_at_a_time):
+            logits = self._logits(hidden, some, careful=careful)
+            if draw.guidance is not None:
+                unconditional = self._logits(hidden, some + guide, careful=True)
+                logits = _finite(unconditional + (draw.guidance + 1.0) * (logits - unconditional))
+            step = max(1, _MAX_SOFTMAX // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+            yield from logits.split(step) if step < len(logits) else (logits,)
+
+    def _logits(self, hidden: Tensor, rows: Tensor, *, careful: bool) -> Tensor:
+        """Return logits in float32 or higher precision, in a tensor that may be changed in place."""
+        logits = self._model.logits(hidden.index_select(0, rows))
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return _finite(logits) if careful else logits
+
+    def _choose(
+        self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, *, restore: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token from each of the first rows, and compute the requested statistics [statistic, draft]."""
+        banned, rows = self._banned_tensor(draw, logits.device), logits[:num_drafts]
+        if not is_plain(draw):
+            allowed = rows.index_fill(-1, banned, -math.inf)
+            allowed[:, self._vocab_size :] = -math.inf
+            tokens, filtered = draw_tokens(allowed, draw.sampling, keys)
+            return tokens, filtered_statistics(draw.statistics, filtered, tokens)
+        kept = rows.index_select(-1, banned) if restore else None
+        tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
+        if kept is not None:  # probabilities are over all ids
+            rows.index_copy_(-1, banned, kept)
+        return tokens, logits.new_zeros(0, num_drafts)
+
+    def _banned_tensor(self, draw: Draw, device: torch.device) -> Tensor:
+        if draw.forbidden not in self._banned_on_device:
+            self._banned_on_device[draw.forbidden] = to_device(sorted(self.banned(draw)), device)
+        return self._banned_on_device[draw.forbidden]
+
+    def banned(self, draw: Draw) -> frozenset[int]:
+        """Return the ids that a draw never produces."""
+        return self._banned.union(draw.forbidden)
+
+
+class _Group:
+    """Reads with the same kind of draw, which share the head and the transfer."""
+
+    def __init__(self, reader: LogitReader, hidden: Tensor, reads: list[Read]) -> None:
+        self._reader, self._hidden, self._draw = reader, hidden, reads[0].draw
+        # Silent drafts first, then other drafts, then given tokens.
+        self._reads = sorted(reads, key=lambda r: 2 if r.given is not None else int(reader.wants_probability(r)))
+        index = [i for read in self._reads for i in read.index]
+        given = [token for read in self._reads for token in read.given or ()]
+        keys = [key for read in self._reads for key in read.noise_keys]
+        self.size, self._num_drafts = len(index), len(index) - len(given)
+        self._num_silent = sum(len(read.index) for read in self._reads if not reader.wants_probability(read))
+        sent = to_device([*index, *given, *keys], hidden.device)
+        self._rows, self._given, self._keys = sent.split((len(index), len(given), len(keys)))
+        self._prefetched: PrefetchedGroups | None = None
+
+    def launch(self) -> Tensor:
+        """Queue all work on the device; return tokens, values, statistics and what is prefetched as one vector."""
+        parts = self._read(careful=not is_plain(self._draw))
+        if any(read.prefetch is not None for read in self._reads):
+            first = list(accumulate((len(read.index) for read in self._reads), initial=0))
+            reads = zip(first, self._reads, strict=False)
+            wanted = [(at, len(read.index), read.prefetch) for at, read in reads if read.prefetch is not None]
+            self._prefetched = PrefetchedGroups(wanted, parts[1])
+            rows, keys = self._prefetched.rows, self._prefetched.keys
+            careful = not is_plain(self._draw)
+            drawn = self._reader.draw(
+                self._hidden, self._draw, rows, keys, rows[:0], num_silent=len(rows), careful=careful
+            )
+            parts = (*parts, self._prefetched.chosen, *drawn[:2])
+        return self._flat(parts)
+
+    def fill(self, numbers: list[float]) -> None:
+        """Hand the transferred numbers out to the readings."""
+        size = self._num_drafts + self.size + self._num_drafts * len(self._draw.statistics)
+        if self._prefetched is not None:
+            self._prefetched.fill(numbers[size:])
+        if is_plain(self._draw) and self._is_broken(numbers):
+            numbers = to_host(self._flat(self._read(careful=True)))
+        tokens, values = numbers[: self._num_drafts], numbers[self._num_drafts : self._num_drafts + self.size]
         start = 0
-        for found, use in parts:
-            stop = start + found.shape[0]
-            use(numbers[start:stop])
-            start = stop
-
-    def _parts(self, hidden: Tensor, group: list[Span], *, greedy: bool) -> Iterator[tuple[Tensor, _Use]]:
-        """Read spans that are drawn alike; yield what was found, and what is to be done with it on the host."""
-        if not any(span.index for span in group):
-            return
-        group = self._ordered(group)
-        found = self._greedy(hidden, group) if greedy else self._thorough(hidden, group).found()
-        yield found, lambda numbers: self._fill(hidden, group, numbers, greedy=greedy)
-        if any(span.later is not None for span in group):
-            ahead, how = ReadAhead(group, hidden.device), group[0].draw
-            num_drafts, num_places = _counts(group)
-            values = found[num_drafts : num_drafts + num_places]
-            yield ahead.found(values, lambda places, keys: self._silent(hidden, how, places, keys)), ahead.fill
-
-    def _ordered(self, group: list[Span]) -> list[Span]:
-        """Put drafts without a probability first, then other drafts, then given tokens."""
-        return sorted(group, key=lambda span: 2 if span.given is not None else int(self._wants_probability(span)))
-
-    def _wants_probability(self, span: Span) -> bool:
-        return span.given is not None or span.draw.with_probability or self._all_probabilities
-
-    def _greedy(self, hidden: Tensor, group: list[Span]) -> Tensor:
-        """Return the drafts' tokens, then a value a place: its probability or, where none is wanted, its logit.
-
-        Logits are expected to be finite, and a value that is not finite says that they were not: nothing is spent on
-        making them so beforehand.
-        """
-        num_drafts, num_places = _counts(group)
-        num_silent = sum(len(span.index) for span in group if not self._wants_probability(span))
-        numbers = to_device([i for span in group for i in span.index] + _given(group), hidden.device)
-        places, given = numbers[:num_places], numbers[num_places:]
-        banned = self._banned_ids(group[0].draw.forbidden, hidden.device)
-        tokens: list[Tensor] = []
-        values: list[Tensor] = []
-        at = 0
-        for some in self._some_at_a_time(places):
-            for logits in _chunks(self.rows(hidden, some)):
-                stop = at + logits.shape[0]
-                silent, drafts = (max(0, min(number, stop) - at) for number in (num_silent, num_drafts))
-                # Of all ids, and then some of them are banned.
-                told = logits[silent:] if silent else logits
-                probability = told.softmax(-1) if silent < logits.shape[0] else None
-                own = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
-                if drafts:
-                    tokens.append(self._choose(logits[:drafts], banned))
-                    own = torch.cat((tokens[-1], own)) if own.numel() else tokens[-1]
-                if silent:
-                    values.append(logits[:silent].gather(-1, own[:silent, None])[:, 0])
-                if probability is not None:
-                    values.append(probability.gather(-1, own[silent:, None])[:, 0])
-                at = stop
-        dtype = values[0].dtype  # holds ids exactly, from float32 on
-        return torch.cat([*(one.to(dtype) for one in tokens), *values])
-
-    def _some_at_a_time(self, places: Tensor) -> Sequence[Tensor]:
-        return (places,) if places.shape[0] <= self.num_places_at_a_time else places.split(self.num_places_at_a_time)
-
-    def _choose(self, logits: Tensor, banned: Tensor) -> Tensor:
-        """Return the most probable allowed token of each row, banning the others in place."""
-        logits.index_fill_(-1, banned, -math.inf)
-        if logits.shape[-1] > self._vocab_size:
-            logits = logits[:, : self._vocab_size]
-        return first_argmax(logits)
-
-    def _thorough(self, hidden: Tensor, group: list[Span]) -> _Thorough:
-        index = [i for span in group for i in span.index]
-        guides = [i + span.guide for span in group for i in span.index]
-        keys = [key for span in group for key in span.noise_keys]
-        numbers = [to_device(values, hidden.device) for values in (index, guides, _given(group), keys)]
-        return _Thorough(self, hidden, group[0].draw, *numbers)
-
-    def _silent(self, hidden: Tensor, how: Draw, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tokens whose probability nobody wants; return them and a finite value each if all is well."""
-        if len(_kind(how)) > 1:
-            found = _Thorough(self, hidden, how, places, places, places[:0], keys).found()
-            return found[: len(places)], found[len(places) : 2 * len(places)]
-        banned = self._banned_ids(how.forbidden, hidden.device)
-        tokens: list[Tensor] = []
-        values: list[Tensor] = []
-        for some in self._some_at_a_time(places):
-            logits = self.rows(hidden, some)
-            tokens.append(self._choose(logits, banned))
-            values.append(logits.gather(-1, tokens[-1][:, None])[:, 0])
-        return torch.cat(tokens), torch.cat(values)
-
-    def _is_broken(self, how: Draw, tokens: list[float], values: list[float]) -> bool:
-        """Say whether not-a-number or infinity among the logits may have spoilt what was read."""
-        if not (math.isfinite(sum(values)) and self._banned.isdisjoint(tokens)):
-            return True
-        return bool(how.forbidden) and not set(how.forbidden).isdisjoint(tokens)
-
-    def _fill(self, hidden: Tensor, group: list[Span], numbers: list[float], *, greedy: bool) -> None:
-        """Put into the readings what was found; read once more where logits were spoilt."""
-        tokens, values, *statistics = _columns(group, numbers)
-        if greedy and self._is_broken(group[0].draw, tokens, values):
-            tokens, values, *statistics = _columns(group, to_host(self._thorough(hidden, group).found()))
-        start = 0
-        for span in group:
-            stop, reading = start + len(span.index), span.reading
-            own = values[start:stop]
-            if span.given is not None:
-                reading.scores.extend(own)
+        for read in self._reads:
+            stop, reading = start + len(read.index), read.reading
+            if read.given is not None:
+                reading.scores.extend(values[start:stop])
             else:
                 reading.tokens.extend(map(int, tokens[start:stop]))
-                if self._wants_probability(span):
-                    reading.probabilities.extend(own)
-                for name, more in zip(span.draw.statistics, statistics, strict=True):
-                    reading.statistics.setdefault(name, []).extend(more[start:stop])
+                if self._reader.wants_probability(read):
+                    reading.probabilities.extend(values[start:stop])
+                for number, name in enumerate(self._draw.statistics):
+                    at = self._num_drafts + self.size + number * self._num_drafts
+                    reading.statistics.setdefault(name, []).extend(numbers[at + start : at + stop])
             start = stop
 
-    def rows(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return logits in float32 or better, in a tensor that may be changed."""
-        logits = self._model.logits(hidden.index_select(0, places))
-        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    def _read(self, *, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return self._reader.draw(
+            self._hidden, self._draw, self._rows, self._keys, self._given,
+            num_silent=self._num_silent, guide=self._reads[0].guide, careful=careful,
+        )  # fmt: skip
 
-    def allowed(self, logits: Tensor, forbidden: tuple[int, ...]) -> Tensor:
-        """Return a copy of logits in which no decoder's choice, nor a forbidden one, has a chance."""
-        allowed = logits.index_fill(-1, self._banned_ids(forbidden, logits.device), -math.inf)
-        allowed[:, self._vocab_size :] = -math.inf
-        return allowed
+    def _flat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return all parts as one vector; ids are exact in any of its types."""
+        dtype = torch.promote_types(parts[1].dtype, torch.float32) if is_plain(self._draw) else torch.float64
+        return torch.cat([part.flatten().to(dtype) for part in parts])
 
-    def _banned_ids(self, forbidden: tuple[int, ...], device: torch.device) -> Tensor:
-        if forbidden not in self._banned_on:
-            ids = sorted(self._banned.union(forbidden))
-            self._banned_on[forbidden] = to_device(ids, device)
-        return self._banned_on[forbidden]
-
-
-class _Thorough:
-    """Reads one group in any way there is, and makes logits finite first."""
-
-    def __init__(
-        self, reader: Reader, hidden: Tensor, how: Draw, index: Tensor, guides: Tensor, given: Tensor, keys: Tensor
-    ) -> None:
-        self._reader, self._hidden, self._how = reader, hidden, how
-        self._index, self._guides, self._given, self._keys = index, guides, given, keys
-        self._num_drafts = len(index) - len(given)
-
-    def found(self) -> Tensor:
-        """Return the drafts' tokens, then a probability a place, then each wanted statistic of the drafts."""
-        step = self._reader.num_places_at_a_time
-        parts = [self._read(start, start + step) for start in range(0, len(self._index), step)]
-        tokens, values, statistics = (torch.cat(columns, -1) for columns in zip(*parts, strict=True))
-        return torch.cat((tokens.double(), values.double(), statistics.flatten()))
-
-    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        how, first_given = self._how, max(self._num_drafts - start, 0)
-        logits = _finite(self._reader.rows(self._hidden, self._index[start:stop]))
-        if how.guidance is not None:
-            unconditional = _finite(self._reader.rows(self._hidden, self._guides[start:stop]))
-            logits = _finite(unconditional + (how.guidance + 1.0) * (logits - unconditional))
-        tokens, statistics = self._given[:0], logits.new_zeros(len(how.statistics), 0, dtype=torch.float64)
-        if first_given:  # where a token is given, none is drawn
-            keys = self._keys[start:stop] if how.sampling.temperature > 0 else None
-            drawn = draw(self._reader.allowed(logits[:first_given], how.forbidden), how.sampling, keys)
-            tokens = drawn.tokens
-            if how.statistics:
-                statistics = torch.stack(_statistics(how.statistics, drawn.filtered, drawn.tokens))
-        if how.confidence_forbidden:
-            logits.index_fill_(-1, to_device(how.confidence_forbidden, logits.device), -math.inf)
-        first = max(start - self._num_drafts, 0)
-        given = self._given[first : first + len(logits) - len(tokens)]
-        return tokens, _probabilities(logits, torch.cat((tokens, given))), statistics
+    def _is_broken(self, numbers: list[float]) -> bool:
+        """Whether NaN or infinities among the logits may have spoilt the result."""
+        values = numbers[self._num_drafts : self._num_drafts + self.size]
+        if not math.isfinite(sum(values)):
+            return True
+        return not set(numbers[: self._num_drafts]).isdisjoint(self._reader.banned(self._draw))
 
 
-def _kind(how: Draw) -> tuple[object, ...]:
-    """Return what draws must have in common to be read together; greedy ones need nothing but the choice."""
-    sampling = how.sampling
-    if sampling.temperature == 0 and how.guidance is None and not (how.confidence_forbidden or how.statistics):
-        return (how.forbidden,)
-    return (how.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, how.guidance,
-            how.confidence_forbidden, how.statistics)  # fmt: skip
+def is_plain(draw: Draw) -> bool:
+    """Whether a draw is a greedy choice without guidance and extra figures: the fast path."""
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistics)
+    return is_bare and draw.sampling.temperature == 0
 
 
-def _counts(group: Sequence[Span]) -> tuple[int, int]:
-    """Return the number of drafts, and of all places that are read."""
-    num_places = sum(len(span.index) for span in group)
-    return sum(len(span.index) for span in group if span.given is None), num_places
+def _kind(draw: Draw) -> tuple[object, ...]:
+    """Return what draws must have in common to be read together."""
+    sampling = draw.sampling
+    if is_plain(draw):
+        return (draw.forbidden,)
+    return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
+            draw.confidence_forbidden, draw.statistics)  # fmt: skip
 
 
-def _given(group: Sequence[Span]) -> list[int]:
-    return [token for span in group if span.given is not None for token in span.given]
-
-
-def _columns(group: list[Span], flat: list[float]) -> list[list[float]]:
-    """Cut what was read for a group into tokens, values and statistics."""
-    num_drafts, num_places = _counts(group)
-    ends = accumulate((num_drafts, num_places, *[num_drafts] * len(group[0].draw.statistics)), initial=0)
-    return [flat[start:stop] for start, stop in pairwise(ends)]
-
-
-def _chunks(logits: Tensor) -> Sequence[Tensor]:
-    """Cut rows into chunks whose softmax stays in a CPU's cache; on other devices there is one."""
-    step = max(1, _MAX_SOFTMAX // logits.shape[-1])
-    return (logits,) if logits.device.type != "cpu" or step >= logits.shape[0] else logits.split(step)
-
-
-def _probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return each row's probability of its token."""
-    chunks = _chunks(logits)
-    if len(chunks) == 1:
-        return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    pairs = zip(chunks, tokens.split(chunks[0].shape[0]), strict=True)
-    return torch.cat([rows.softmax(-1).gather(-1, own[:, None])[:, 0] for rows, own in pairs])
+def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else empty
 
 
 def _finite(logits: Tensor) -> Tensor:
-    """Make logits finite, not-a-number counting as impossible: -inf is kept for ids that are left out of a choice."""
+    """Replace NaN by the lowest number and clamp infinities; -inf stays free to mark ids that are left out."""
     lowest, highest = torch.finfo(logits.dtype).min, torch.finfo(logits.dtype).max
     return logits.nan_to_num(nan=lowest, posinf=highest, neginf=lowest)
-
-
-def _statistics(names: tuple[str, ...], filtered: Tensor, tokens: Tensor) -> list[Tensor]:
-    if not names:
-        return []
-    probability = filtered.double().softmax(-1)
-    values: list[Tensor] = []
-    for name in names:
-        if name == "margin":
-            top = probability.topk(2).values
-            values.append(top[:, 0] - top[:, 1])
-        elif name == "negative_entropy":
-            values.append((probability * (probability + 1e-10).log()).sum(-1))
-        elif name == "filtered":
-            values.append(probability.gather(-1, tokens[:, None])[:, 0])
-        else:
-            raise AssertionError(f"unknown statistic {name}")
-    return values

@@ -1,37 +1,38 @@
-"""What a decoder asks of the model for one prompt, and what it gets back.
+"""Requests of a decoder to the model for one prompt, and the readings that answer them.
 
-A decoder is written for a single prompt; the engine batches the requests of many prompts into shared
-forwards. All that comes back is plain numbers, so that one host-device synchronisation a forward suffices.
+The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
+transfer a forward is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 from refusion_lit.types import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One sequence of tokens of a forward.
-
-    A prompt's forward has one branch, or several that share the prompt's cached context without seeing each other.
+    """One token sequence of a forward; the branches of a forward share the cached context and do not see each other.
 
     Attributes:
         tokens: Token ids in sequence order.
-        positions: Place of each token in the text (prompt first).
-        order: A token sees the branch's tokens of no higher order; ``None`` means causal, all zeros bidirectional.
-        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch sees besides. They may hold
-            entries that other branches of the same forward write: that is how one branch sees part of another.
-        write_at: Cache index of the first token's keys and values; the others follow.
+        positions: Position of each token in the text, counted from the start of the prompt.
+        order: A token sees the branch's tokens of the same or a lower order. ``None``: causal; zeros: bidirectional.
+        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
+            the same forward may write entries in them: that is how a branch sees part of another one.
+        write_at: Cache index of the first token's keys and values; the other tokens follow.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
-        score_at: Pairs of an offset and a token id whose probability under the logits there is wanted.
-        prefetch_at: Groups of offsets whose tokens :class:`MoreDrafts` may ask for: a group for each ``draft_at``,
-            wanted if that draft is, or, where nothing is drafted, any groups.
-        num_prefetch: How many of the groups will probably be asked for, those of the most probable drafts. Accelerators
-            draw these at once, so that the host need not wait for them another time; it changes no token.
+        score_at: Pairs of an offset and a token id; asks for the token's probability under the logits at the offset.
+        prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may ask for: one group for each ``draft_at``,
+            all of equal length, or any groups if nothing is drafted.
+        num_prefetch: Number of groups to prefetch, those of the most probable drafts first. Used on accelerators to
+            save a device-to-host transfer; changes no token.
     """
 
     tokens: Sequence[int]
@@ -51,16 +52,16 @@ class Draw:
 
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
-        round: Number of the draw within its prompt; with the position it keys the noise.
-        shift: Predicted position minus the position of the token whose logits are read (0, or 1 when shifted).
-        forbidden: Ids never drawn besides those that no decoder draws.
-        guidance: Weight w of classifier-free guidance, l_u + (w + 1)(l_c - l_u), between the forward's two
-            branches: first the conditional one, then the unconditional one; ``None`` for none.
-        confidence_forbidden: Ids left out of the softmax that gives the confidence (LLaDA's EOS option).
-        statistics: Wanted besides: ``margin`` (difference of the two highest filtered probabilities),
-            ``negative_entropy`` (of the filtered distribution, nats), ``filtered`` (the drawn token's probability
-            after temperature, top-p and top-k).
-        with_probability: Whether anybody looks at the drafts' probabilities, which are much of the work.
+        round: Number of the draw within its prompt; keys the noise together with the position.
+        shift: Predicted position minus the position whose logits are read: 0, or 1 for shifted predictions.
+        forbidden: Ids that are never drawn, besides those that no decoder draws.
+        guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
+            conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
+        confidence_forbidden: Ids left out of the softmax behind the probabilities (LLaDA's EOS options).
+        statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
+            ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
+            temperature, top-k and top-p).
+        with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
     """
 
     sampling: SamplingParams
@@ -75,17 +76,16 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One call of the model, as far as one prompt is concerned.
+    """One call of the model, as seen by one prompt.
 
     Attributes:
-        phase: What it is for (``plan``, ``verify``, ...), for traces.
+        phase: Purpose (``plan``, ``verify``, ...), shown in traces.
         branches: The sequences.
-        packed: Whether the branches become one row of the call, one behind the other, instead of a row each. Packed
-            or not, a branch sees what it names and nothing else.
         draw: How drafts are drawn.
-        cached: Whether keys and values are stored; without, ``visible`` must be empty.
-        keep: Cache indices that become the cache's first entries, in that order, before the forward.
-            Later entries stay where they are until overwritten, but nothing should refer to them.
+        cached: Whether keys and values are stored; if not, ``visible`` must be empty.
+        packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
+            the layout, not what a branch sees.
+        keep: Compact the cache before the forward: the entries at these indices become the first ones, in this order.
     """
 
     phase: str
@@ -97,12 +97,12 @@ class Forward:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and length of its share of the call."""
+        """Rows and length of the prompt's share of the call."""
         lengths = [len(branch.tokens) for branch in self.branches]
         return (1, sum(lengths)) if self.packed else (len(lengths), max(lengths))
 
     def starts(self, length: int) -> list[int]:
-        """Return where each branch begins in this forward's rows of a call, laid end to end, of ``length`` each."""
+        """Return the first index of each branch in the prompt's rows of ``length`` tokens, laid end to end."""
         if not self.packed:
             return [i * length for i in range(len(self.branches))]
         return list(accumulate((len(branch.tokens) for branch in self.branches[:-1]), initial=0))
@@ -110,7 +110,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreDrafts:
-    """Drafts at further offsets of the forward just made: the head is computed only where it is read.
+    """Further drafts from the hidden states of the prompt's last forward; costs a head, but no forward.
 
     Attributes:
         draft_at: Offsets for each branch of that forward.
@@ -126,17 +126,21 @@ Request = Forward | MoreDrafts
 
 @dataclass(slots=True)
 class Reading:
-    """What was read off one branch's logits.
+    """What was read from one branch's logits.
 
     Attributes:
-        tokens: Drawn token for each ``draft_at``.
-        probabilities: Its probability under the softmax of the unchanged logits (guidance included), in [0, 1]; none
-            if the draw wanted none, unless a trace is recorded.
-        statistics: One list a wanted statistic.
-        scores: Probability for each ``score_at``.
+        tokens: The drawn token of each ``draft_at``.
+        probabilities: Its probability under the softmax of the unfiltered logits (after guidance), in [0, 1]; empty if
+            the draw does not ask for probabilities and no trace is recorded.
+        statistics: One list for each requested statistic.
+        scores: The probability for each ``score_at``.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
     statistics: dict[str, list[float]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+
+
+Steps = Generator[Request, list[Reading], T]
+"""A generator that yields requests, is sent one reading for each branch, and returns a ``T``."""

@@ -1,46 +1,34 @@
-"""Drawing tokens from logits: the one place where temperature, top-p, top-k and noise are applied."""
+"""Draws tokens from logits: temperature, top-k, top-p and Gumbel noise are applied here and nowhere else."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.decoding.requests import Draw
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
 
 _BLOCK = 256
 
 
-@dataclass(slots=True)
-class Drawn:
-    """Tokens drawn at several places.
-
-    Attributes:
-        tokens: The tokens; ties go to the lower id.
-        filtered: Log-probabilities after temperature, top-k and top-p, from which the tokens were drawn.
-    """
-
-    tokens: Int[Tensor, " place"]
-    filtered: Float[Tensor, "place vocab"]
-
-
-def filter_logits(logits: Float[Tensor, "place vocab"], sampling: SamplingParams) -> Float[Tensor, "place vocab"]:
+def filter_logits(logits: Float[Tensor, "position vocab"], sampling: SamplingParams) -> Float[Tensor, "position vocab"]:
     """Apply temperature, then top-k, then top-p.
 
-    Top-k keeps all tokens that tie with its last one. Top-p keeps the most probable tokens up to and including
-    the one that crosses ``top_p``; at least one token is kept.
+    Top-k keeps all tokens that tie with the last one it keeps. Top-p keeps the most probable tokens up to and
+    including the one that crosses ``top_p``; at least one token is kept.
 
     Args:
-        logits: Finite, or -inf for ids that are left out; at least one is finite.
-        sampling: Temperature above 0, or 0, which filters nothing.
+        logits: Finite, or -inf for banned ids; at least one is finite.
+        sampling: Sampling options; nothing is filtered at temperature 0.
     """
     if sampling.temperature == 0:
         return logits
-    # Relative to the highest, which then stays finite at any temperature.
+    # Subtract the maximum, which keeps the result finite at any temperature.
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k).values[..., -1:]
@@ -54,11 +42,11 @@ def filter_logits(logits: Float[Tensor, "place vocab"], sampling: SamplingParams
     return logits
 
 
-def first_argmax(logits: Float[Tensor, "place vocab"]) -> Int[Tensor, " place"]:
-    """Return the index of each row's highest value, the lowest of equal ones; not-a-number is the highest of all.
+def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
+    """Return the index of each row's highest value, the lowest index among ties; NaN counts as the highest.
 
-    On CPUs torch looks for an index ten times as slowly as for the value, so that in large vocabularies a block with
-    the value is looked for first.
+    On CPUs torch finds an index ten times slower than a value, so large vocabularies are searched for the best block
+    of ids first.
     """
     vocab, size = logits.shape[-1], _BLOCK
     if logits.device.type != "cpu" or vocab < 32 * size:
@@ -67,31 +55,69 @@ def first_argmax(logits: Float[Tensor, "place vocab"]) -> Int[Tensor, " place"]:
     highest = logits[:, : num_blocks * size].unflatten(-1, (num_blocks, size)).amax(-1)
     if num_blocks * size < vocab:
         highest = torch.cat((highest, logits[:, num_blocks * size :].amax(-1, keepdim=True)), -1)
-    # Behind the last value comes the last value again, which is never the first of its kind.
+    # Pad the block with copies of the last value: they never win a tie.
     index = (highest.argmax(-1, keepdim=True) * size + torch.arange(size)).clamp_max_(vocab - 1)
     return index.gather(-1, logits.gather(-1, index).argmax(-1, keepdim=True))[:, 0]
 
 
-def draw(
-    logits: Float[Tensor, "place vocab"],
-    sampling: SamplingParams,
-    noise_keys: Int[Tensor, " place"] | None,
-) -> Drawn:
-    """Draw one token at every place.
+def noise_keys(positions: Sequence[int], offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
+    """Return the key of each draw's noise: a function of seed, prompt, round and predicted position alone.
 
-    At temperature 0 it is the most probable one. Above, Gumbel noise in float64 is added to the filtered
-    logits (a draw from their softmax; lower precision would lower the effective temperature).
+    Args:
+        positions: Position in the text of each token of a branch.
+        offsets: Offsets into the branch whose logits are drawn from.
+        draw: How they are drawn; greedy draws have no noise and get no keys.
+        prompt_id: Id of the prompt.
+    """
+    if draw.sampling.temperature == 0:
+        return []
+    parts = ("draw", draw.sampling.seed, prompt_id, draw.round)
+    return [stable_key(*parts, positions[offset] + draw.shift) for offset in offsets]
+
+
+def draw_tokens(
+    logits: Float[Tensor, "position vocab"],
+    sampling: SamplingParams,
+    noise_keys: Int[Tensor, " position"],
+) -> tuple[Int[Tensor, " position"], Float[Tensor, "position vocab"]]:
+    """Draw one token at every position.
+
+    At temperature 0 the most probable token is taken; ties go to the lower id. Above, Gumbel noise in float64 is added
+    to the filtered logits, which draws from their softmax (lower precision would lower the effective temperature).
 
     Args:
         logits: Logits with banned ids at -inf.
-        sampling: How to draw.
-        noise_keys: Key of each place's noise; needed when the temperature is above 0.
+        sampling: Sampling options.
+        noise_keys: Key of each position's noise; empty at temperature 0.
+
+    Returns:
+        The tokens, and the filtered logits that they were drawn from.
     """
     filtered = filter_logits(logits, sampling)
     if sampling.temperature == 0:
-        return Drawn(first_argmax(filtered), filtered)
-    assert noise_keys is not None
+        return first_argmax(filtered), filtered
     bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
-    # The greatest of them would be rounded to 1, whose noise is infinite: minus infinity plus it is no number.
+    # The largest value would round to 1, whose noise is infinite, and -inf + inf is NaN.
     uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
-    return Drawn((filtered.double() - (-uniform.log()).log()).argmax(-1), filtered)
+    return (filtered.double() - (-uniform.log()).log()).argmax(-1), filtered
+
+
+def filtered_statistics(
+    names: Sequence[str], filtered: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"]
+) -> Float[Tensor, "statistic position"]:
+    """Compute figures of the filtered distributions; for their names see :class:`~refusion_lit.decoding.Draw`."""
+    if not names:
+        return filtered.new_zeros(0, len(tokens))
+    probability = filtered.double().softmax(-1)
+    values: list[Tensor] = []
+    for name in names:
+        if name == "margin":
+            top = probability.topk(2).values
+            values.append(top[:, 0] - top[:, 1])
+        elif name == "negative_entropy":
+            values.append((probability * (probability + 1e-10).log()).sum(-1))
+        elif name == "filtered":
+            values.append(probability.gather(-1, tokens[:, None])[:, 0])
+        else:
+            raise AssertionError(f"unknown statistic {name}")
+    return torch.stack(values)

@@ -13,9 +13,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from refusion_lit.api import TextModel, check_context, load
+from refusion_lit.api import TextModel, load
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.decoding import Decoder, ReFusion
+from refusion_lit.decoding import Decoder, ReFusion, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.modeling.loading import BackboneConfig

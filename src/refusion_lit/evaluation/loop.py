@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from refusion_lit.api import cut_at_stop
-from refusion_lit.decoding import Decoder, DecodingOutput, RowOutput, decode
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, cut_at_stop, decode
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.backbone import Backbone
@@ -61,7 +60,7 @@ class Answerer:
         finally:
             self.model.train(training)
 
-    def text(self, row: RowOutput) -> str:
+    def text(self, row: Generation) -> str:
         """Return a response's text, cut before the first stop string."""
         return cut_at_stop(self.detokenize(row.token_ids), self.sampling.stop)
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from refusion_lit.decoding import RowOutput
+from refusion_lit.decoding import Generation
 
 KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
         "forward_shapes", "seconds")  # fmt: skip
 
 
 def prediction(
-    row: RowOutput,
+    row: Generation,
     *,
     prompt: str,
     response: str,

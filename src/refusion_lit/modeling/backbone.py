@@ -1,8 +1,7 @@
-"""The adapter over transformers' causal language models, the only place that knows them."""
+"""Adapts a causal language model of transformers to :class:`LanguageModel`."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -12,35 +11,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from refusion_lit.modeling.attention import additive, block_mask
+from refusion_lit.modeling.checks import body_of, check_compilable, check_packed, check_supported
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
-from refusion_lit.modeling.lean.compiled import CompiledBody, compiled_body
+from refusion_lit.modeling.lean.compiled import compiled_cache
 from refusion_lit.types import ModelTraits, SpecialTokens
-
-_HEAD_CHANGES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-)
 
 
 class Backbone(nn.Module, LanguageModel):
-    """A causal transformers model as a :class:`LanguageModel`.
+    """A decoder-only transformers model with its body and head called separately.
 
     Args:
-        model: Any decoder-only model with a body and one plain linear head.
+        model: A model with a body and one plain linear head.
         traits: What it was trained to do.
-        special_tokens: Its ids with a meaning.
-        lean: Decode with :class:`~refusion_lit.modeling.lean.body.LeanBody` where it knows the architecture, which is
-            faster; anything else, and training, runs by the library's forward.
+        special_tokens: Its special ids.
+        lean: Decode with :class:`~refusion_lit.modeling.lean.body.LeanBody` where the architecture is known, which is
+            faster. Other architectures, and training, use the library's forward.
         compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean.compiled.CompiledBody`.
 
     Raises:
-        ValueError: If the head is not one plain linear map, a layer's attention cannot be replaced by our masks, or
+        ValueError: If the head is not one plain linear map, a layer's attention cannot take explicit masks, or
             ``compile`` does not go with the other options.
     """
 
@@ -57,11 +49,9 @@ class Backbone(nn.Module, LanguageModel):
         check_supported(model)
         if compile:
             check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
-        self.model = model
-        self.lean = lean
-        self.compile_steps = compile
-        self.traits = traits
-        self.special_tokens = special_tokens
+        self.model, self.traits, self.special_tokens = model, traits, special_tokens
+        self.lean, self.compile_steps = lean, compile
+        self.max_positions = getattr(model.config, "max_position_embeddings", None)
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - every architecture has its own config class
@@ -71,7 +61,7 @@ class Backbone(nn.Module, LanguageModel):
     @property
     def body(self) -> nn.Module:
         """The transformer without its head."""
-        return _body(self.model)
+        return body_of(self.model)
 
     @property
     def head(self) -> nn.Linear:
@@ -96,51 +86,23 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
+        # The lean body has no gradients and no autocast.
         if not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type)):
-            lean = self._lean_body() if cache is None else cache.lean
-            if lean is not None:
-                return lean(input_ids, position_ids, attention_mask, cache)
+            body = self._lean_body() if cache is None else cache.body
+            if body is not None:
+                return body(input_ids, position_ids, attention_mask, cache)
         return self._library_states(input_ids, position_ids, attention_mask, cache)
-
-    def _library_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        output = self.body(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=self._library_mask(attention_mask, position_ids),
-            past_key_values=None if cache is None else cache.past_key_values,
-            use_cache=cache is not None,
-        )
-        return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         return self.head(hidden)
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        cache = KVCache(self.config.num_hidden_layers, num_rows, static=self.compile_steps)
-        # Modules may be wrapped or replaced between two generations, but not during one.
+        # Modules may be wrapped or replaced between two generations, but not during one: look at them here, once.
         if self.compile_steps:
-            compiled = self._compiled_body()
-            compiled.lend(cache)
-            cache.lean = compiled
-        else:
-            cache.lean = self._lean_body()
+            return compiled_cache(self.body, self.config, num_rows, lean=self.lean)
+        cache = KVCache(self.config.num_hidden_layers, num_rows)
+        cache.body = self._lean_body()
         return cache
-
-    def _lean_body(self) -> LeanBody | None:
-        body = self.body
-        return LeanBody(body) if self.lean and is_known(body) else None
-
-    def _compiled_body(self) -> CompiledBody:
-        check_compilable(lean=self.lean, attn_implementation=self.config._attn_implementation)
-        if not is_known(self.body):
-            raise ValueError(
-                "backbone.compile: expected a model that the lean body knows (Qwen2, Qwen3 or Llama, its weights "
-                f"neither adapted nor quantised nor sharded), got {type(self.body).__name__} as it is now; decode with "
-                "compile: false."
-            )
-        return compiled_body(self.body)
 
     def forward(
         self,
@@ -154,19 +116,34 @@ class Backbone(nn.Module, LanguageModel):
         """
         return self._library_states(input_ids, position_ids, attention_mask, None)
 
+    def _lean_body(self) -> LeanBody | None:
+        body = self.body
+        return LeanBody(body) if self.lean and is_known(body) else None
+
+    def _library_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        output = self.body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._library_mask(attention_mask, position_ids),
+            past_key_values=None if cache is None else cache.past_key_values,
+            use_cache=cache is not None,
+        )
+        return output.last_hidden_state
+
     def _library_mask(
         self, mask: Bool[Tensor, "batch token key"] | None, position_ids: Int[Tensor, "batch token"]
     ) -> Tensor | Any:  # noqa: ANN401
-        """Give transformers a mask in every case.
+        """Return an explicit mask in the form that the attention implementation takes.
 
-        Without mask and cache it takes position ids that do not rise by one for packed sequences and silently
-        changes the attention. All ones in two dimensions keep its fast causal path. With flash attention it
-        looks at a single row's position ids whatever the mask.
+        Without mask and cache, transformers takes position ids that do not rise by one for packed sequences and
+        silently changes the attention. Two-dimensional ones keep its fast causal path.
         """
         implementation = self.config._attn_implementation
         if mask is None:
-            if implementation == "flash_attention_2" and len(position_ids) == 1:
-                _refuse_packed(position_ids)
+            if implementation == "flash_attention_2":
+                check_packed(position_ids)
             return torch.ones_like(position_ids)
         four_d = rearrange(mask, "batch token key -> batch 1 token key")
         if implementation == "sdpa":
@@ -178,67 +155,4 @@ class Backbone(nn.Module, LanguageModel):
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."
-        )
-
-
-def _body(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.get_submodule(model.base_model_prefix)
-
-
-def _refuse_packed(position_ids: Int[Tensor, "1 token"]) -> None:
-    if not bool((position_ids.diff() == 1).all()):
-        raise ValueError(
-            "attn_implementation: 'flash_attention_2' takes a single row whose position ids do not rise by one for "
-            "packed sequences and changes its attention; use a batch size of at least 2, or 'sdpa', 'eager' or "
-            "'flex_attention'."
-        )
-
-
-def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
-    """Refuse what the compiled decode step does not go with.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    if not lean:
-        raise ValueError(
-            "backbone.compile: expected lean: true, got false, but only the lean body is compiled; set lean: true, or "
-            "compile: false."
-        )
-    if attn_implementation != "sdpa":
-        raise ValueError(
-            f"backbone.compile: expected attn_implementation: sdpa, got {attn_implementation!r}, but the compiled "
-            "step has attention of its own over static shapes; set attn_implementation: sdpa, or compile: false."
-        )
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse models whose logits or attention this adapter would silently change.
-
-    Raises:
-        ValueError: With the reason.
-    """
-    config = model.config
-    name = type(model).__name__
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")
-    for option in _HEAD_CHANGES:
-        if getattr(config, option, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
-                "but logits are computed from the head alone here; use a model with a plain head."
-            )
-    if "position_ids" not in inspect.signature(_body(model).forward).parameters:
-        raise ValueError(f"backbone: {name} takes no position ids, but tokens are moved here; use another model.")
-    layer_types = getattr(config, "layer_types", None) or []
-    if not layer_types and getattr(config, "sliding_window", None) is not None:
-        layer_types = ["sliding_attention"]
-    other = sorted({kind for kind in layer_types if kind != "full_attention"})
-    if other:
-        raise ValueError(
-            f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
-            "attention; use a model with full attention in every layer, or override it with full attention "
-            "(for example config: {sliding_window: null})."
         )

@@ -1,4 +1,4 @@
-"""What the layers above need of a language model; real backbones and test fakes implement it."""
+"""The interface of a language model, implemented by real backbones and by the fakes of tests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 class LanguageModel(ABC):
-    """A transformer body and a linear head, called separately so that logits exist only where they are read."""
+    """A transformer body and a linear head, called separately so that logits are computed only where they are read.
+
+    Attributes:
+        traits: What the model was trained to do.
+        special_tokens: Its special ids.
+        max_positions: Length of its context; ``None`` if it has no limit.
+    """
 
     traits: ModelTraits
     special_tokens: SpecialTokens
+    max_positions: int | None = None
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
 
     @abstractmethod
     def hidden_states(
@@ -35,17 +42,16 @@ class LanguageModel(ABC):
 
         Args:
             input_ids: Tokens in sequence order.
-            position_ids: Place of each token in the final text; need not be monotonic.
-            attention_mask: ``True`` where a query may see a key. Keys are the tokens themselves or, with a
-                cache, its entries (into which these tokens are written first). ``None``, only without a
-                cache: plain causal attention over the sequence.
-            cache: A cache that has been told where to write (:meth:`KVCache.prepare`).
+            position_ids: Position of each token in the final text; need not be monotonic.
+            attention_mask: ``True`` where a query sees a key. Keys are the tokens themselves or, with a cache, its
+                entries (these tokens are written first). ``None``, only without a cache: causal over the sequence.
+            cache: A cache after :meth:`KVCache.prepare`.
         """
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """Apply the head; the caller may change the result in place."""
+        """Apply the head; the caller may modify the result in place."""
 
     @abstractmethod
     def make_cache(self, num_rows: int) -> KVCache | None:
-        """Return an empty cache for so many rows; ``None`` if the model keeps no state (test fakes)."""
+        """Return an empty cache with ``num_rows`` rows; ``None`` if the model keeps no state (fakes)."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from refusion_lit.decoding import RowOutput
+from refusion_lit.decoding import Generation
 from refusion_lit.decoding.output import TraceRound
 
 _FORMAT = "refusion-lit-trace"
@@ -31,7 +31,7 @@ class Trace:
         prompt_length: Tokens of the prompt; the response begins at this position.
         token_ids: The response up to and including its end of sequence.
         slot_size: Tokens a slot; 1 for decoders without slots.
-        finish_reason: As in :class:`~refusion_lit.decoding.RowOutput`.
+        finish_reason: As in :class:`~refusion_lit.decoding.Generation`.
         seconds: What the decode took.
         rounds: One entry a forward.
         pieces: The text of each token id that occurs.
@@ -65,7 +65,7 @@ class Trace:
 
 
 def trace_of(
-    row: RowOutput,
+    row: Generation,
     *,
     prompt: str,
     response: str,

@@ -14,10 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel, check_context
+from refusion_lit.api import TextModel
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, check_weights, describe
-from refusion_lit.decoding import Decoder, ReFusion
-from refusion_lit.decoding.engine import check_model
+from refusion_lit.decoding import Decoder, ReFusion, check_context, check_model
 from refusion_lit.evaluation.loop import Answerer, Evaluation, check_decoder_name, described
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import gather, shard

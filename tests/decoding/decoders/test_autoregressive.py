@@ -17,7 +17,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 SMALL = {
     "hidden_size": 32,

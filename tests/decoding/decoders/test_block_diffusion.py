@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from refusion_lit import decoding
-from refusion_lit.decoding import Autoregressive, BlockDiffusion, ModelMismatchError, RowOutput, decode
+from refusion_lit.decoding import Autoregressive, BlockDiffusion, Generation, ModelMismatchError, decode
 from refusion_lit.decoding.decoders.block_diffusion import BlockState
 from refusion_lit.decoding.requests import Forward, Reading
 from refusion_lit.modeling.backbone import Backbone
@@ -24,7 +24,7 @@ from refusion_lit.objectives import BlockMasked
 from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 PAD, EOS, MASK = 0, 1, 2
 NEVER_DRAWN = 18  # taken for the end of sequence and left out of the choice: responses run to their full length
@@ -237,7 +237,7 @@ def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> No
     assert first.probabilities == pytest.approx(probabilities.gather(-1, drafts[:, None])[:, 0].tolist(), abs=1e-10)
 
 
-def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **sampling: float) -> RowOutput:
+def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **sampling: float) -> Generation:
     """Decode a prompt whose response has no end."""
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
     model = model_for(decoder, (NEVER_DRAWN,))

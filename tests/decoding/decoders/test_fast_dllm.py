@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference_masked import PROMPTS, by_factor, by_quota, by_threshold, cut, fast_dllm, model
-from refusion_lit.decoding import FastDLLM, LLaDA, RowOutput, decode
+from refusion_lit.decoding import FastDLLM, Generation, LLaDA, decode
 from refusion_lit.types import Prompt, SamplingParams
 
 CACHES = ("none", "prefix", "dual")
@@ -24,7 +24,7 @@ def run(
     *,
     trace: bool = False,
     **sampling: Any,
-) -> list[RowOutput]:
+) -> list[Generation]:
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_new_tokens=length, **sampling)
     return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows

@@ -15,7 +15,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 
 
 @cache
@@ -58,7 +58,7 @@ def expected_text(name: str, run: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("setting", range(6))
 @pytest.mark.parametrize("name", ["clean", "mid"])
 def test_text_and_forwards_are_the_reference_ones(name: str, setting: int, batch_size: int, fused: bool) -> None:
-    more: dict[str, Any] = {"fused": fused, "completion": "auto" if fused else "reference"}
+    more: dict[str, Any] = {"fused": fused, "infill_layout": "auto" if fused else "reference"}
     runs, output = decoded(name, setting, "float32", batch_size, **more)
     for run, row in zip(runs, output.rows, strict=True):
         assert row.token_ids == expected_text(name, run)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fakes import tiny_backbone
 from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model
-from refusion_lit.decoding import GenerationCallback, LLaDA, ModelMismatchError, RowOutput, RowState, decode
+from refusion_lit.decoding import Generation, GenerationCallback, LLaDA, ModelMismatchError, RowState, decode
 from refusion_lit.decoding.decoders.llada import most_certain, step_quota
 from refusion_lit.decoding.requests import Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -29,7 +29,7 @@ def run(
     *,
     trace: bool = False,
     **sampling: Any,
-) -> list[RowOutput]:
+) -> list[Generation]:
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_new_tokens=length, **sampling)
     return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
@@ -132,7 +132,7 @@ def test_each_step_uncovers_its_quota_of_its_block(order: str) -> None:
     assert [len(entry.accepted) for entry in trailing.trace] == [1, 1, 1, 1, 0, 0]
 
 
-def many(decoder: LLaDA, length: int, num: int) -> list[RowOutput]:
+def many(decoder: LLaDA, length: int, num: int) -> list[Generation]:
     """Decode one prompt under many names, whose chances are independent."""
     prompts = [Prompt(token_ids=PROMPTS[0], id=str(i)) for i in range(num)]
     return decode(model(), decoder, prompts, SamplingParams(max_new_tokens=length), max_batch_size=100, trace=True).rows

@@ -37,7 +37,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
         infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
         fused=False,
-        completion="reference",
+        infill_layout="reference",
     )
 
 
@@ -72,7 +72,7 @@ def test_a_transformers_cache_gives_what_the_slow_reference_computes_anew(
     assert row.token_ids == reference.response
     assert row.forward_shapes == reference.shapes
     for layout in ("packed", "single_forward"):
-        ahead = replace(decoder, fused=True, completion=layout)
+        ahead = replace(decoder, fused=True, infill_layout=layout)
         [row] = decode(model, ahead, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
         assert row.token_ids == reference.response
 
@@ -85,20 +85,20 @@ def test_the_fakes_lead_to_all_paths() -> None:
         texts = []
         for decoder in (ReFusion(**options), RecomputeKV(**options)):
             reference = SlowReFusion(model, decoder, (3, 4, 5), 24).run()
-            num_open += reference.num_completions_with_open_slots_before_their_end
+            num_open += reference.num_infills_with_open_slots_before_their_end
             texts.append(reference.response)
         differing += texts[0] != texts[1]
     assert num_open > 10
     assert differing > 10
 
 
-def test_an_end_in_a_completion_costs_no_text_before_it() -> None:
+def test_an_end_in_an_infill_costs_no_text_before_it() -> None:
     # Slots 1 and 3 are certain, but no draft passes; slot 1 holds the end, slots 0 and 2 are still open.
     sure = {3 + 4, 3 + 12}
     model = OracleModel(
         oracle_text(3 + 6), certainty=lambda place: 0.97 if place in sure else 0.5, agreement=lambda _: 0.5
     )
-    decoder = ReFusion(fused=False, completion="reference", slot_size=4, num_serial_blocks=1)
+    decoder = ReFusion(fused=False, infill_layout="reference", slot_size=4, num_serial_blocks=1)
     [row] = decode(model, decoder, [prompt_of([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
     assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
     together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
@@ -159,7 +159,7 @@ class Driven:
 
     def __init__(self, decoder: ReFusion, max_new_tokens: int, sampling: SamplingParams | None = None) -> None:
         params = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        self.decoder = decoder = replace(decoder, fused=False, completion="reference")
+        self.decoder = decoder = replace(decoder, fused=False, infill_layout="reference")
         self.state: ReFusionState = decoder.begin(prompt_of([7, 8]), params, SPECIAL)
         self.requests: list[Request] = []
         self.start()
@@ -261,11 +261,11 @@ def test_whole_slots_of_the_common_prefix_are_accepted(scores: list[float], open
         assert driven.forward.branches[0].visible == ((0, 2 + 6 - 2 * len(open_slots)),)
 
 
-def test_slots_that_fail_at_once_are_completed_beside_each_other() -> None:
+def test_slots_that_fail_at_once_are_filled_in_parallel() -> None:
     driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=0.0, token_threshold=0.5), 4)
     driven.plan([0.5, 0.5])
     driven.verify([0.5, 0.75])
-    assert driven.forward.phase == "complete_propose"
+    assert driven.forward.phase == "infill_propose"
     assert [list(branch.tokens) for branch in driven.forward.branches] == [[5, MASK], [5, 5]]
     assert [branch.visible for branch in driven.forward.branches] == [((0, 2), (2, 2)), ((0, 2), (4, 4))]
 
@@ -276,11 +276,11 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
     for _ in range(2):
         driven.plan([0.25] * (len(driven.forward.branches[0].draft_at)))
         driven.verify([0.5])
-        while driven.state.finished is False and driven.forward.phase.startswith("complete"):
+        while driven.state.finished is False and driven.forward.phase.startswith("infill"):
             branch = driven.forward.branches[0]
             driven.send(Reading(tokens=[6] * len(branch.draft_at), scores=[0.5] * len(branch.score_at)))
     draws = [(request.phase if isinstance(request, Forward) else "more", request.draw) for request in driven.requests]
-    assert {draw.sampling.temperature for phase, draw in draws if phase.startswith("complete")} == {0.0}
+    assert {draw.sampling.temperature for phase, draw in draws if phase.startswith("infill")} == {0.0}
     planned = [draw for phase, draw in draws if phase == "plan"]
     assert [draw.sampling for draw in planned] == [sampling, sampling]
     assert len({draw.round for draw in planned}) == 2
@@ -396,12 +396,12 @@ def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
     assert seen[:, : 2 + 2].all()
 
 
-def test_a_completion_that_recomputes_plans_with_it() -> None:
+def test_an_infill_that_recomputes_plans_with_it() -> None:
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.9 - 0.01 * place, agreement=lambda _: 0.5)
     decoder = RecomputeKV(slot_size=2, num_serial_blocks=1, token_threshold=0.6)
     [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=4), trace=True).rows
-    phases = ["plan", "verify+plan", "complete_propose", "complete_verify", "recompute+plan"]
-    phases += ["verify", "complete_propose", "complete_verify", "recompute"]
+    phases = ["plan", "verify+plan", "infill_propose", "infill_verify", "recompute+plan"]
+    phases += ["verify", "infill_propose", "infill_verify", "recompute"]
     assert [entry.phase for entry in row.trace] == phases
 
 
@@ -410,7 +410,7 @@ def test_a_completion_that_recomputes_plans_with_it() -> None:
     data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
     temperature=st.sampled_from([0.0, 0.0, 1.0]), cost=st.integers(0, 20),
 )  # fmt: skip
-def test_the_layout_of_completions_changes_no_token(
+def test_the_layout_of_infills_changes_no_token(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool, temperature: float, cost: int
 ) -> None:
     decoder = replace(data.draw(decoders(num_new_tokens)), fused=fused, forward_cost=cost)
@@ -421,7 +421,7 @@ def test_the_layout_of_completions_changes_no_token(
     sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
     rows = {
         layout: decode(
-            HashModel(seed, ends=ends, end_bias=bias), replace(decoder, completion=layout), [prompt], sampling
+            HashModel(seed, ends=ends, end_bias=bias), replace(decoder, infill_layout=layout), [prompt], sampling
         ).rows[0]
         for layout in ("reference", "packed", "auto", "single_forward")
     }
@@ -431,7 +431,7 @@ def test_the_layout_of_completions_changes_no_token(
     assert reference.num_positions >= packed.num_positions
 
 
-def test_a_completion_costs_what_arithmetic_says() -> None:
+def test_an_infill_costs_what_arithmetic_says() -> None:
     # Two slots of four fail at every proposal: three rounds, which accept one token of each.
     model = OracleModel(oracle_text(None), agreement=lambda _: 0.5)
     shapes = {
@@ -441,7 +441,7 @@ def test_a_completion_costs_what_arithmetic_says() -> None:
         "single_forward": [(1, 3 + 4), (1, 6 + 6), (1, 4 + 2), (1, 2)],
     }
     for layout, expected in shapes.items():
-        decoder = ReFusion(slot_size=4, num_serial_blocks=1, completion=layout, forward_cost=2)
+        decoder = ReFusion(slot_size=4, num_serial_blocks=1, infill_layout=layout, forward_cost=2)
         [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=8)).rows
         assert row.forward_shapes == [(1, 1 + 8), (1, 8), *expected]
         assert row.token_ids == [oracle_text(None)(place) for place in range(1, 9)]

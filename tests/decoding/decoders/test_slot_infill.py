@@ -2,24 +2,23 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import EOS, MASK
-from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
+from fakes import EOS, SPECIAL
+from refusion_lit.decoding import RowState
+from refusion_lit.decoding.decoders.autoregressive_infill import infill_autoregressively
+from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_by_masks
 from refusion_lit.decoding.requests import Forward, Reading
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 
 CONTEXT = 10
 SIZE = 4
 
 
-def completion_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
-    """Return slots 0, 1, ... with their tokens and accepted prefixes, behind a context."""
+def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
+    """Return slots 0, 1, ... with their tokens and accepted prefixes, after a context."""
     return SlotInfill(
         slots=[OpenSlot(100 + SIZE * i, i, list(tokens), prefix) for i, (tokens, prefix) in enumerate(slots)],
         context_length=CONTEXT,
-        slot_size=SIZE,
-        mask_token_id=MASK,
-        eos_token_ids=(EOS,),
-        sampling=SamplingParams(temperature=0.7),
+        state=RowState.blank(Prompt(token_ids=(3,), id="p"), SamplingParams(temperature=0.7), SPECIAL),
     )
 
 
@@ -36,9 +35,9 @@ def completion_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
     ],
 )
 def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float], num_accepted: int) -> None:
-    completion = completion_of([([5, 6, 7, 8], prefix)])
-    completion.accept(completion.slots[0], scores, 0.5)
-    assert completion.slots[0].num_accepted == num_accepted
+    infill = infill_of([([5, 6, 7, 8], prefix)])
+    infill.accept(infill.slots[0], scores, 0.5)
+    assert infill.slots[0].num_accepted == num_accepted
 
 
 @pytest.mark.parametrize(
@@ -52,57 +51,56 @@ def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float],
     ],
 )
 def test_entries_of_the_common_length_are_final(prefixes: list[int], cached: int, expected: int) -> None:
-    completion = completion_of([([5, 6, 7, 8], prefix) for prefix in prefixes])
-    completion.num_cached = cached
-    completion.close_round()
-    assert completion.num_cached == expected
-    assert completion.is_done == (prefixes == [4, 4])
+    infill = infill_of([([5, 6, 7, 8], prefix) for prefix in prefixes])
+    infill.num_cached = cached
+    infill.close_round()
+    assert infill.num_cached == expected
+    assert infill.is_done == (prefixes == [4, 4])
 
 
-def test_slots_behind_an_end_leave_and_the_ended_one_holds_nobody_up() -> None:
-    completion = completion_of([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
-    completion.close_round()
-    assert [slot.index for slot in completion.slots] == [0, 1]
-    assert completion.slots[1].ends
-    assert completion.slots[1].num_accepted == 2
-    assert completion.found_eos
-    assert not completion.is_done
-    assert completion.num_cached == 2
-    assert completion.tested(completion.slots[1]) == range(0)
-    completion.accept(completion.slots[0], [], 0.5)
-    completion.accept(completion.slots[1], [], 0.5)
-    completion.close_round()
-    assert completion.is_done
-    assert completion.kept_indices() == [*range(10), 10, 11, 12, 13, 14, 15]
+def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_nobody() -> None:
+    infill = infill_of([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
+    infill.close_round()
+    assert [slot.index for slot in infill.slots] == [0, 1]
+    assert infill.slots[1].ends
+    assert infill.slots[1].num_accepted == 2
+    assert infill.found_eos
+    assert not infill.is_done
+    assert infill.num_cached == 2
+    infill.accept(infill.slots[0], [], 0.5)
+    infill.accept(infill.slots[1], [], 0.5)
+    infill.close_round()
+    assert infill.is_done
+    assert infill.kept_indices() == [*range(10), 10, 11, 12, 13, 14, 15]
 
 
 def test_an_end_that_is_only_proposed_ends_nothing() -> None:
-    completion = completion_of([([5, 6, EOS, 8], 2), ([5, 6, 7, EOS], 3)])
-    completion.close_round()
-    assert len(completion.slots) == 2
-    assert not completion.found_eos
+    infill = infill_of([([5, 6, EOS, 8], 2), ([5, 6, 7, EOS], 3)])
+    infill.close_round()
+    assert len(infill.slots) == 2
+    assert not infill.found_eos
 
 
 def test_kept_entries_lie_where_the_branches_wrote_them() -> None:
-    completion = completion_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
+    infill = infill_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
     written = []
-    for slot in completion.slots:
-        branch = completion.branch(slot, slot.tokens)
+    for slot in infill.slots:
+        branch = infill.branch(slot, slot.tokens)
         assert branch.visible[0] == (0, CONTEXT)
         assert list(branch.positions) == [slot.start + i for i in range(SIZE)]
         written.append(list(range(branch.write_at, branch.write_at + SIZE)))
-    assert completion.kept_indices() == [*range(CONTEXT), *written[0], *written[1], *written[2][:2]]
+    assert infill.kept_indices() == [*range(CONTEXT), *written[0], *written[1], *written[2][:2]]
 
 
-def drive(completion: SlotInfill, *, by_masks: bool, tokens: list[list[int]], scores: list[list[float]]) -> Forward:
-    """Run one round of a single slot's completion; return its last forward."""
-    steps = (infill_by_masks if by_masks else infill_autoregressively)(completion, 0.5, 0)
+def drive(infill: SlotInfill, *, by_masks: bool, tokens: list[list[int]], scores: list[list[float]]) -> Forward:
+    """Run one round of a single slot's infill; return its last forward."""
+    steps = (infill_by_masks if by_masks else infill_autoregressively)(infill, 0.5, 0)
     request = next(steps)
     for drawn, scored in zip(tokens, scores, strict=True):
         assert isinstance(request, Forward)
         [branch] = request.branches
         assert (len(branch.draft_at), len(branch.score_at)) == (len(drawn), len(scored))
-        assert request.draw.sampling.temperature == 0, "completions are greedy"
+        assert request.draw.sampling.temperature == 0, "infill is greedy"
         last = request
         try:
             request = steps.send([Reading(tokens=drawn, scores=scored)])
@@ -112,27 +110,27 @@ def drive(completion: SlotInfill, *, by_masks: bool, tokens: list[list[int]], sc
 
 
 def test_masks_propose_and_a_second_forward_verifies() -> None:
-    completion = completion_of([([5, 6, 7, 8], 2)])
-    last = drive(completion, by_masks=True, tokens=[[3, 4], []], scores=[[], [0.75]])
+    infill = infill_of([([5, 6, 7, 8], 2)])
+    last = drive(infill, by_masks=True, tokens=[[3, 4], []], scores=[[], [0.75]])
     assert list(last.branches[0].tokens) == [5, 6, 3, 4]
     assert list(last.branches[0].score_at) == [(2, 4)]
-    assert completion.is_done
-    assert completion.slots[0].tokens == [5, 6, 3, 4]
+    assert infill.is_done
+    assert infill.slots[0].tokens == [5, 6, 3, 4]
 
 
 def test_the_models_own_next_token_needs_no_probability() -> None:
     # The drafts fail, so the first forward only proposes; 9 is then the model's own choice after 5.
-    completion = completion_of([([5, 6, 7, 8], 1)])
+    infill = infill_of([([5, 6, 7, 8], 1)])
     rounds = [[9, 10, 11], [12, 13, 14], [3, 4], [7]]
     scores = [[0.5, 0.9, 0.9], [0.0, 0.5, 0.9], [0.0, 0.4], [0.0]]
-    last = drive(completion, by_masks=False, tokens=rounds, scores=scores)
-    assert completion.slots[0].tokens == [5, 9, 13, 4]
-    assert completion.is_done
+    last = drive(infill, by_masks=False, tokens=rounds, scores=scores)
+    assert infill.slots[0].tokens == [5, 9, 13, 4]
+    assert infill.is_done
     assert list(last.branches[0].tokens) == [13, 4]  # 5 and 9 are cached
 
 
 def test_a_draft_that_passes_is_not_proposed_again() -> None:
-    completion = completion_of([([5, 6, 7, 8], 1)])
-    drive(completion, by_masks=False, tokens=[[9, 10, 11]], scores=[[0.75, 0.75, 0.25]])
-    assert completion.slots[0].tokens == [5, 6, 7, 11]
-    assert completion.slots[0].num_accepted == 3
+    infill = infill_of([([5, 6, 7, 8], 1)])
+    drive(infill, by_masks=False, tokens=[[9, 10, 11]], scores=[[0.75, 0.75, 0.25]])
+    assert infill.slots[0].tokens == [5, 6, 7, 11]
+    assert infill.slots[0].num_accepted == 3

@@ -25,7 +25,7 @@ from refusion_lit.modeling.loading import BackboneConfig, LoraOptions
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 DECODER = ReFusion(slot_size=4, slot_threshold=0.2, token_threshold=0.2)
 
 
@@ -65,7 +65,7 @@ def test_it_is_the_library_s_forward_whatever_rows_and_lengths(
     monkeypatch.setattr(kv_cache, "_CHUNK", 8)
     chance = random.Random(seed)
     pairs = [(one, one.make_cache(3)) for one in pair()]
-    compiled = pairs[1][1].lean
+    compiled = pairs[1][1].body
     assert isinstance(compiled, CompiledBody)
     for step in range(8):
         rows = [[0, 1, 2], [2], [0, 2], [1, 0, 1, 1], [2, 1, 0], [1, 1]][chance.randrange(6) if step else 0]
@@ -98,18 +98,18 @@ def test_a_long_decode_is_compiled_for_a_few_shapes(counter: CompileCounter) -> 
     library, model = pair()
     prompts = prompts_of(3, 30, 9, 140, 5)
     for size in (1, 3):
-        assert texts(model, prompts, size, 160) == texts(library, prompts, size, 160)
-    compiled = model.make_cache(1).lean
+        assert texts(model, prompts, size, 112) == texts(library, prompts, size, 112)
+    compiled = model.make_cache(1).body
     assert isinstance(compiled, CompiledBody)
     keys, entries = ({shape[place] for shape in compiled.shapes} for place in (2, 5))
     assert keys == {128, 256}
     assert entries == {512}
-    # Tokens a row, times rows (alone; of three: 1, 2, 3 and, for completions, 4), times the keys.
+    # Tokens a row, times rows (alone; of three: 1, 2, 3 and, for infills, 4), times the keys.
     bound, num_compiled = len(compiled_module._TOKENS) * 5 * 2, counter.frame_count
     assert num_compiled == len(compiled.shapes) <= bound
-    texts(model, prompts, 3, 160)
+    texts(model, prompts, 3, 112)
     assert counter.frame_count == num_compiled
-    texts(model, prompts_of(4, 28, 77), 3, 150)
+    texts(model, prompts_of(4, 28, 77), 3, 110)
     assert counter.frame_count == len(compiled.shapes) <= bound
 
 
@@ -142,7 +142,7 @@ def test_prompts_and_forwards_without_a_cache_are_not_compiled(counter: CompileC
             model.hidden_states(ids, positions, None), library.hidden_states(ids, positions, None)
         )
     assert texts(model, [Prompt(token_ids=tuple(ids[0].clamp(min=3).tolist()), id="0")], 1, 8)
-    shapes = model.make_cache(1).lean.shapes  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
+    shapes = model.make_cache(1).body.shapes  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
     assert {shape[1] for shape in shapes} <= {8, 16}
     assert counter.frame_count == len(shapes)
 
@@ -156,11 +156,11 @@ def test_weights_may_change_between_two_generations(counter: CompileCounter) -> 
             weight.add_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype))
     second = texts(model, prompts, 2)
     assert first != second == texts(library, prompts, 2)
-    assert model.make_cache(1).lean is model.make_cache(2).lean
-    known = model.make_cache(1).lean
+    assert model.make_cache(1).body is model.make_cache(2).body
+    known = model.make_cache(1).body
     model.body.layers[0].mlp.up_proj.weight = nn.Parameter(model.body.layers[0].mlp.up_proj.weight.detach() * 2)
     assert texts(model, prompts, 2) == texts(library, prompts, 2)
-    assert model.make_cache(1).lean is not known
+    assert model.make_cache(1).body is not known
     assert found > 0
     assert copy.deepcopy(model).compile_steps
 
@@ -190,7 +190,7 @@ def test_what_graphs_record_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -
     prompts = prompts_of(4, 9)
     expected = texts(library, prompts, 2)
     assert texts(model, prompts, 2) == expected
-    compiled = model.make_cache(2).lean
+    compiled = model.make_cache(2).body
     assert isinstance(compiled, CompiledBody)
     storage = compiled._stored[0] + compiled._stored[1]
     assert set(unmarked) == {4, 5}  # ids, positions, mask, where to write and perhaps which rows to read
@@ -253,6 +253,6 @@ def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     library, model = pair()
     prompts = prompts_of(4, 9, 6)
     assert texts(model, prompts, 3) == texts(library, prompts, 3)
-    shapes = model.make_cache(3).lean.shapes  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
+    shapes = model.make_cache(3).body.shapes  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
     assert shapes
     torch._dynamo.reset()

@@ -1,20 +1,20 @@
-"""Ordinary decoding, one token a forward: what every other decoder is compared with."""
+"""Ordinary decoding, one token a forward: the baseline of every other decoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, Steps
-from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Each token is drawn from the logits at the token before it; keys and values are cached.
+    """Draws each token from the logits at the token before it; keys and values are cached.
 
-    A response of n tokens costs n forwards: the first takes the prompt in, each later one a single token.
+    A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -22,18 +22,11 @@ class Autoregressive(Decoder):
     )
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Make a canvas of exactly ``max_new_tokens``."""
-        length = sampling.max_new_tokens
-        return RowState(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=[special_tokens.pad_token_id] * length,
-            is_masked=[True] * length,
-        )
+        """Create a canvas of ``max_new_tokens``."""
+        return RowState.blank(prompt, sampling, special_tokens)
 
-    def step(self, state: RowState) -> Steps:
-        """Take in what is not cached yet and draw the next token."""
+    def step(self, state: RowState) -> Steps[None]:
+        """Feed what is not cached yet and draw the next token."""
         place = state.num_committed
         end = state.prompt_length + place
         tokens = [state.tokens[place - 1]] if place else state.prompt.token_ids
@@ -45,11 +38,8 @@ class Autoregressive(Decoder):
             write_at=num_cached,
             draft_at=(len(tokens) - 1,),
         )
-        readings = yield Forward(
-            phase="next_token" if place else "prefill",
-            branches=(branch,),
-            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=1, with_probability=False),
-        )
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, shift=1, with_probability=False)
+        readings = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
         token = readings[0].tokens[0]
         state.commit([place], [token])
         state.finished = token in state.special_tokens.eos_token_ids or place + 1 == len(state.tokens)

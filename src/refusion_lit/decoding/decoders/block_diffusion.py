@@ -1,4 +1,4 @@
-"""Block diffusion: blocks strictly left to right over an exact cache, masks in parallel inside a block."""
+"""Block diffusion: blocks left to right over an exact cache, parallel unmasking inside a block."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from refusion_lit.decoding.base import (
-    Decoder,
-    ModelRequirements,
-    RowState,
-    Steps,
-    require,
-    require_positive,
-    require_probability,
-)
-from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+
+_RULES = ("threshold", "first_hitting", "ancestral")
 
 
 @dataclass(kw_only=True)
@@ -25,17 +20,16 @@ class BlockState(RowState):
     """State of block diffusion.
 
     Attributes:
-        context_length: Cache entries, which hold the whole clean blocks from position 0 on.
-        span_step: Steps that the ``ancestral`` schedule has done in the current sub-block.
+        context_length: Cache entries: all clean blocks from position 0 on.
+        span_step: Steps of the ``ancestral`` schedule done in the current sub-block.
     """
 
     context_length: int = 0
     span_step: int = 0
 
     def text(self, start: int, stop: int) -> list[int]:
-        """Return what the model is shown at positions ``start`` to ``stop``: tokens, and masks where not final."""
-        mask = self.special_tokens.mask_token_id
-        assert mask is not None
+        """Return the input at positions ``start`` to ``stop``: committed tokens, and masks elsewhere."""
+        mask = self.mask_token_id
         places = range(max(start - self.prompt_length, 0), stop - self.prompt_length)
         canvas = [mask if self.is_masked[place] else self.tokens[place] for place in places]
         return [*self.prompt.token_ids[start:stop], *canvas]
@@ -47,37 +41,36 @@ class BlockState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion(Decoder):
-    """Block by block; inside a block masked tokens are drawn in parallel, bidirectionally.
+    """Decodes block by block; inside a block, masked tokens are drawn in parallel with bidirectional attention.
 
-    Blocks are counted from position 0, prompt included, as in training; the prompt's remainder begins the first
-    block that is decoded. Clean blocks are cached exactly, as nothing in them depends on later ones. Blocks are
-    always decoded whole; what lies beyond ``max_new_tokens`` is not returned. A prompt is done as soon as no mask
-    is left before its first EOS or its end.
+    Blocks are counted from position 0, prompt included, as in training; the rest of the prompt that fills no block
+    starts the first decoded block. The cache of clean blocks is exact, since nothing in them depends on later ones.
+    Blocks are always decoded whole; tokens beyond ``max_new_tokens`` are not returned. A prompt is finished once no
+    mask is left before its first EOS or its end.
 
-    Sources: BD3-LM (spec 03, arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (spec 05,
-    arXiv 2509.26328) is ``block_size=32, sub_block_size=8, shifted=True``.
+    Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (arXiv 2509.26328) is
+    ``block_size=32, sub_block_size=8, shifted=True``.
 
-    Deliberate differences. BD3-LM: no sliding window, no entropy filter, top-p keeps the crossing token, the
-    ancestral schedule belongs to each (sub-)block and ends without masks, and temperature 0 leaves nothing to
-    chance: the place, too, is then the most certain one (``first_hitting`` equals ``threshold=1``; ``ancestral``
-    takes the expected number, rounded up). Fast-dLLM v2: no approximate cache of sub-blocks, and the certainty is
-    the probability under the unfiltered softmax.
+    Deliberate differences. BD3-LM: no sliding window, no entropy filter; top-p keeps the crossing token; the ancestral
+    schedule belongs to each (sub-)block and ends without masks; and temperature 0 is deterministic, so the place, too,
+    is the most certain one (``first_hitting`` then equals ``threshold=1``; ``ancestral`` takes the expected number,
+    rounded up). Fast-dLLM v2: no approximate cache of sub-blocks; the certainty is the probability under the unfiltered
+    softmax.
 
     Attributes:
-        block_size: Tokens a block, D; must be the trained one (choose ``sub_block_size`` instead).
-        sampling_rule: What a forward commits. ``threshold``: tokens of a probability above ``threshold``, and
-            always the most probable one. ``first_hitting``: one token at a place chosen uniformly.
-            ``ancestral``: with ``num_steps`` steps a sub-block, each masked place at step i (from 0) with probability
-            1 / (num_steps - i), the reverse process of a linear mask probability; steps that choose no place need
-            no forward.
+        block_size: Tokens a block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
+        sampling_rule: What a forward commits. ``threshold``: tokens with a probability above ``threshold``, and always
+            the most probable one. ``first_hitting``: one token at a uniformly drawn place. ``ancestral``: with
+            ``num_steps`` steps a sub-block, each masked place at step i (from 0) with probability 1 / (num_steps - i),
+            the reverse process of a linear mask schedule; steps that choose no place need no forward.
         threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token a forward.
-        num_steps: For ``ancestral`` alone.
-        sub_block_size: Sub-blocks of so many tokens are decoded left to right inside a block; divides
-            ``block_size``. ``None`` for one sub-block.
-        shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted by the last
-            token of the clean block before, in the forward that caches that block, and always greedily.
-        fused: Let the forward that caches clean blocks be the next block's first one too. Exact, and one
-            forward less a block; not possible where ``shifted`` needs the clean block's prediction first.
+        num_steps: For ``ancestral`` only.
+        sub_block_size: Tokens a sub-block; sub-blocks are decoded left to right inside a block. Divides ``block_size``.
+            ``None``: one sub-block.
+        shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
+            last token of the clean block before it, in the forward that caches that block.
+        fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
+            forward a block; impossible with ``shifted``, where the clean block's prediction is needed first.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
@@ -92,10 +85,8 @@ class BlockDiffusion(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        rules = ("threshold", "first_hitting", "ancestral")
-        require_positive("block_size", self.block_size)
-        holds, expected = self.sampling_rule in rules, f"one of {', '.join(rules)}"
-        require(holds, "sampling_rule", expected, self.sampling_rule, "choose one of them")
+        require_at_least("block_size", self.block_size, 1)
+        require_choice("sampling_rule", self.sampling_rule, _RULES)
         require_probability("threshold", self.threshold)
         needs_steps = self.sampling_rule == "ancestral"
         expected = f"an integer of at least 1 with sampling_rule {self.sampling_rule!r}" if needs_steps else "null"
@@ -112,27 +103,19 @@ class BlockDiffusion(Decoder):
         return ModelRequirements(attention="block_causal", predictions=predictions, block_size=self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
-        """Make a canvas of ``max_new_tokens`` that is filled up to the end of its last block."""
+        """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
         end = -(-(num_known + sampling.max_new_tokens) // size) * size
-        length = end - num_known
-        assert special_tokens.mask_token_id is not None
         num_spans = -(-end // self._span_size) - num_known // self._span_size
-        return BlockState(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=[special_tokens.mask_token_id] * length,
-            is_masked=[True] * length,
-            schedule_length=num_spans * (self.num_steps or 0),
-        )
+        length, steps = end - num_known, num_spans * (self.num_steps or 0)
+        return BlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
 
     @property
     def _span_size(self) -> int:
         return self.sub_block_size or self.block_size
 
-    def step(self, state: BlockState) -> Steps:  # type: ignore[override]
-        """Draw tokens of the current sub-block, or a block's first token where the block before gives it."""
+    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
+        """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -150,9 +133,9 @@ class BlockDiffusion(Decoder):
         state.finished = state.prefix_ends
 
     def _positions_to_draw(self, state: BlockState, masked: list[int]) -> list[int]:
-        """Return the positions whose logits are read: all masked ones, or those that chance has chosen already.
+        """Return the positions whose logits are read: all masked ones, or those drawn beforehand.
 
-        Which places become final is independent of the tokens in both rules of BD3-LM, so it can be decided first.
+        In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
         """
         seed, prompt_id = state.sampling.seed, state.prompt.id
         if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
@@ -169,7 +152,7 @@ class BlockDiffusion(Decoder):
         return self.num_steps - state.span_step
 
     def _num_to_commit(self, state: BlockState, probabilities: Sequence[float]) -> int:
-        """Return how many drawn tokens, the most probable first, become final; at least 1."""
+        """Return how many drawn tokens are committed, most probable first; at least 1."""
         if self.sampling_rule == "threshold":
             return max(1, sum(probability > self.threshold for probability in probabilities))
         if self.sampling_rule == "first_hitting":
@@ -178,8 +161,8 @@ class BlockDiffusion(Decoder):
             return -(-len(probabilities) // self._steps_left(state))
         return len(probabilities)
 
-    def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps:
-        """Forward the whole block, and clean blocks that are not cached yet, and commit some of the tokens drawn."""
+    def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps[None]:
+        """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
         start, shift = state.context_length, int(self.shifted)
         branch = self._branch(
             state, block_start + self.block_size, draft_at=[position - shift - start for position in drawn]
@@ -188,12 +171,11 @@ class BlockDiffusion(Decoder):
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.context_length = block_start
         reading = readings[0]
-        ranked = sorted(range(len(drawn)), key=lambda i: (-reading.probabilities[i], i))
-        chosen = sorted(ranked[: self._num_to_commit(state, reading.probabilities)])
+        chosen = sorted(most_certain(reading.probabilities, self._num_to_commit(state, reading.probabilities)))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
-    def _store(self, state: BlockState, block_start: int, *, predicts: bool) -> Steps:
-        """Cache the clean blocks before ``block_start``; with ``predicts`` the last token gives the one behind it."""
+    def _store(self, state: BlockState, block_start: int, *, predicts: bool) -> Steps[None]:
+        """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
         last = block_start - 1 - state.context_length
         branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
         draw = Draw(sampling=state.sampling.greedy(), shift=1, with_probability=False)
@@ -203,7 +185,7 @@ class BlockDiffusion(Decoder):
             state.commit([block_start - state.prompt_length], readings[0].tokens)
 
     def _branch(self, state: BlockState, stop: int, *, draft_at: Sequence[int]) -> Branch:
-        """Return the text from the end of the cache to ``stop``; each block sees itself and all before it."""
+        """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.context_length
         return Branch(
             tokens=state.text(start, stop),

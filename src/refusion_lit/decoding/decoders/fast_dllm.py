@@ -1,7 +1,7 @@
-"""Fast-dLLM: LLaDA and Dream faster, by confidence thresholds and an approximate key/value cache.
+"""Fast-dLLM: faster LLaDA and Dream, by confidence thresholds and an approximate key/value cache.
 
-Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the code's
-habit of accepting one more when its scan reaches the last candidate is left out.
+Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
+accepts one token more when its scan reaches the last candidate.
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from refusion_lit.decoding.base import (
-    Decoder,
-    ModelRequirements,
-    RowState,
-    Steps,
-    require,
-    require_choice,
-    require_positive,
-)
-from refusion_lit.decoding.decoders.llada import canvas_branch, masked_canvas, most_certain, step_quota
-from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.decoders.llada import canvas_branch, step_quota
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 
 @dataclass(kw_only=True)
@@ -29,7 +22,7 @@ class FastDLLMState(RowState):
     """State of Fast-dLLM.
 
     Attributes:
-        block_start: First place of the current block.
+        block_start: First canvas place of the current block.
         round_in_block: Forwards made for the current block.
     """
 
@@ -39,24 +32,24 @@ class FastDLLMState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLM(Decoder):
-    """Uncovers all masks of a block that are certain enough, block by block, on a bidirectional model.
+    """Unmasks every token of a block that is certain enough, block by block, on a bidirectional model.
 
-    Caches are approximate: under full attention a token's keys and values depend on what comes after it. They
-    are refreshed by a forward over the whole canvas at the start of each block.
+    The caches are approximate: with bidirectional attention a token's keys and values depend on what follows it. A
+    forward over the whole canvas refreshes them at the start of each block.
 
     Attributes:
         block_length: Tokens a block; the last one may be shorter.
-        threshold: Masks of at least this confidence are uncovered, and always the most certain one. At least 0;
-            above 1 one token a forward, which 1 does not promise, as rounding makes confidences of 1.
-        factor: Instead of a threshold: uncover the n most certain while (j + 1)(1 - c_j) <= factor for each of
-            them; at least one.
-        steps: With neither: forwards over the whole response, the same number for each block; a block needs no more
-            than it has tokens. ``None``: one a token.
-        cache: ``none``; ``prefix`` (what lies before the block is kept, block and rest are computed anew); ``dual``
-            (only the block is computed anew).
-        stop_at_eos: Stop as soon as everything up to an end of sequence is final.
-        shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a
-            block then uncovers the block's first token alone, whose predictor lies outside the block.
+        threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. Values
+            above 1 unmask one token a forward; 1 does not promise that, since rounding makes confidences of 1.
+        factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
+            of them; at least one.
+        steps: Instead of both: forwards over the whole response, shared equally by the blocks; a block needs no more
+            than it has tokens. ``None``: one for each token.
+        cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
+            the block is recomputed).
+        stop_at_eos: Stop once everything up to an end of sequence is final.
+        shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
+            then unmasks only the block's first token, whose predictor lies outside the block.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
@@ -72,25 +65,25 @@ class FastDLLM(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_choice("cache", self.cache, ("none", "prefix", "dual"))
-        require_positive("block_length", self.block_length)
+        require_at_least("block_length", self.block_length, 1)
         if self.threshold is not None:
             require(self.threshold >= 0, "threshold", "a number of at least 0", self.threshold, "use 0.9, say")
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
             require(self.factor >= 0, "factor", "a number of at least 0", self.factor, "use 1, say")
         if self.steps is not None:
-            require_positive("steps", self.steps)
+            require_at_least("steps", self.steps, 1)
             rule = self.threshold is None and self.factor is None
             require(rule, "steps", "null with a threshold or factor", self.steps, "set both to null")
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: shifted predictions if asked for."""
+        """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
         if self.shifted:
             return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
         return self.requires
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse steps that cannot be shared out among the blocks."""
+        """Refuse steps that the blocks cannot share equally."""
         if self.steps is None:
             return
         length = sampling.max_new_tokens
@@ -103,23 +96,16 @@ class FastDLLM(Decoder):
                 "first token", self.steps, "use more steps")  # fmt: skip
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
-        """Make a canvas of ``max_new_tokens`` masks."""
-        canvas = masked_canvas(prompt, sampling, special_tokens)
-        return FastDLLMState(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=canvas.tokens,
-            is_masked=canvas.is_masked,
-        )
+        """Create a canvas of ``max_new_tokens``."""
+        return FastDLLMState.blank(prompt, sampling, special_tokens)
 
     @property
     def _first_is_alone(self) -> bool:
-        """Whether a block's first forward uncovers its first token alone, as later ones lack its predictor."""
+        """Whether a block's first forward unmasks only its first token, whose predictor later forwards lack."""
         return self.shifted and self.cache != "none"
 
-    def step(self, state: FastDLLMState) -> Steps:  # type: ignore[override]
-        """One forward; the certain masks of the block are uncovered."""
+    def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
+        """One forward; unmasks the certain tokens of the block."""
         stop = min(state.block_start + self.block_length, len(state.tokens))
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
         lone_first = self._first_is_alone and state.round_in_block == 0
@@ -141,7 +127,7 @@ class FastDLLM(Decoder):
         state.finished |= self.stop_at_eos and state.prefix_ends
 
     def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
-        """Return what this round computes: the whole canvas, block and rest, or the block alone."""
+        """Return what this round computes: the whole canvas, the block and the rest, or only the block."""
         read = [state.prompt_length + place - self.shifted for place in places]
         whole = canvas_branch(state, read)
         if self.cache == "none" or state.round_in_block == 0:
@@ -160,7 +146,7 @@ class FastDLLM(Decoder):
         )
 
     def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
-        ranked = most_certain(confidences, len(confidences))
+        ranked = most_certain(confidences)
         if self.threshold is not None:
             return [i for n, i in enumerate(ranked) if n == 0 or confidences[i] >= self.threshold]
         if self.factor is not None:

@@ -1,8 +1,8 @@
-"""LLaDA and Dream: a fixed canvas of masks, uncovered step by step with full attention.
+"""LLaDA and Dream: a fixed canvas of masks, unmasked step by step with bidirectional attention.
 
 Sources: LLaDA, arXiv 2502.09992 and its released sampler; Dream, arXiv 2508.15487 and its sampler. Deliberate
-differences: what is masked is known from the canvas, never from token ids; mask and padding are never drawn; ties go
-to the lower position; counts are taken for each row, never pooled over a batch.
+differences: the state knows what is masked, token ids do not; mask and padding ids are never drawn; ties go to the
+lower position; quotas are counted for each row, never pooled over a batch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from refusion_lit.decoding.base import (
-    Decoder,
-    ModelRequirements,
-    RowState,
-    Steps,
-    require,
-    require_choice,
-    require_positive,
-)
-from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
@@ -32,26 +25,28 @@ _ORDERS = ("low_confidence", "random", *_DREAM)
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA(Decoder):
-    """Uncovers a fixed number of the most certain masks in each of a fixed number of steps.
+    """Unmasks the most certain tokens in each of a fixed number of steps.
 
-    All steps run, as in the released sampler, also those that find nothing left to do.
+    All steps run, as in the released sampler, even if nothing is left to unmask.
 
     Attributes:
-        steps: Forwards over the whole response; ``None``: one a token.
-        block_length: The canvas is uncovered in blocks of so many tokens from left to right; ``None``: one block.
-        order: Which masks go first. LLaDA: ``low_confidence`` (the most probable draft first; "low-confidence
-            remasking" in the paper) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
-            (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's
-            schedule, whose early steps may uncover nothing and whose last uncovers all that is left.
-        order_temperature: With Dream's last three, draw the places instead of taking the best; 0 takes the best.
+        steps: Forwards over the whole response; ``None``: one for each token.
+        block_length: Tokens a block; blocks are unmasked left to right. ``None``: one block.
+        order: Which masks are unmasked first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the
+            most probable draft first) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
+            (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time
+            schedule, whose early steps may unmask nothing and whose last step unmasks the rest.
+        order_temperature: Dream's ``alg_temp``: with its last three orders, sample the places instead of taking the
+            best; 0 takes the best.
         eps: End of Dream's schedule, in (0, 1).
-        guidance_scale: Weight w of classifier-free guidance, l_u + (w + 1)(l_c - l_u), where the unconditional
-            branch sees the prompt masked; 0 for none. A call then holds both branches.
-        forbid_eos: Never draw an end of sequence; it is left out of the confidence's softmax too.
-        eos_confidence_zero: With ``low_confidence``: an end of sequence may be drawn, but its confidence is 0, and
-            the others' are renormalised without it. Left over, it is uncovered all the same. (The released option
-            does so at temperature 0; above 0 it acts on the end of turn alone, which is not followed.)
-        stop_at_eos: Stop as soon as everything up to an end of sequence is final, instead of running all steps.
+        guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
+            unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
+        forbid_eos: Never draw an end of sequence (``logits_eos_inf`` in LLaDA), nor count it in the confidences.
+        eos_confidence_zero: With ``low_confidence``: an end of sequence may be drawn, but its confidence is 0 and the
+            others are renormalised without it (``confidence_eos_eot_inf`` in LLaDA). If it is left over, it is
+            unmasked all the same. The released option does so at temperature 0; above 0 it acts on the end of turn
+            only, which is not followed here.
+        stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
@@ -72,9 +67,9 @@ class LLaDA(Decoder):
         """Refuse impossible options."""
         require_choice("order", self.order, _ORDERS)
         if self.steps is not None:
-            require_positive("steps", self.steps)
+            require_at_least("steps", self.steps, 1)
         if self.block_length is not None:
-            require_positive("block_length", self.block_length)
+            require_at_least("block_length", self.block_length, 1)
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
         require(self.order_temperature >= 0, "order_temperature", "a number of at least 0", self.order_temperature,
@@ -89,13 +84,13 @@ class LLaDA(Decoder):
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: shifted predictions if asked for."""
+        """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
         if self.shifted:
             return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
         return self.requires
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse blocks and steps that do not divide."""
+        """Refuse blocks that do not fill the response, and steps that do not fill the blocks."""
         length = sampling.max_new_tokens
         block = self.block_length or length
         require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
@@ -105,13 +100,12 @@ class LLaDA(Decoder):
         require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "change steps")
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Make a canvas of ``max_new_tokens`` masks."""
-        state = masked_canvas(prompt, sampling, special_tokens)
-        state.schedule_length = self.steps or sampling.max_new_tokens
-        return state
+        """Create a canvas of ``max_new_tokens``."""
+        steps = self.steps or sampling.max_new_tokens
+        return RowState.blank(prompt, sampling, special_tokens, schedule_length=steps)
 
-    def step(self, state: RowState) -> Steps:
-        """One forward over the whole canvas, after which the step's quota of masks is uncovered."""
+    def step(self, state: RowState) -> Steps[None]:
+        """One forward over the whole canvas; unmasks the step's quota of tokens."""
         places = self._open_places(state)
         readings = yield Forward(
             phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
@@ -129,13 +123,11 @@ class LLaDA(Decoder):
         return [place for place in range(start, start + block) if state.is_masked[place]]
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
-        mask = state.special_tokens.mask_token_id
-        assert mask is not None
         start = state.prompt_length
         branch = canvas_branch(state, [start + place - self.shifted for place in places])
         if self.guidance_scale == 0:
             return (branch,)
-        unconditional = [mask] * start + list(branch.tokens[start:])
+        unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
         return branch, Branch(tokens=unconditional, positions=branch.positions, order=branch.order)
 
     def _draw(self, state: RowState) -> Draw:
@@ -152,7 +144,7 @@ class LLaDA(Decoder):
         )
 
     def _choose(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
-        """Return the indices into ``places`` that are uncovered in this step."""
+        """Return the indices into ``places`` that are unmasked in this step."""
         if self.order in _DREAM:
             return self._choose_by_time(state, places, reading)
         block = self.block_length or len(state.tokens)
@@ -164,7 +156,7 @@ class LLaDA(Decoder):
         return most_certain(confidences, quota)
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
-        """Dream: uncover what the time schedule says of the masks that are left; all of them at the last step."""
+        """Dream: unmask the share of the remaining masks that the time schedule asks for, all in the last step."""
         step, steps = state.schedule_step, state.schedule_length
         time = 1 - step / steps * (1 - self.eps)
         after = 1 - (step + 1) / steps * (1 - self.eps)
@@ -172,7 +164,7 @@ class LLaDA(Decoder):
         if self.order == "origin":
             return [i for i, place in enumerate(places) if self._chance(state, place) < share]
         confidences = reading.statistics.get(_STATISTIC[self.order], [])
-        if self.order_temperature > 0:  # a draw without replacement is the best of noisy scores
+        if self.order_temperature > 0:  # Gumbel top-k: a draw without replacement
             noisy = [-math.log(-math.log(max(self._chance(state, place), 1e-300))) for place in places]
             confidences = [c / self.order_temperature + n for c, n in zip(confidences, noisy, strict=True)]
         return most_certain(confidences, int(len(places) * share))
@@ -181,38 +173,19 @@ class LLaDA(Decoder):
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
 
 
-def masked_canvas(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-    """Return the state of a response of which nothing is known."""
-    length = sampling.max_new_tokens
-    assert special_tokens.mask_token_id is not None
-    return RowState(
-        prompt=prompt,
-        sampling=sampling,
-        special_tokens=special_tokens,
-        tokens=[special_tokens.mask_token_id] * length,
-        is_masked=[True] * length,
-    )
-
-
 def canvas_branch(state: RowState, draft_at: Sequence[int]) -> Branch:
-    """Return the branch that feeds prompt and canvas with full attention.
+    """Return the branch that feeds prompt and canvas with bidirectional attention.
 
     Args:
         state: Its masked places are fed as mask tokens.
         draft_at: Positions whose logits are read.
     """
-    mask = state.special_tokens.mask_token_id
-    assert mask is not None
+    mask = state.mask_token_id
     canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
     tokens = [*state.prompt.token_ids, *canvas]
     return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at)
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
-    """Return how many of a block's masks step ``step`` uncovers: as equal as possible, the larger shares first."""
+    """Return how many of a block's masks step ``step`` unmasks: as equal as possible, larger shares first."""
     return num_masks // num_steps + (step < num_masks % num_steps)
-
-
-def most_certain(confidences: Sequence[float], count: int) -> list[int]:
-    """Return the indices of the ``count`` highest confidences, ties to the lower index."""
-    return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]

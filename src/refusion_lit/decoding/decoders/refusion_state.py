@@ -1,4 +1,4 @@
-"""What ReFusion knows of one prompt's decoding."""
+"""State of ReFusion: which slots remain, and what their context holds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from refusion_lit.decoding.requests import Reading
 
 @dataclass(slots=True)
 class Plan:
-    """Masks that were fed for slots, which are to be read.
+    """Masks of slots that were fed, and what was read from them.
 
     Attributes:
-        slots: The slots, in text order: all that remain of a serial block.
-        offset: Place of the first mask in its branch, the forward's last one.
+        slots: The slots in text order: all that remain of a serial block.
+        offset: Place of the first mask in its branch, the last one of the forward.
         num_branches: Branches of the forward.
-        reading: What was read at the masks.
+        reading: The reading of that branch.
     """
 
     slots: list[int]
@@ -31,17 +31,19 @@ class ReFusionState(RowState):
     """State of ReFusion.
 
     Attributes:
-        num_slots: Slots of the canvas.
-        remaining: Masked slots of the current serial block, in text order.
-        next_block: Index of the serial block after the current one.
+        slot_size: Tokens a slot.
+        num_serial_blocks: Serial blocks of the canvas.
+        remaining: Slots of the current serial block that are not accepted yet, in text order.
+        next_block: Number of the serial block after the current one.
         context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
         keep: Cache indices to compact at the next forward.
-        num_plans: Plans read so far; keys their noise, so that it does not depend on which forward made them.
-        num_chosen: Slots that the plan before chose; the next one is expected to choose about as many.
-        planned: A plan that a forward made ahead and that turned out to be the next one.
+        num_plans: Plans read so far; keys their noise, independent of the forward that made them.
+        num_chosen: Slots chosen by the last plan; the next one is expected to choose about as many.
+        planned: A plan made ahead by the last forward, if it turned out to be the next one.
     """
 
-    num_slots: int
+    slot_size: int
+    num_serial_blocks: int
     remaining: list[int] = field(default_factory=list)
     next_block: int = 0
     context_length: int = 0
@@ -51,16 +53,38 @@ class ReFusionState(RowState):
     planned: Plan | None = None
 
     @property
-    def has_end(self) -> bool:
+    def has_eos(self) -> bool:
         """Whether an EOS was accepted: generation ends with the current serial block."""
-        ends = self.special_tokens.eos_token_ids
-        return any(token in ends and not masked for token, masked in zip(self.tokens, self.is_masked, strict=True))
+        return self.first_eos([self.tokens[place] for place in self.committed]) is not None
 
     def take_keep(self) -> list[int] | None:
         """Return the pending compaction, once."""
         keep, self.keep = self.keep, None
         return keep
 
-    def first_end(self, tokens: Sequence[int]) -> int | None:
-        """Return the index of the first EOS among tokens."""
-        return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
+    @property
+    def num_slots(self) -> int:
+        """Slots of the canvas."""
+        return len(self.tokens) // self.slot_size
+
+    def positions(self, slots: Sequence[int]) -> list[int]:
+        """Return the positions of slots' tokens, slot by slot."""
+        size, start = self.slot_size, self.prompt_length
+        return [start + slot * size + offset for slot in slots for offset in range(size)]
+
+    def upcoming_block(self) -> list[int]:
+        """Return the slots of the serial block after the current one; none if no more text is wanted."""
+        size = self.num_slots // self.num_serial_blocks
+        start = self.next_block * size
+        is_wanted = start < self.num_slots and start * self.slot_size < self.sampling.max_new_tokens
+        return list(range(start, start + size)) if is_wanted else []
+
+    def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
+        """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
+        limit = taken[-1] if ends else self.num_slots
+        return [slot for slot in self.remaining if slot not in taken and slot < limit]
+
+    def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
+        """Return the slots of the next plan, once slots are taken."""
+        left = self.left(taken, ends=ends)
+        return left if left or ends or self.has_eos else self.upcoming_block()

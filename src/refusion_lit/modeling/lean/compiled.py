@@ -1,12 +1,11 @@
-"""The lean body's decode step compiled for static shapes, which on GPUs become CUDA graphs.
+"""The lean body's decode step, compiled for static shapes; on GPUs the steps become CUDA graphs.
 
-A decode step of a model that is small for its device is bound by launching operations. Compiled, a forward is one
-launch, at the price of padding to a few shapes: rows, tokens a row, and keys to powers of two. Padding is computed
-like all else; its keys and values go to an entry of the cache that nobody sees, so that nothing depends on how much of
-it there is.
+A decode step of a model that is small for its device is bound by kernel launches. Compiled, a forward is one launch,
+at the price of padding to a few shapes: rows, tokens a row, and keys to powers of two. Padding is computed like all
+else; its keys and values go to a dummy entry of the cache, so the result does not depend on it.
 
-The whole stack is one program, not a program a layer called again and again: only so is a forward one launch. Layers
-are alike, and the compiler sees it: on a CPU, one shape took 3.4 s for 2 layers, 7 s for 12 and 12 s for 28.
+The whole stack is one program instead of one program a layer: only then is a forward one launch. Compiling one shape
+took 3.4 s for 2 layers on a CPU, 7 s for 12 and 12 s for 28.
 """
 
 from __future__ import annotations
@@ -19,35 +18,71 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from refusion_lit.modeling.checks import check_compilable
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.attention import additive_of, attend_rows
 from refusion_lit.modeling.lean.body import LeanBody
 
 _TOKENS = (8, 16, 32, 64, 128)
-"""Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run as they are."""
+"""Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run uncompiled."""
 
 _MIN_KEYS = 128
+_MIN_CAPACITY = 512
 
 _MAX_SHAPES = 1 << 10
-"""Recompilations that torch is allowed, which it counts for all models together; each is of a shape met anew."""
+"""Limit on torch's recompilations, which it counts for all models together; each new shape is one."""
 
 _BACKEND: str | Callable[..., Any] = "inductor"
 
 _bodies: WeakKeyDictionary[nn.Module, CompiledBody] = WeakKeyDictionary()
 
 
+class StaticKVCache(KVCache):
+    """A cache whose storage rarely changes: it starts with 512 entries a row and doubles.
+
+    The last entry of every row is reserved as a dummy write target for padding.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int, capacity: int = _MIN_CAPACITY) -> None:
+        super().__init__(num_layers, num_rows, max(capacity, _MIN_CAPACITY))
+
+    def _capacity_for(self, num_keys: int) -> int:
+        return self.capacity if num_keys < self.capacity else 1 << num_keys.bit_length()
+
+    def storage(
+        self, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Float[Tensor, "row entry head dim"]], list[Float[Tensor, "row entry head dim"]]]:
+        """Return the tensors that store keys and values, one a layer, for a program that writes them itself."""
+        none = torch.empty(1, num_heads, 0, head_dim, dtype=dtype, device=device)
+        keys, values = [], []
+        for layer in self._layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(none, none)
+            keys.append(layer.stored_keys)
+            values.append(layer.stored_values)
+        return keys, values
+
+    def adopt(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Reuse the storage of a released cache with the same number of rows; nothing has been stored yet."""
+        self.capacity = keys[0].shape[1]
+        for layer, *stored in zip(self._layers, keys, values, strict=True):
+            layer.stored_keys, layer.stored_values = (states.zero_() for states in stored)
+            layer.dtype, layer.device, layer.is_initialized = keys[0].dtype, keys[0].device, True
+
+
 class CompiledBody:
     """A :class:`~refusion_lit.modeling.lean.body.LeanBody` whose decode steps are compiled.
 
-    Forwards without a cache, and of more tokens a row than a step has, run uncompiled. The storage of the last cache
-    is kept for the next one.
+    Forwards without a cache, and those with more tokens a row than a step has, run uncompiled. The storage of the last
+    cache is reused by the next one, since CUDA graphs record the addresses they write to.
 
     Args:
-        lean: What is compiled. Its implementation of attention is ``sdpa``.
+        lean: The body; its attention implementation is ``sdpa``.
 
     Attributes:
         lean: The uncompiled body.
-        shapes: What was compiled so far: rows, tokens a row and keys, and what else a program depends on.
+        shapes: The compiled shapes: rows, tokens a row, keys, and whatever else a program depends on.
     """
 
     def __init__(self, lean: LeanBody) -> None:
@@ -73,6 +108,7 @@ class CompiledBody:
         num_tokens = next((size for size in _TOKENS if size >= length), None)
         if cache is None or attention_mask is None or num_tokens is None:
             return self.lean(input_ids, position_ids, attention_mask, cache)
+        assert isinstance(cache, StaticKVCache)
         shape = _Shape(cache, length, num_tokens)
         stored = cache.storage(*self.lean.entry_shape, dtype=self.lean.dtype, device=input_ids.device)
         key = (*shape.key, torch.is_inference_mode_enabled(), torch.get_num_threads())
@@ -91,11 +127,11 @@ class CompiledBody:
             with torch._dynamo.config.patch(recompile_limit=_MAX_SHAPES, accumulated_recompile_limit=_MAX_SHAPES):
                 hidden = self._run(*arguments)
             self.shapes.add(key)
-        # A copy: the next run of a CUDA graph writes where this one did.
+        # A copy: the next run of a CUDA graph overwrites this one's output.
         return hidden.unflatten(0, (-1, num_tokens))[:, :length].index_select(0, shape.places)
 
-    def lend(self, cache: KVCache) -> None:
-        """Let a new cache write where the last one did, if that is gone: what CUDA graphs write to is recorded."""
+    def lend_storage(self, cache: StaticKVCache) -> None:
+        """Let a new cache reuse the storage of the last one, if that was released."""
         keys = self._stored[0]
         if keys and self._user is not None and self._user() is None:
             same_mode = keys[0].is_inference() == torch.is_inference_mode_enabled()
@@ -103,8 +139,8 @@ class CompiledBody:
                 cache.adopt(*self._stored)
                 self._user = ref(cache)
 
-    def adopt(self, lean: LeanBody) -> bool:
-        """Take over what another lean body of the same modules has read anew; say whether that is possible."""
+    def refresh(self, lean: LeanBody) -> bool:
+        """Take over the copies that another lean body made of the same modules; say whether that is possible."""
         mine, others = self.lean.weights(), lean.weights()
         if len(mine) != len(others) or any(one is not other for one, other in zip(mine, others, strict=True)):
             return False
@@ -114,12 +150,12 @@ class CompiledBody:
 
 
 class _Shape:
-    """How a forward is laid out in a static shape.
+    """Layout of a forward in a static shape.
 
     Attributes:
-        key: What tells the shape from others.
-        places: Row of the static batch that each sequence stands in.
-        stored_rows: Storage row of each row of the static batch; ``None`` if it has a row for each in order, so that
+        key: Identifies the shape.
+        places: Row of the static batch that holds each sequence.
+        stored_rows: Storage row of each row of the static batch; ``None`` if these are all rows in order, so that
             nothing needs to be gathered.
     """
 
@@ -138,7 +174,7 @@ class _Shape:
         self.places = rows if in_place else own
         self.stored_rows = None if in_place else nn.functional.pad(rows, (0, num_rows - number))
         self._plan, self._length, self._size = plan, length, (num_rows, num_tokens)
-        self._spare = cache.num_rows * cache.capacity - 1
+        self._dummy = cache.num_rows * cache.capacity - 1
 
     def tokens(self, values: Tensor) -> Tensor:
         """Lay [sequence, token] values out as [token of all rows]; zeros at padding."""
@@ -159,15 +195,40 @@ class _Shape:
         if source is None:
             source = torch.arange(len(given), device=given.device)
         place = self.places[source // self._length] * self._size[1] + source % self._length
-        padded = given.new_full((self._size[0] * self._size[1],), self._spare)
+        padded = given.new_full((self._size[0] * self._size[1],), self._dummy)
         return padded.index_copy_(0, place, given)
+
+
+def compiled_cache(body: Any, config: Any, num_rows: int, *, lean: bool) -> StaticKVCache:  # noqa: ANN401
+    """Create a cache whose forwards run by a body's compiled decode steps.
+
+    Args:
+        body: A transformers body.
+        config: Its config.
+        num_rows: Rows of the cache.
+        lean: Whether the lean body is switched on.
+
+    Raises:
+        ValueError: If the body, as it is now, is not one that the lean body knows.
+    """
+    check_compilable(lean=lean, attn_implementation=config._attn_implementation)
+    if not is_known(body):
+        raise ValueError(
+            "backbone.compile: expected a model that the lean body knows (Qwen2, Qwen3 or Llama, its weights "
+            f"neither adapted nor quantised nor sharded), got {type(body).__name__} as it is now; decode with "
+            "compile: false."
+        )
+    cache, compiled = StaticKVCache(config.num_hidden_layers, num_rows), compiled_body(body)
+    compiled.lend_storage(cache)
+    cache.body = compiled
+    return cache
 
 
 def compiled_body(body: Any) -> CompiledBody:  # noqa: ANN401 - a transformers model
     """Return a body's compiled form, the same one as long as its weights are the same tensors."""
-    with torch.inference_mode(False), torch.no_grad():  # it is to serve in either mode
+    with torch.inference_mode(False), torch.no_grad():  # it serves in either mode
         lean, known = LeanBody(body), _bodies.get(body)
-        if known is None or not known.adopt(lean):
+        if known is None or not known.refresh(lean):
             known = _bodies[body] = CompiledBody(lean)
     return known
 
@@ -198,6 +259,6 @@ def _run(
 
 
 def _keep_addresses(tensors: list[Tensor]) -> None:
-    """Tell CUDA graphs that tensors stay where they are, so that they do not copy them."""
+    """Mark tensors as static, so that CUDA graphs do not copy them."""
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)

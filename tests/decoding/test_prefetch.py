@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_cases import DECODERS, decode_ahead, hash_models, prompts, setups, temperatures, traits_for
+from decoder_cases import DECODERS, decode_with_prefetch, hash_models, prompts, setups, temperatures, traits_for
 from fakes import HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import Decoder, DecodingOutput, RecomputeKV, ReFusion, decode
-from refusion_lit.decoding.reading import Reader
+from refusion_lit.decoding.reading import LogitReader
 from refusion_lit.modeling import backbone
 from refusion_lit.types import Prompt, SamplingParams
 from shadow_device import SHADOW, ShadowDevice
@@ -28,7 +28,7 @@ def told(output: DecodingOutput) -> list[tuple[list[int], int, str]]:
 @pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
-def test_what_is_read_ahead_changes_nothing(
+def test_prefetching_changes_nothing(
     cls: type[ReFusion],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
@@ -39,20 +39,20 @@ def test_what_is_read_ahead_changes_nothing(
     sampling = replace(sampling, temperature=temperature, top_p=0.9)
     size = data.draw(st.integers(1, 4))
     plain = decode(make(decoder), decoder, found, sampling, max_batch_size=size)
-    early = decode_ahead(make(decoder), decoder, found, sampling, max_batch_size=size)
+    early = decode_with_prefetch(make(decoder), decoder, found, sampling, max_batch_size=size)
     assert told(early) == told(plain)
     assert early.num_calls == plain.num_calls
 
 
-def test_slots_are_read_at_once_with_what_tells_that_they_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_reads, read = 0, Reader.read
+def test_chosen_slots_are_drafted_in_the_transfer_that_tells_their_certainty(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads, read = 0, LogitReader.read
 
     def counting(*args: Any) -> None:
         nonlocal num_reads
         num_reads += 1
         read(*args)
 
-    monkeypatch.setattr(Reader, "read", counting)
+    monkeypatch.setattr(LogitReader, "read", counting)
     model = OracleModel(oracle_text(None))
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="capped", k=2)
     sampling = SamplingParams(max_new_tokens=32)
@@ -60,7 +60,7 @@ def test_slots_are_read_at_once_with_what_tells_that_they_are_chosen(monkeypatch
     assert output.num_calls == 1 + 4  # a plan, and for each two of the eight slots a verification that plans ahead
     assert num_reads == output.num_calls + 4  # the rest of the slots that were chosen
     num_reads = 0
-    assert told(decode_ahead(model, decoder, PROMPTS[:1], sampling)) == told(output)
+    assert told(decode_with_prefetch(model, decoder, PROMPTS[:1], sampling)) == told(output)
     assert num_reads == output.num_calls
 
 

@@ -1,0 +1,86 @@
+"""Refuses models and options that this package would silently compute wrongly."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_HEAD_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
+    """Return a model's transformer without its head."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_submodule(model.base_model_prefix)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse models whose logits or attention the adapter would change.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    config, name = model.config, type(model).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")
+    for option in _HEAD_CHANGES:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
+                "but logits are computed from the head alone here; use a model with a plain head."
+            )
+    if "position_ids" not in inspect.signature(body_of(model).forward).parameters:
+        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; use another model.")
+    layer_types = getattr(config, "layer_types", None) or []
+    if not layer_types and getattr(config, "sliding_window", None) is not None:
+        layer_types = ["sliding_attention"]
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
+            "attention; use a model with full attention in every layer, or override it with full attention "
+            "(for example config: {sliding_window: null})."
+        )
+
+
+def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
+    """Refuse options that the compiled decode step does not support.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if not lean:
+        raise ValueError(
+            "backbone.compile: expected lean: true, got false, but only the lean body is compiled; set lean: true, or "
+            "compile: false."
+        )
+    if attn_implementation != "sdpa":
+        raise ValueError(
+            f"backbone.compile: expected attn_implementation: sdpa, got {attn_implementation!r}, but the compiled "
+            "step has attention of its own over static shapes; set attn_implementation: sdpa, or compile: false."
+        )
+
+
+def check_packed(position_ids: Int[Tensor, "batch token"]) -> None:
+    """Refuse a single row that flash attention would take for packed sequences, whatever its mask.
+
+    Raises:
+        ValueError: If its position ids do not rise by one.
+    """
+    if len(position_ids) == 1 and not bool((position_ids.diff() == 1).all()):
+        raise ValueError(
+            "attn_implementation: 'flash_attention_2' takes a single row whose position ids do not rise by one for "
+            "packed sequences and changes its attention; use a batch size of at least 2, or 'sdpa', 'eager' or "
+            "'flex_attention'."
+        )
