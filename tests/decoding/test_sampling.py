@@ -23,7 +23,7 @@ LOGITS = st.lists(
 
 
 def keys_of(number: int) -> Tensor:
-    return torch.tensor([stable_key("place", i) for i in range(number)])
+    return torch.tensor([stable_key("place", i) for i in range(number)], dtype=torch.long)
 
 
 def kept_slowly(logits: list[float], sampling: SamplingParams) -> set[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from refusion_lit.decoding.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
+
+State = TypeVar("State", bound="RowState")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +81,13 @@ class RowState:
 
     @classmethod
     def blank(
-        cls,
+        cls: type[State],
         prompt: Prompt,
         sampling: SamplingParams,
         special_tokens: SpecialTokens,
         length: int | None = None,
         **fields: Any,  # noqa: ANN401 - fields of the subclass
-    ) -> Self:
+    ) -> State:
         """Create a state with a fully masked canvas of ``length`` tokens, by default ``max_new_tokens``."""
         length = sampling.max_new_tokens if length is None else length
         return cls(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
@@ -85,7 +85,7 @@ class LogitReader:
         self._banned = frozenset(model.special_tokens.banned_token_ids)
         self._banned_on_device: dict[tuple[int, ...], Tensor] = {}
 
-    def read(self, hidden: Float[Tensor, "position hidden"], reads: Sequence[Read]) -> None:
+    def read(self, hidden: Shaped[Tensor, "position hidden"], reads: Sequence[Read]) -> None:
         """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:

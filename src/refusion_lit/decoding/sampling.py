@@ -78,7 +78,7 @@ def noise_keys(positions: Sequence[int], offsets: Sequence[int], draw: Draw, pro
 def draw_tokens(
     logits: Float[Tensor, "position vocab"],
     sampling: SamplingParams,
-    noise_keys: Int[Tensor, " position"],
+    noise_keys: Int[Tensor, " key"],
 ) -> tuple[Int[Tensor, " position"], Float[Tensor, "position vocab"]]:
     """Draw one token at every position.
 

@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.checks import body_of, check_compilable, check_packed, check_supported
@@ -38,7 +37,7 @@ class Backbone(nn.Module, LanguageModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,  # noqa: ANN401 - a transformers model, or peft's wrapper around one
         traits: ModelTraits,
         special_tokens: SpecialTokens,
         *,
