@@ -1,4 +1,4 @@
-"""Intervals, fronts and areas, against closed forms and slow loops."""
+"""Bootstrap intervals, the Pareto front and AUP, against closed forms and slow loops."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.reports import Resampling, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports import Bootstrap, accuracy_under_parallelism, pareto_front
 
 POINTS = st.lists(st.tuples(st.floats(0.1, 20), st.floats(0, 100)), min_size=1, max_size=8)
 
 
 def _slow_aup(points: list[tuple[float, float]], best: float) -> float:
-    """AUP as the definition reads, by a fine midpoint sum under the weighted curve's straight pieces."""
+    """AUP by its definition: a midpoint sum over the pieces of the weighted curve."""
     points = sorted(points, key=lambda p: (p[0], -p[1]))
     points = [p for i, p in enumerate(points) if i == 0 or p[0] != points[i - 1][0]]
     kept = [p for p in points if p[1] >= points[0][1] - 5]
@@ -34,12 +34,12 @@ def test_aup_by_hand() -> None:
     assert accuracy_under_parallelism([(2.0, 80.0)]) == pytest.approx(160)
     # y_max = 80, both kept: 1 * 80 + (3 - 1) / 2 * (80 + 78 exp(-3 * 2 / 80))
     assert accuracy_under_parallelism([(3.0, 78.0), (1.0, 80.0)]) == pytest.approx(80 + 80 + 78 * math.exp(-0.075))
-    # 74 is more than 5 points below the slowest one's 80: the trapezoid spans the gap
+    # 74 is more than 5 points below the slowest point's 80: the trapezoid spans the gap
     assert accuracy_under_parallelism([(1.0, 80.0), (2.0, 74.0), (3.0, 80.0)]) == pytest.approx(80 + 160)
     assert accuracy_under_parallelism([(1.0, 80.0), (2.0, 75.0)]) == pytest.approx(
         80 + (80 + 75 * math.exp(-3 * 5 / 80)) / 2
     )
-    # another method was better: the own weight falls
+    # another method has a better score, which lowers the weight
     assert accuracy_under_parallelism([(1.0, 50.0), (2.0, 50.0)], best=100.0) == pytest.approx(50 + 50 * math.exp(-1.5))
     assert accuracy_under_parallelism([(1.0, 0.0), (4.0, 0.0)]) == 0.0
     with pytest.raises(ValueError, match="points: expected"):
@@ -57,7 +57,7 @@ def test_aup_is_the_area_under_the_weighted_curve(
     shuffler.shuffle(points)
     assert accuracy_under_parallelism(points, best) == area
     assert 0 <= area <= max(x for x, _ in points) * best * (1 + 1e-9)
-    assert accuracy_under_parallelism(points, best + 1) <= area + 1e-9  # a better rival never helps
+    assert accuracy_under_parallelism(points, best + 1) <= area + 1e-9  # a better rival never raises the AUP
 
 
 @settings(max_examples=30, deadline=None)
@@ -67,7 +67,7 @@ def test_aup_grows_with_accuracy_and_with_reach(points: list[tuple[float, float]
     best = 106.0
     kept = [p for p in points if p[1] >= points[0][1] - 5]
     before = accuracy_under_parallelism(kept, best)
-    if len(kept) > 1:  # any but the first, whose accuracy also says which points count
+    if len(kept) > 1:  # not the first, whose accuracy also decides which points are kept
         better = [*kept[:-1], (kept[-1][0], kept[-1][1] + gain)]
         assert accuracy_under_parallelism(better, best) >= before - 1e-9
     longer = [*kept, (kept[-1][0] + further, kept[0][1])]
@@ -76,29 +76,29 @@ def test_aup_grows_with_accuracy_and_with_reach(points: list[tuple[float, float]
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
-def test_front_is_what_nothing_dominates(points: list[tuple[int, int]]) -> None:
+def test_the_front_has_the_points_that_nothing_dominates(points: list[tuple[int, int]]) -> None:
     front = pareto_front(points)
     assert front
     for i, (x, y) in enumerate(points):
-        beaten = any((u > x and v >= y) or (u >= x and v > y) for u, v in points)
-        assert (i in front) is not beaten
+        is_dominated = any((u > x and v >= y) or (u >= x and v > y) for u, v in points)
+        assert (i in front) is not is_dominated
 
 
-def test_interval_of_a_mean_is_the_normal_one() -> None:
+def test_the_interval_of_a_mean_is_close_to_the_normal_approximation() -> None:
     scores = [1.0] * 120 + [0.0] * 280
-    interval = Resampling(num_resamples=4000).ratio(scores, [1.0] * 400)
+    interval = Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
     spread = 1.96 * math.sqrt(0.3 * 0.7 / 400)
     assert interval.estimate == 0.3
     assert interval.low == pytest.approx(0.3 - spread, abs=0.006)
     assert interval.high == pytest.approx(0.3 + spread, abs=0.006)
-    assert interval == Resampling(num_resamples=4000).ratio(scores, [1.0] * 400)
-    assert interval != Resampling(num_resamples=4000, seed=1).ratio(scores, [1.0] * 400)
+    assert interval == Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
+    assert interval != Bootstrap(num_resamples=4000, seed=1).ratio(scores, [1.0] * 400)
 
 
-def test_a_ratio_is_of_totals_and_drawn_by_prompt() -> None:
+def test_a_ratio_divides_totals_and_resamples_prompts() -> None:
     generator = np.random.default_rng(5)
     tokens, forwards = generator.integers(1, 60, 150).tolist(), generator.integers(1, 9, 150).tolist()
-    interval = Resampling(num_resamples=3000).ratio(tokens, forwards)
+    interval = Bootstrap(num_resamples=3000).ratio(tokens, forwards)
     assert interval.estimate == pytest.approx(sum(tokens) / sum(forwards))
     source = random.Random(1)
     ratios = []
@@ -110,23 +110,23 @@ def test_a_ratio_is_of_totals_and_drawn_by_prompt() -> None:
     assert interval.high == pytest.approx(ratios[2925], rel=0.02)
 
 
-def test_a_paired_difference_draws_the_same_prompts_for_both() -> None:
+def test_a_paired_difference_resamples_the_same_prompts_for_both() -> None:
     scores = [float(i % 2) for i in range(50)]
     lower = [score - 0.25 for score in scores]
     ones = [1.0] * 50
-    difference = Resampling().paired((scores, ones), (lower, ones))
+    difference = Bootstrap().paired_difference((scores, ones), (lower, ones))
     assert [difference.estimate, difference.low, difference.high] == pytest.approx([0.25] * 3)
-    assert Resampling().ratio(scores, ones).low < 0.45  # unpaired they do vary
+    assert Bootstrap().ratio(scores, ones).low < 0.45  # the unpaired interval is wide
 
 
-def test_large_inputs_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resampling_in_chunks_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [float(i % 7) for i in range(100)]
-    whole = Resampling(num_resamples=50).ratio(values, [1.0] * 100)
-    monkeypatch.setattr("refusion_lit.reports.intervals._CHUNK", 700)
-    assert Resampling(num_resamples=50).ratio(values, [1.0] * 100) == whole
+    whole = Bootstrap(num_resamples=50).ratio(values, [1.0] * 100)
+    monkeypatch.setattr("refusion_lit.reports.intervals._MAX_DRAWN_COUNTS", 700)
+    assert Bootstrap(num_resamples=50).ratio(values, [1.0] * 100) == whole
 
 
 @pytest.mark.parametrize(("option", "value"), [("num_resamples", 0), ("level", 1.0)])
-def test_impossible_options_are_refused(option: str, value: float) -> None:
+def test_options_out_of_range_are_refused(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{option}: expected"):
-        Resampling(**{option: value})
+        Bootstrap(**{option: value})

@@ -13,7 +13,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If a folder holds no results, or an option is wrong.
     """
-    from refusion_lit.reports.intervals import Resampling
+    from refusion_lit.reports.intervals import Bootstrap
     from refusion_lit.reports.write import FORMATS, write_report
 
     parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")
@@ -25,10 +25,8 @@ def run(args: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap")
     options = parser.parse_args(args)
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
-    resampling = Resampling(num_resamples=options.num_resamples, seed=options.seed)
-    files = write_report(
-        options.runs, options.output, baseline=options.baseline, formats=formats, resampling=resampling
-    )
+    bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
+    files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)
     for path in files:
         sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -1,4 +1,4 @@
-"""Turns rows into a comparison: intervals, paired differences, front, AUP and grids of two options."""
+"""Compares rows: intervals, paired differences, the Pareto front, AUP and grids over two options."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refusion_lit.reports.intervals import Interval, Resampling, accuracy_under_parallelism, pareto_front
-from refusion_lit.reports.runs import Collection, Row, varied_options
+from refusion_lit.reports.intervals import Bootstrap, Interval, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.runs import Collection, Row, Run, varied_options
+
+_MAX_LISTED_NAMES = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+@dataclass(kw_only=True)
+class MeasuredRow:
     """A row with its intervals.
 
     Attributes:
         row: The row.
         score: Mean score in percent.
-        tokens_per_forward: Ratio of totals.
-        has_intervals: Whether there were predictions to take intervals from.
-        on_front: Whether no other row is at least as good in both and better in one.
+        tokens_per_forward: Total tokens divided by total forwards.
+        has_intervals: ``False`` without predictions, where low and high equal the estimate.
+        on_front: Whether the row is on the Pareto front.
     """
 
     row: Row
     score: Interval
     tokens_per_forward: Interval
     has_intervals: bool
-    on_front: bool
+    on_front: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,12 @@ class Difference:
 
     Attributes:
         row: The row.
-        baseline: What it is compared with.
-        num_shared: Prompts that both have.
-        num_only_row: Prompts that only the row has.
-        num_only_baseline: Prompts that only the baseline has.
-        score: Difference of scores in percentage points; ``None`` without shared prompts.
-        tokens_per_forward: Difference of tokens per forward; ``None`` without shared prompts.
+        baseline: The row that it is compared with.
+        num_shared: Number of prompts that both have.
+        num_only_row: Number of prompts that only the row has.
+        num_only_baseline: Number of prompts that only the baseline has.
+        score: Difference of the scores in percentage points; ``None`` without shared prompts.
+        tokens_per_forward: Difference of the tokens per forward; ``None`` without shared prompts.
     """
 
     row: Row
@@ -54,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """One figure of one method over two options; ``values[y][x]`` is ``None`` where no point is."""
+    """One figure of a method over two swept options; ``values[y][x]`` is ``None`` where the sweep has no point."""
 
     method: str
     figure: str
@@ -70,118 +72,103 @@ class Comparison:
     """Everything that a report shows.
 
     Attributes:
-        collection: What was read.
-        resampling: How intervals were taken.
-        measured: Rows with intervals.
-        baseline: The baseline's name.
-        differences: Paired differences of all other rows.
-        areas: AUP and number of points of each method.
-        grids: Two figures of each method where exactly two options vary.
+        collection: The runs and rows.
+        bootstrap: The bootstrap behind the intervals.
+        measured: All rows with their intervals.
+        baseline: Name of the baseline.
+        differences: Paired differences of the other rows from their baseline.
+        aup: AUP and number of points of each method.
+        grids: Score and tokens per forward of each method, for sweeps that vary exactly two options.
     """
 
     collection: Collection
-    resampling: Resampling
-    measured: list[Measured]
+    bootstrap: Bootstrap
+    measured: list[MeasuredRow]
     baseline: str
     differences: list[Difference]
-    areas: dict[str, tuple[float, int]]
+    aup: dict[str, tuple[float, int]]
     grids: list[Grid]
 
 
-def compare(collection: Collection, baseline: str | None = None, resampling: Resampling | None = None) -> Comparison:
-    """Compare all rows.
+def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
+    """Compare all rows of a collection.
 
     Args:
-        collection: What was read.
-        baseline: A row's name, or a decoder's: then each run's rows are compared with its own such decoder.
-            The first row by default.
-        resampling: How intervals are taken.
+        collection: The runs and rows.
+        baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
+            first row by default.
+        bootstrap: Settings of the intervals.
 
     Raises:
-        ValueError: If there is no such baseline.
+        ValueError: If no row or decoder has the baseline's name.
     """
-    resampling = resampling or Resampling()
+    bootstrap = bootstrap or Bootstrap()
     rows = collection.rows
-    measured = [_measure(row, resampling) for row in rows]
-    front = set(pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]))
-    measured = [
-        Measured(row=m.row, score=m.score, tokens_per_forward=m.tokens_per_forward, has_intervals=m.has_intervals,
-                 on_front=i in front)
-        for i, m in enumerate(measured)
-    ]  # fmt: skip
-    name = baseline or rows[0].label
-    pairs = [(row, _baseline_of(row, rows, name)) for row in rows]
+    measured = [_measure(row, bootstrap) for row in rows]
+    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]):
+        measured[index].on_front = True
+    baseline = baseline or rows[0].label
+    pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(
         collection=collection,
-        resampling=resampling,
+        bootstrap=bootstrap,
         measured=measured,
-        baseline=name,
-        differences=[_difference(row, base, resampling) for row, base in pairs if row is not base],
-        areas=_areas(measured),
-        grids=_grids(measured, collection),
+        baseline=baseline,
+        differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
+        aup=_aup(measured),
+        grids=_grids(measured, collection.runs),
     )
 
 
-def _measure(row: Row, resampling: Resampling) -> Measured:
-    predictions = list(row.predictions.values())
-    if sum(p.num_forwards for p in predictions) == 0:
-        score, speed = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
-        return Measured(
-            row=row,
-            score=Interval(estimate=score, low=score, high=score),
-            tokens_per_forward=Interval(estimate=speed, low=speed, high=speed),
-            has_intervals=False,
-            on_front=False,
-        )
-    scores, ones, tokens, forwards = _columns(row, list(row.predictions))
-    return Measured(
-        row=row,
-        score=resampling.ratio(scores, ones),
-        tokens_per_forward=resampling.ratio(tokens, forwards),
-        has_intervals=True,
-        on_front=False,
+def _measure(row: Row, bootstrap: Bootstrap) -> MeasuredRow:
+    scores, speed = _totals(row, list(row.predictions))
+    if sum(speed[1]) == 0:
+        figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
+        intervals = [Interval(estimate=value, low=value, high=value) for value in figures]
+        return MeasuredRow(row=row, score=intervals[0], tokens_per_forward=intervals[1], has_intervals=False)
+    return MeasuredRow(
+        row=row, score=bootstrap.ratio(*scores), tokens_per_forward=bootstrap.ratio(*speed), has_intervals=True
     )
 
 
-def _columns(row: Row, ids: Sequence[str]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return scores in percent, ones, committed tokens and forwards of some prompts."""
-    chosen = [row.predictions[i] for i in ids]
-    scores = [100 * p.score for p in chosen]
-    return scores, [1.0] * len(ids), [float(p.num_tokens) for p in chosen], [float(p.num_forwards) for p in chosen]
+def _totals(row: Row, ids: Sequence[str]) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
+    """Return numerators and denominators, one value per prompt, of the score and of tokens per forward."""
+    predictions = [row.predictions[i] for i in ids]
+    scores = [100 * p.score for p in predictions], [1.0] * len(ids)
+    return scores, ([float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions])
 
 
-def _baseline_of(row: Row, rows: Sequence[Row], name: str) -> Row:
+def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     exact = [other for other in rows if other.label == name]
-    if exact:
-        return exact[0]
-    named = [other for other in rows if name in (other.decoder, other.method)]
-    if not named:
+    same_decoder = [other for other in rows if name in (other.decoder, other.method)]
+    same_run = [other for other in same_decoder if other.run is row.run]
+    found = exact or same_run or same_decoder
+    if not found:
         names = list(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
-        known = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        raise ValueError(f"baseline: expected one of {known}; got {name!r}. Name one of them.")
-    own = [other for other in named if other.run is row.run]
-    return (own or named)[0]
+        num_more = len(names) - _MAX_LISTED_NAMES
+        known = ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
+        raise ValueError(f"baseline: expected one of {known}; got {name!r}. Choose one of these names.")
+    return found[0]
 
 
-def _difference(row: Row, baseline: Row, resampling: Resampling) -> Difference:
-    ids = [i for i in row.predictions if i in baseline.predictions]
+def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
+    shared = [i for i in row.predictions if i in baseline.predictions]
     score = speed = None
-    if ids:
-        first, second = _columns(row, ids), _columns(baseline, ids)
-        score = resampling.paired(first[:2], second[:2])
-        speed = resampling.paired(first[2:], second[2:])
+    if shared:
+        pairs = zip(_totals(row, shared), _totals(baseline, shared), strict=True)
+        score, speed = (bootstrap.paired_difference(first, second) for first, second in pairs)
     return Difference(
         row=row,
         baseline=baseline,
-        num_shared=len(ids),
-        num_only_row=len(row.predictions) - len(ids),
-        num_only_baseline=len(baseline.predictions) - len(ids),
+        num_shared=len(shared),
+        num_only_row=len(row.predictions) - len(shared),
+        num_only_baseline=len(baseline.predictions) - len(shared),
         score=score,
         tokens_per_forward=speed,
     )
 
 
-def _areas(measured: Sequence[Measured]) -> dict[str, tuple[float, int]]:
+def _aup(measured: Sequence[MeasuredRow]) -> dict[str, tuple[float, int]]:
     best = max(m.score.estimate for m in measured)
     points: dict[str, list[tuple[float, float]]] = {}
     for m in measured:
@@ -189,41 +176,40 @@ def _areas(measured: Sequence[Measured]) -> dict[str, tuple[float, int]]:
     return {method: (accuracy_under_parallelism(values, best), len(values)) for method, values in points.items()}
 
 
-def _grids(measured: Sequence[Measured], collection: Collection) -> list[Grid]:
-    names = {run.source: varied_options([r for r in collection.runs if r.source == run.source])
-             for run in collection.runs}  # fmt: skip
-    cells: dict[str, dict[tuple[str, str], list[Measured]]] = {}
+def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
+    varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
+    cells: dict[str, dict[tuple[str, str], list[MeasuredRow]]] = {}
     axes: dict[str, list[str]] = {}
     for m in measured:
-        if len(names[m.row.run.source]) != 2 or not m.row.run.options:
+        names, options = varied[m.row.run.source], m.row.run.options
+        if len(names) != 2 or not options:
             continue
-        y_name, x_name = axes[m.row.method] = names[m.row.run.source]
-        place = (_key(m.row.run.options.get(y_name)), _key(m.row.run.options.get(x_name)))
-        cells.setdefault(m.row.method, {}).setdefault(place, []).append(m)
+        axes[m.row.method] = names
+        y, x = (_text(options.get(name)) for name in names)
+        cells.setdefault(m.row.method, {}).setdefault((y, x), []).append(m)
     grids = []
     for method, found in cells.items():
-        y_name, x_name = axes[method]
-        ys, xs = (sorted({place[axis] for place in found}, key=_order) for axis in (0, 1))
+        ys, xs = (sorted({key[axis] for key in found}, key=_numbers_first) for axis in (0, 1))
         for figure in ("score", "tokens_per_forward"):
             values = [[_mean([getattr(m, figure).estimate for m in found.get((y, x), [])]) for x in xs] for y in ys]
-            grids.append(
-                Grid(
-                    method=method, figure=figure, x_name=x_name, y_name=y_name, x_values=xs, y_values=ys, values=values
-                )
+            y_name, x_name = axes[method]
+            grid = Grid(
+                method=method, figure=figure, x_name=x_name, y_name=y_name, x_values=xs, y_values=ys, values=values
             )
+            grids.append(grid)
     return grids
 
 
-def _key(value: object) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _order(key: str) -> tuple[int, float, str]:
-    """Numbers by size, then everything else by name."""
+def _numbers_first(text: str) -> tuple[int, float, str]:
+    """Sort key: numbers by value, then other texts by name."""
     try:
-        return 0, float(key), key
+        return 0, float(text), text
     except ValueError:
-        return 1, 0.0, key
+        return 1, 0.0, text
 
 
 def _mean(values: Sequence[float]) -> float | None:

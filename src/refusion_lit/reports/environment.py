@@ -1,39 +1,38 @@
-"""What a result depends on besides its config: versions, seed, git state, hardware."""
+"""The environment of a run: versions, command, seed, git state and hardware, kept as ``environment.json``."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.version import __version__
 
-_LONGEST, _SHOWN = 2000, 100
-"""Characters of a text in a kept config: a stored tokenizer's files have millions."""
+FILE_NAME = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 
 
-def environment(seed: object, command: list[str]) -> dict[str, Any]:
-    """Describe this process.
+def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
+    """Return the environment of this process as JSON values.
 
     Args:
         seed: The run's seed.
-        command: The command's arguments.
+        command: The command line; this process's own by default.
     """
     return {
         "refusion_lit": __version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "seed": seed,
-        "command": command,
+        "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
         "git": _git(),
         "hardware": {
             "machine": platform.machine(),
@@ -48,35 +47,22 @@ def environment(seed: object, command: list[str]) -> dict[str, Any]:
 
 def write_environment(directory: Path, seed: object) -> None:
     """Write ``environment.json`` into a run's directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    values = environment(seed, ["refusion-lit", *sys.argv[1:]])
-    (directory / "environment.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json_atomically(directory / FILE_NAME, environment(seed))
 
 
-def environment_of(directory: Path, seed: object) -> dict[str, Any]:
-    """Return what a run's directory says of its environment, or this process's where it says nothing."""
-    path = directory / "environment.json"
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
-    return environment(seed, ["refusion-lit", *sys.argv[1:]])
-
-
-def config_of(directory: Path) -> dict[str, Any] | None:
-    """Return the resolved config in a run's directory, without texts too long to read; ``None`` if there is none."""
-    path = directory / "config.yaml"
-    if not path.is_file():
-        return None
-    return _shortened(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
-    if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_shortened(inner) for inner in value]
-    if isinstance(value, str) and len(value) > _LONGEST:
-        return f"{value[:_SHOWN]} ... ({len(value)} characters)"
-    return value
+def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return an environment as short texts by name, without the entries that were not recorded."""
+    hardware, git = environment.get("hardware") or {}, environment.get("git") or {}
+    devices = ", ".join(hardware.get("devices") or []) or "no GPU"
+    cpus = f"{hardware.get('num_cpus')} CPUs, {hardware.get('num_threads')} threads"
+    values = {
+        "refusion-lit": environment.get("refusion_lit"),
+        "python": environment.get("python"),
+        "packages": ", ".join(f"{name} {number}" for name, number in (environment.get("packages") or {}).items()),
+        "hardware": hardware and f"{devices}; {cpus}, {hardware.get('system')} {hardware.get('machine')}",
+        "git": git and f"{git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}",
+    }
+    return {name: str(value) for name, value in values.items() if value}
 
 
 def _version(name: str) -> str | None:
@@ -87,20 +73,20 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> str | None:
-    """Return the processor's name, where the system tells it."""
+    """Return the processor's model name on Linux, ``None`` where ``/proc/cpuinfo`` has none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _git() -> dict[str, Any] | None:
-    """Return commit and whether the working tree differs from it; ``None`` outside a repository."""
+    """Return the commit and whether the working tree has changes; ``None`` outside a repository."""
 
-    def ask(*arguments: str) -> str:
+    def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None

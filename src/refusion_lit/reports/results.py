@@ -1,38 +1,94 @@
-"""What a finished test leaves in its run's directory besides predictions."""
+"""Reads and writes the files that describe a run: ``results.json``, ``config.yaml`` and ``environment.json``."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
+import yaml
 
-from refusion_lit.reports.environment import config_of, environment_of
-from refusion_lit.reports.write import write_report
+from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
+from refusion_lit.reports.environment import environment
+from refusion_lit.utils.files import write_json_atomically
+
+RESULTS, CONFIG = "results.json", "config.yaml"
+_MAX_TEXT_LENGTH, _NUM_KEPT = 2000, 100
+"""Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
 def write_results(directory: Path, values: Mapping[str, Any], *, seed: int) -> Path:
-    """Write ``results.json``.
+    """Write ``results.json``, with the run's environment and config added.
 
     Args:
         directory: The run's directory.
-        values: Options and figures; the run's environment and config are added.
-        seed: The run's seed, for a directory that does not tell its environment.
+        values: Options and figures, as JSON values.
+        seed: The run's seed, recorded if the directory has no ``environment.json``.
+
+    Returns:
+        The file written.
     """
-    results = {**values, "environment": environment_of(directory, seed), "config": config_of(directory)}
-    path = directory / "results.json"
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return path
+    added = {"environment": read_environment(directory) or environment(seed), "config": read_config(directory)}
+    write_json_atomically(directory / RESULTS, {**values, **added})
+    return directory / RESULTS
 
 
-def write_page(results: Path) -> None:
-    """Write the page beside the results, which are safe by now whatever happens here."""
+def read_results(path: Path) -> dict[str, Any] | None:
+    """Return the content of a ``results.json``; ``None`` if another program wrote the file.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    values = _read(path)
+    figures = values.get("results") if isinstance(values, dict) else None
+    is_ours = (
+        isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
+    )
+    return values if is_ours else None
+
+
+def read_environment(directory: Path) -> dict[str, Any] | None:
+    """Return the environment recorded in a run's directory; ``None`` if there is none.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    return _read_object(directory / ENVIRONMENT)
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """Return the resolved config in a run's directory, with long texts cut; ``None`` if there is none.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    config = _read_object(directory / CONFIG)
+    return None if config is None else _shortened(config)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    values = _read(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}; restore the file or remove it.")
+    return values
+
+
+def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
     try:
-        page = write_report([results])[0]
-    except (ValueError, OSError) as error:
-        warnings.warn(f"the results are written, but no report: {error}", stacklevel=2)
-    else:
-        rank_zero_info(f"report: {page}")
+        text = path.read_text(encoding="utf-8")
+        return yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
+
+
+def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+    if isinstance(value, dict):
+        return {name: _shortened(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_shortened(inner) for inner in value]
+    if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
+        return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
+    return value

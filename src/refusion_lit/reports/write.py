@@ -1,18 +1,21 @@
-"""Writes a report: HTML page, plots, tables."""
+"""Writes reports: the HTML page, plots, and tables in Markdown and LaTeX."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_lit.reports.comparison import compare
-from refusion_lit.reports.intervals import Resampling
-from refusion_lit.reports.papers import latex_table, markdown_table
+from refusion_lit.reports.intervals import Bootstrap
 from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.tables import latex_table, markdown_table
+from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require
 
 FORMATS = ("html", "markdown", "latex")
 DIRECTORY = "report"
-"""Folder of the report inside a run or a sweep."""
+"""Name of the report's directory inside that of a run or a sweep."""
 
 
 def write_report(
@@ -21,29 +24,28 @@ def write_report(
     *,
     baseline: str | None = None,
     formats: Sequence[str] = ("html",),
-    resampling: Resampling | None = None,
+    bootstrap: Bootstrap | None = None,
 ) -> list[Path]:
-    """Write a report on runs and sweeps; plots always come with it.
+    """Write a report on runs and sweeps; the plots are always written.
 
     Args:
-        paths: Folders of runs or sweeps, or files ``results.json``.
-        output: Where to write; by default ``report`` inside the only folder, or in the working directory if there
-            are several.
-        baseline: What the others are compared with: a row or a decoder; the first row by default.
-        formats: Of ``html`` (``report.html``), ``markdown`` (``table.md``) and ``latex`` (``table.tex``).
-        resampling: How intervals are taken.
+        paths: Directories of runs or sweeps, or ``results.json`` files.
+        output: Directory to write to. By default ``report`` inside the directory of a single path, and ``report``
+            in the working directory for several paths.
+        baseline: Row or decoder that the others are compared with; the first row by default.
+        formats: Any of ``html`` (``report.html``), ``markdown`` (``table.md``) and ``latex`` (``table.tex``).
+        bootstrap: Settings of the intervals.
 
     Returns:
         The files written, the page first.
 
     Raises:
-        ValueError: If a folder holds no results, or baseline or format is unknown.
+        ValueError: If a path has no results, or the baseline or a format is unknown.
     """
-    unknown = sorted(set(formats) - set(FORMATS))
-    if unknown or not formats:
-        raise ValueError(f"format: expected some of {', '.join(FORMATS)}; got {', '.join(unknown) or 'none'}.")
-    comparison = compare(read_runs(paths), baseline, resampling)
-    # Matplotlib costs a second; whoever only prints a table of a test does not pay it.
+    allowed = f"some of {', '.join(FORMATS)}"
+    require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
+    comparison = compare(read_runs(paths), baseline, bootstrap)
+    # Matplotlib takes a second to import, which commands that write no report should not pay.
     from refusion_lit.reports.page import html_page
     from refusion_lit.reports.plots import heat_map, tradeoff_plot
 
@@ -59,15 +61,28 @@ def write_report(
         files["table.tex"] = latex_table(comparison)
     files.update(plots)
     directory = Path(output) if output is not None else _default_output(paths)
-    directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        data = content if isinstance(content, bytes) else content.encode("utf-8")
-        (directory / name).write_bytes(data)
+        write_atomically(directory / name, content)
     return [directory / name for name in files]
+
+
+def write_test_report(results: Path) -> None:
+    """Write the report of one test next to its ``results.json``; warn instead of raising if that fails.
+
+    The results are already on disk, so a failed report must not fail the test.
+    """
+    from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
+
+    try:
+        page = write_report([results])[0]
+    except (ValueError, OSError) as error:
+        warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
+    else:
+        rank_zero_info(f"report: {page}")
 
 
 def _default_output(paths: Sequence[str | Path]) -> Path:
     if len(paths) > 1:
         return Path(DIRECTORY)
-    only = Path(paths[0])
-    return (only.parent if only.is_file() else only) / DIRECTORY
+    path = Path(paths[0])
+    return (path.parent if path.is_file() else path) / DIRECTORY

@@ -26,8 +26,9 @@ from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.cross_entropy import check_kernel
 from refusion_lit.objectives.packing import pack
-from refusion_lit.reports.results import write_page, write_results
+from refusion_lit.reports.results import write_results
 from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_test_report
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.schedule import parameter_groups, warmup_cosine
 from refusion_lit.training.validation import ValidationLoss, corrupt_evenly, samples_as_text, text_writers
@@ -296,7 +297,7 @@ class SlotDiffusionModule(L.LightningModule):
         self._running.merge(self.trainer.strategy)
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
-            write_page(write_results(self._running.directory, self._summary(), seed=self.seed))
+            write_test_report(write_results(self._running.directory, self._summary(), seed=self.seed))
         self._running.forget()
 
     def _summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader sees the old file or the new one, never a part of either."""
+"""Files: atomic writes (a reader sees the old file or the new one, never a part of either) and tolerant JSON reads."""
 
 from __future__ import annotations
 
@@ -63,6 +63,14 @@ def write_json_atomically(path: str | Path, values: Any) -> None:  # noqa: ANN40
         OSError: If the file cannot be written.
     """
     write_atomically(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the JSON value in a file; ``None`` if the file is missing, unreadable or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # json nests as deep as the interpreter's stack
+        return None
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,0 +1,71 @@
+"""Result files as ``test`` writes them, made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from refusion_lit.reports import Bootstrap
+
+QUICK = Bootstrap(num_resamples=50)
+HOSTILE = "<script>alert(1)</script>&\"'$x_1$"
+
+
+def prediction(
+    identity: str, score: float | None = 1.0, tokens: int = 10, forwards: int = 2, text: str = "answer"
+) -> dict[str, Any]:
+    return {"id": identity, "prompt": text, "response": text, "response_ids": [], "reference": text, "score": score,
+            "num_tokens": tokens, "num_forwards": forwards, "seconds": 0.1}  # fmt: skip
+
+
+def predictions(scores: Sequence[float], tokens: int = 10, forwards: int = 2) -> list[dict[str, Any]]:
+    return [prediction(f"p{i}", score, tokens, forwards) for i, score in enumerate(scores)]
+
+
+def write_run(
+    folder: Path,
+    decoders: dict[str, list[dict[str, Any]]],
+    *,
+    mismatches: dict[str, list[str]] | None = None,
+    options: dict[str, object] | None = None,
+) -> Path:
+    """Write a run; ``decoders`` maps names to predictions, ``options`` are those of a sweep's point."""
+    folder.mkdir(parents=True)
+    results = {}
+    for name, lines in decoders.items():
+        (folder / f"predictions_{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        tokens, forwards = (sum(line[key] for line in lines) for key in ("num_tokens", "num_forwards"))
+        results[name] = {
+            "score": sum(line["score"] or 0 for line in lines) / len(lines), "tokens_per_forward": tokens / forwards,
+            "num_prompts": len(lines), "num_forwards": forwards, "num_calls": 5, "calls_per_batch": 7.5,
+            "tokens_per_call": 1.5, "tokens_per_second": 123.4, "positions_per_token": 2.0, "latency_median": 0.1,
+            "latency_p95": 0.2,
+        }  # fmt: skip
+    content = {
+        "sampling": {"max_new_tokens": 8, "temperature": 0.0}, "max_batch_size": 8, "batch_size": 3,
+        "decoders": {name: {"class": "ReFusion"} for name in decoders}, "results": results,
+        "mismatches": mismatches or {},
+        "environment": {"command": ["refusion-lit", "test", "--x=a b"], "seed": 11, "git": None,
+                        "packages": {"torch": "2.99"}, "hardware": {"devices": ["Some GPU"], "num_cpus": 4}},
+        "config": {"trainer": {"max_steps": 3}, "note": HOSTILE},
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(content))
+    if options is not None:
+        (folder.parent / "point.json").write_text(json.dumps({"options": options}))
+    return folder
+
+
+def write_sweep(root: Path) -> Path:
+    """Write a sweep over two options with six points, and a seventh that failed."""
+    for i, size in enumerate((4, 8, 16)):
+        for j, threshold in enumerate((0.5, 0.9)):
+            options = {"model.decoders.refusion.slot_size": size, "model.decoders.refusion.slot_threshold": threshold}
+            lines = predictions([1.0, float(j), 0.0], tokens=10 + 2 * i, forwards=2 + j)
+            write_run(root / "points" / f"{i}{j}" / "test", {"refusion": lines}, options=options)
+    failed = root / "points" / "99"
+    failed.mkdir()
+    (failed / "point.json").write_text(json.dumps({"options": {"model.decoders.refusion.slot_size": 99}}))
+    (failed / "outcome.json").write_text(json.dumps({"status": "failed", "error": "log\nout of memory"}))
+    return root
