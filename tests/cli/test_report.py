@@ -38,9 +38,9 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["missing"], "RUN: expected a folder"),
-        ([".", "--format=pdf"], "format: expected some of html, markdown, latex; got pdf"),
-        ([".", "--num_resamples=0"], "num_resamples: expected at least 1"),
+        (["missing"], "RUN: expected the directory"),
+        ([".", "--format=pdf"], "format: expected some of html, markdown, latex, got 'pdf'"),
+        ([".", "--num_resamples=0"], "num_resamples: expected an integer of at least 1"),
         ([".", "--basline=x"], "did you mean 'baseline'"),
         ([], "runs"),
     ],

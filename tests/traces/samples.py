@@ -1,4 +1,4 @@
-"""Hand-made traces."""
+"""Hand-made and random traces."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def entry(
     scores: Sequence[float] = (),
     probabilities: Sequence[float] | None = None,
 ) -> TraceRound:
-    """Make an entry from places of the canvas and tokens; drafts are certain by place: 0.5 + place / 100."""
+    """Make an entry from response indices and tokens; the default probability of a draft is 0.5 + index / 100."""
     drafts = drafts or {}
     return TraceRound(
         phase=phase,
         shape=(1, max(len(drafts), 1)),
-        positions=[PROMPT_LENGTH + place for place in drafts],
+        positions=[PROMPT_LENGTH + index for index in drafts],
         tokens=list(drafts.values()),
-        probabilities=list(probabilities or [0.5 + place / 100 for place in drafts]),
+        probabilities=list(probabilities or [0.5 + index / 100 for index in drafts]),
         scores=list(scores),
-        accepted=[PROMPT_LENGTH + place for place in accepted],
+        accepted=[PROMPT_LENGTH + index for index in accepted],
     )
 
 
@@ -41,7 +41,6 @@ def make_trace(
     prompt: str = "query",
     response: str = "answer",
 ) -> Trace:
-    """Make a trace."""
     return Trace(
         decoder="ReFusion",
         prompt=prompt,
@@ -57,7 +56,7 @@ def make_trace(
 
 
 def plan_and_verify(pieces: dict[int, str] | None = None) -> Trace:
-    """Return a trace of slots of two: the second one is accepted before the first, whose draft is rejected."""
+    """Return a trace with two slots of two tokens: the second is accepted first, a draft of the first is rejected."""
     return make_trace(
         [
             entry("plan", {0: 1, 1: 2, 2: 3, 3: 4}),
@@ -72,17 +71,17 @@ def plan_and_verify(pieces: dict[int, str] | None = None) -> Trace:
 
 
 def random_trace(seed: int) -> Trace:
-    """Return a trace of drafts and acceptances that follow no decoder's rules but a trace's."""
+    """Return a valid trace with random drafts and acceptances, which no decoder would make."""
     rng = Random(seed)
-    num_places = rng.randint(1, 12)
-    open_places = set(range(num_places))
-    final = [rng.randint(1, 19) for _ in range(num_places)]
+    length = rng.randint(1, 12)
+    masked = set(range(length))
+    final = [rng.randint(1, 19) for _ in range(length)]
     rounds = []
-    while open_places and len(rounds) < 15:
-        drafts = {place: rng.randint(1, 19) for place in range(num_places) if rng.random() < 0.4}
-        accepted = sorted(place for place in open_places if rng.random() < 0.25)
-        open_places -= set(accepted)
+    while masked and len(rounds) < 15:
+        drafts = {index: rng.randint(1, 19) for index in range(length) if rng.random() < 0.4}
+        accepted = sorted(index for index in masked if rng.random() < 0.25)
+        masked -= set(accepted)
         scores = [rng.random() for _ in range(rng.choice([0, 0, 2]))]
         phase = rng.choice(["plan", "verify", "verify+plan"])
         rounds.append(entry(phase, drafts, accepted, scores=scores))
-    return make_trace(rounds, token_ids=final[: rng.randint(0, num_places)], slot_size=rng.randint(1, 4))
+    return make_trace(rounds, token_ids=final[: rng.randint(0, length)], slot_size=rng.randint(1, 4))

@@ -151,11 +151,11 @@ def test_space_plays_from_the_start_to_the_end(show: Show) -> None:
 
 def test_hover_and_focus_show_the_probability_of_a_token(show: Show) -> None:
     driver = show(page(plan_and_verify()))
-    ActionChains(driver).move_to_element(driver.find_element(By.CSS_SELECTOR, "[data-place='2']")).perform()
-    assert text(driver, "detail") == "place 3, slot 2: “c” accepted by forward 2, certainty 52.0 %"
-    driver.execute_script("document.querySelector('[data-place=\"0\"]').focus()")
+    ActionChains(driver).move_to_element(driver.find_element(By.CSS_SELECTOR, "[data-index='2']")).perform()
+    assert text(driver, "detail") == "token 3, slot 2: “c” accepted by forward 2, probability 52.0 %"
+    driver.execute_script("document.querySelector('[data-index=\"0\"]').focus()")
     press(driver, Keys.ARROW_RIGHT, shift=True)
-    assert text(driver, "detail") == "place 2, slot 1: “b” accepted by forward 4, certainty 51.0 %, drafted 2 times"
+    assert text(driver, "detail") == "token 2, slot 1: “b” accepted by forward 4, probability 51.0 %, drafted 2 times"
     for forward, shown in ((3, "drafted by forward 3"), (2, "rejected by forward 2")):
         press(driver, Keys.ARROW_LEFT)
         assert shown in text(driver, "detail"), forward
@@ -167,7 +167,7 @@ def test_every_control_is_reached_by_tab_and_has_a_name(show: Show) -> None:
     reached = []
     for _ in range(9):
         press(driver, Keys.TAB)
-        reached.append(js(driver, "document.activeElement.id || document.activeElement.dataset.place"))
+        reached.append(js(driver, "document.activeElement.id || document.activeElement.dataset.index"))
     assert reached == ["prompt", "first", "back", "play", "next", "last", "slider", "0", "response"]
     assert js(driver, "[...document.querySelectorAll('button, input')].every(e => e.getAttribute('aria-label'))")
 
@@ -179,11 +179,11 @@ def test_states_differ_without_colour_and_forwards_by_colour_and_number(show: Sh
         press(driver, Keys.HOME)
         for _ in range(forwards):
             press(driver, Keys.ARROW_RIGHT)
-        cell = driver.find_element(By.CSS_SELECTOR, f"[data-place='{index}']")
+        cell = driver.find_element(By.CSS_SELECTOR, f"[data-index='{index}']")
         names = ("border-style", "border-width", "background-image", "font-weight")
         looks.add(tuple(cell.value_of_css_property(name) for name in names))
     assert len(looks) == 6
-    first, third = (driver.find_element(By.CSS_SELECTOR, f"[data-place='{index}']") for index in (0, 2))
+    first, third = (driver.find_element(By.CSS_SELECTOR, f"[data-index='{index}']") for index in (0, 2))
     assert first.value_of_css_property("background-color") != third.value_of_css_property("background-color")
     assert third.get_attribute("data-forward") == "2"
 

@@ -1,4 +1,4 @@
-"""Saved traces: back as they were, and refused with a clear line if they are anything else."""
+"""Saved traces: a round trip keeps them, and invalid files are refused with a clear error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGES: list[tuple[str, list[Any], Any]] = [
     ("rounds", ["rounds"], {}),
     (r"rounds\[1\]", ["rounds", 1], None),
     (r"rounds\[0\].shape", ["rounds", 0, "shape"], [1]),
-    (r"rounds\[0\]: expected as many", ["rounds", 0, "tokens"], [1]),
+    (r"rounds\[0\]: expected equal numbers", ["rounds", 0, "tokens"], [1]),
     (r"rounds\[0\].positions\[0\]", ["rounds", 0, "positions", 0], 10**12),
     (r"rounds\[0\].positions\[0\]", ["rounds", 0, "positions", 0], 2),
     (r"rounds\[0\].probabilities\[0\]", ["rounds", 0, "probabilities", 0], 1.5),
@@ -70,7 +70,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(ValueError, match="trace_file: "):
         read_trace(tmp_path / "t.json")
-    with pytest.raises(ValueError, match="which is no file"):
+    with pytest.raises(ValueError, match="which is not a file"):
         read_trace(tmp_path)
 
 

@@ -33,7 +33,7 @@ def test_left_to_right_is_never_out_of_order() -> None:
     assert (found.num_slots, found.num_slots_out_of_order, found.mean_slots_per_round) == (3, 0, 1.0)
 
 
-def test_a_slot_accepted_with_an_earlier_one_is_in_order_and_one_before_a_hole_is_not() -> None:
+def test_slots_accepted_together_are_in_order_and_a_slot_after_an_open_one_is_not() -> None:
     together = make_trace([entry("a", {0: 1, 1: 2}, [0, 1])], token_ids=(1, 2))
     hole = make_trace([entry("a", {0: 1, 1: 2}, [1])])
     assert trace_statistics([together]).num_slots_out_of_order == 0
@@ -61,11 +61,11 @@ def test_against_plain_loops(seed: int) -> None:
                 slots.append(len({(p - PROMPT_LENGTH) // trace.slot_size for p in row.accepted}))
         num_drafts += sum(drafted.values())
         num_replanned += sum(count - 1 for count in drafted.values())
-        places = {}
+        accepted_by = {}
         for position, number in final_at.items():
             slot = (position - PROMPT_LENGTH) // trace.slot_size
-            places[slot] = max(places.get(slot, 0), number)
-        for slot, number in places.items():
+            accepted_by[slot] = max(accepted_by.get(slot, 0), number)
+        for slot, number in accepted_by.items():
             num_slots += 1
             before = range(PROMPT_LENGTH, PROMPT_LENGTH + slot * trace.slot_size)
             out_of_order += any(p not in final_at or final_at[p] > number for p in before)
@@ -77,5 +77,5 @@ def test_against_plain_loops(seed: int) -> None:
     assert found.num_forwards == sum(len(trace.rounds) for trace in traces)
 
 
-def test_nothing_gives_zeros() -> None:
+def test_no_traces_give_zeros() -> None:
     assert trace_statistics([]).to_dict()["share_out_of_order"] == 0.0

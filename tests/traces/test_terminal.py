@@ -1,4 +1,4 @@
-"""A trace in the terminal and outside of one."""
+"""A trace as a terminal animation and as plain text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ forward 4/4 verify: 2 accepted, 0 drafted, 0 rejected, 0 re-planned
 """
 
 
-def test_plain_text_where_it_is_no_terminal() -> None:
+def test_plain_text_if_the_console_is_not_a_terminal() -> None:
     file = io.StringIO()
     animate(plan_and_verify(), console=Console(file=file, force_terminal=False, width=40), seconds_per_forward=60)
     assert file.getvalue() == PLAIN
@@ -36,7 +36,7 @@ def test_the_animation_waits_once_a_forward_and_shows_each() -> None:
         assert f"forward {number}/4" in file.getvalue()
 
 
-def test_text_cannot_steer_the_terminal() -> None:
+def test_text_cannot_control_the_terminal() -> None:
     trace = plan_and_verify(dict.fromkeys(range(1, 9), "\x1b]0;owned\x07\x9b2J\r[red]"))
     for terminal in (False, True):
         file = io.StringIO()

@@ -1,4 +1,4 @@
-"""What happened to every place, against a slow search through the trace and by hand."""
+"""The status of every token after every forward, against a slow search through the trace and by hand."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from refusion_lit.traces import Trace, timeline
 from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
 
 
-def look(trace: Trace, place: int, forwards: int) -> tuple[str, int | None, int] | None:
-    """Return status, token and number of drafts of a place after so many forwards, by asking the trace again."""
-    position = PROMPT_LENGTH + place
+def look(trace: Trace, index: int, forwards: int) -> tuple[str, int | None, int] | None:
+    """Return status, token and number of drafts of a response token after some forwards, by searching the trace."""
+    position = PROMPT_LENGTH + index
     accepted = [n for n, r in enumerate(trace.rounds) if position in r.accepted]
     end = accepted[0] if accepted else len(trace.rounds)
     drafts = [(n, dict(zip(r.positions, r.tokens, strict=True))) for n, r in enumerate(trace.rounds)]
     drafts = [(n, tokens[position]) for n, tokens in drafts if position in tokens and n <= end]
     so_far = [(n, token) for n, token in drafts if n < forwards]
     if accepted and end < forwards:
-        if place < len(trace.token_ids):
-            return "accepted", trace.token_ids[place], len(so_far)
+        if index < len(trace.token_ids):
+            return "accepted", trace.token_ids[index], len(so_far)
         return "accepted", so_far[-1][1] if so_far else None, len(so_far)
     if not so_far:
         return None
@@ -35,28 +35,28 @@ def look(trace: Trace, place: int, forwards: int) -> tuple[str, int | None, int]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_place_after_every_forward_is_what_a_search_finds(seed: int) -> None:
+def test_every_token_after_every_forward_is_what_a_search_finds(seed: int) -> None:
     trace = random_trace(seed)
-    line = timeline(trace)
+    history = timeline(trace)
     for forwards in range(trace.num_forwards + 1):
-        for place, change in enumerate(line.after(forwards)):
+        for index, change in enumerate(history.after(forwards)):
             found = None if change is None else (change.status, change.token, change.num_drafts)
-            assert found == look(trace, place, forwards), (forwards, place)
+            assert found == look(trace, index, forwards), (forwards, index)
 
 
 def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_again() -> None:
-    line = timeline(plan_and_verify())
-    seen = [line.after(n)[0] for n in range(1, 5)]
+    history = timeline(plan_and_verify())
+    seen = [history.after(n)[0] for n in range(1, 5)]
     assert [(c.status, c.token, c.num_drafts) for c in seen if c] == [
         ("drafted", 1, 1),
         ("rejected", 1, 1),
         ("drafted", 5, 2),
         ("accepted", 5, 2),
     ]
-    assert line.final_forwards() == [4, 4, 2, 2, 0, 0]
-    left = line.final()[4]
-    assert left is not None
-    assert left.status == "drafted"
+    assert history.final_forwards() == [4, 4, 2, 2, 0, 0]
+    beyond = history.final()[4]
+    assert beyond is not None
+    assert beyond.status == "drafted"
 
 
 def test_drafts_of_a_forward_that_also_verifies_are_judged_by_a_later_one() -> None:
@@ -69,8 +69,8 @@ def test_drafts_of_a_forward_that_also_verifies_are_judged_by_a_later_one() -> N
         ],
         token_ids=(1, 4),
     )
-    place = [timeline(trace).after(n)[1] for n in range(1, 5)]
-    assert [(c.status, c.token) for c in place if c] == [
+    second = [timeline(trace).after(n)[1] for n in range(1, 5)]
+    assert [(c.status, c.token) for c in second if c] == [
         ("drafted", 2),
         ("drafted", 3),
         ("drafted", 4),
@@ -78,7 +78,7 @@ def test_drafts_of_a_forward_that_also_verifies_are_judged_by_a_later_one() -> N
     ]
 
 
-def test_masked_diffusion_rejects_what_it_drafts_and_does_not_take() -> None:
+def test_a_forward_of_masked_diffusion_rejects_its_own_drafts_that_it_does_not_accept() -> None:
     trace = make_trace([entry("step", {0: 1, 1: 2}, [1]), entry("step", {0: 3}, [0])], token_ids=(3, 2))
     first, last = timeline(trace).after(1)[0], timeline(trace).final()[0]
     assert first is not None
@@ -87,11 +87,11 @@ def test_masked_diffusion_rejects_what_it_drafts_and_does_not_take() -> None:
     assert (last.status, last.token, last.probability) == ("accepted", 3, 0.5)
 
 
-def test_certainty_is_that_of_the_draft_that_was_taken() -> None:
+def test_the_probability_is_that_of_the_accepted_draft() -> None:
     rounds = [entry("plan", {0: 1}, probabilities=[0.9]), entry("plan", {0: 2}, probabilities=[0.4], accepted=[0])]
-    taken, unknown = (timeline(make_trace(rounds, token_ids=(token,))).final()[0] for token in (1, 9))
-    assert taken is not None
+    accepted, unknown = (timeline(make_trace(rounds, token_ids=(token,))).final()[0] for token in (1, 9))
+    assert accepted is not None
     assert unknown is not None
-    assert taken.probability == 0.9
+    assert accepted.probability == 0.9
     assert unknown.probability is None
-    assert timeline(make_trace([])).num_places == 0
+    assert timeline(make_trace([])).canvas_length == 0

@@ -17,9 +17,9 @@ from refusion_lit.cli.session import add_model_options, load_model_of, piece_of,
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.traces import Trace, page, trace_of, write_trace
 from refusion_lit.traces.display import visible, visible_lines
-from refusion_lit.traces.document import write_whole
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
+from refusion_lit.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
@@ -202,7 +202,7 @@ class Chat:
         if path.suffix == ".json":
             write_trace(self.last, path)
         else:
-            write_whole(path, page(self.last))
+            write_atomically(path, page(self.last))
         self._print(f"wrote {path}")
 
     def _print(self, text: str) -> None:

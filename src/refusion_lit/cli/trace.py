@@ -15,7 +15,7 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.session import add_model_options, load_model_of, piece_of, sampling_of, slot_size_of
 from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_of, trace_statistics
 from refusion_lit.traces import write_trace as write_json
-from refusion_lit.traces.document import write_whole
+from refusion_lit.utils.files import write_atomically
 
 
 def build_parser() -> OneLineParser:
@@ -49,7 +49,7 @@ def run(args: list[str]) -> int:
     if kind == "json":
         write_json(trace, output)
     else:
-        write_whole(output, page(trace))
+        write_atomically(output, page(trace))
     sys.stderr.write(f"wrote {output}\n")
     return 0
 

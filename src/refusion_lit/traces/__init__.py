@@ -1,4 +1,4 @@
-"""Traces of decodes: saved and read back, counted, animated in a terminal, and shown on an HTML page."""
+"""Traces of decodes: save and load, statistics, terminal animation and a self-contained HTML page."""
 
 from refusion_lit.traces.document import Trace, read_trace, trace_of, write_trace
 from refusion_lit.traces.html import page

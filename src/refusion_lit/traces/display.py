@@ -1,28 +1,28 @@
-"""Model text made fit to be shown: nothing in it can steer a terminal or hide on a page."""
+"""Makes model text safe to display: it cannot control a terminal or be invisible on a page."""
 
 from __future__ import annotations
 
 import unicodedata
 
-_SHOWN = {"\n": "↵", "\t": "→", "\x7f": "␡"}
+_SYMBOLS = {"\n": "↵", "\t": "→", "\x7f": "␡"}
+# Control and format characters (which include text direction), lone surrogates, line and paragraph separators.
+_REPLACED_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str) -> str:
-    """Return text without control characters: pictures of them instead, one character each."""
+    """Replace every control character by one visible character."""
     return "".join(_visible(character) for character in text)
 
 
-def _visible(character: str) -> str:
-    if character in _SHOWN:
-        return _SHOWN[character]
-    if character < " ":
-        return chr(0x2400 + ord(character))
-    # Control (Cc), direction and other format characters (Cf), half surrogate pairs (Cs), line separators (Zl, Zp).
-    return (
-        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") else character
-    )
-
-
 def visible_lines(text: str) -> str:
-    """Return text without control characters but line ends."""
+    """Replace every control character except newlines by one visible character."""
     return "\n".join(map(visible, text.split("\n")))
+
+
+def _visible(character: str) -> str:
+    if character in _SYMBOLS:
+        return _SYMBOLS[character]
+    if character < " ":
+        return chr(0x2400 + ord(character))  # the block "Control Pictures"
+    replaced = unicodedata.category(character) in _REPLACED_CATEGORIES
+    return "\N{REPLACEMENT CHARACTER}" if replaced else character

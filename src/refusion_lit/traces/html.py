@@ -1,4 +1,4 @@
-"""The HTML page of a trace: one file, no network, everything that a model wrote kept as data."""
+"""The HTML page of a trace: one self-contained file; all text from the model is data, never markup."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from refusion_lit.traces.timeline import Change, timeline
 
 
 def page(trace: Trace) -> str:
-    """Return a self-contained HTML page.
+    """Return the page.
 
-    Style and script are the package's own files, allowed by their hashes in the page's content security policy;
-    nothing else runs or loads. All text of prompt, model and trace lies in a JSON block that no character of it can
-    leave, and the script puts it in place as text alone.
+    The content security policy allows exactly the page's own style and script, by hash, and forbids any request. All
+    text of the trace is in one JSON block, which is escaped so that no text can end it; the script inserts it as text
+    nodes only.
     """
     style, script = _asset("page.css"), _asset("page.js")
     return Template(_asset("page.html")).substitute(
@@ -28,7 +28,7 @@ def page(trace: Trace) -> str:
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
-        data=_embedded(_data(trace)),
+        data=_embedded_json(_data(trace)),
     )
 
 
@@ -40,8 +40,8 @@ def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _embedded(values: dict[str, Any]) -> str:
-    r"""Return JSON in ASCII with none of HTML's characters: ``</script>`` becomes ``\u003c/script\u003e``."""
+def _embedded_json(values: dict[str, Any]) -> str:
+    r"""Return ASCII JSON without HTML's special characters: ``</script>`` becomes ``\u003c/script\u003e``."""
     text = json.dumps(values, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -49,15 +49,15 @@ def _embedded(values: dict[str, Any]) -> str:
 
 
 def _data(trace: Trace) -> dict[str, Any]:
-    line = timeline(trace)
+    """Return the values that ``page.js`` shows; each token text is stored once, in ``pieces``."""
+    history = timeline(trace)
     pieces: dict[str, int] = {}
 
-    def change(values: Change) -> list[Any]:
-        text = "?" if values.token is None else visible(trace.piece(values.token))
-        probability = None if values.probability is None else round(values.probability, 4)
-        return [
-            values.place, pieces.setdefault(text, len(pieces)), probability, values.status[0], values.num_drafts
-        ]  # fmt: skip
+    def compact(change: Change) -> list[Any]:
+        text = "?" if change.token is None else visible(trace.piece(change.token))
+        probability = None if change.probability is None else round(change.probability, 4)
+        piece = pieces.setdefault(text, len(pieces))
+        return [change.index, piece, probability, change.status[0], change.num_drafts]
 
     statistics = trace_statistics([trace])
     phases = [[visible(phase), number] for phase, number in statistics.forwards_by_phase.items()]
@@ -67,9 +67,9 @@ def _data(trace: Trace) -> dict[str, Any]:
             "shape": list(entry.shape),
             "num_scores": len(entry.scores),
             "lowest_score": round(min(entry.scores), 4) if entry.scores else None,
-            "changes": [change(values) for values in changes],
+            "changes": [compact(change) for change in changes],
         }
-        for entry, changes in zip(trace.rounds, line.changes, strict=True)
+        for entry, changes in zip(trace.rounds, history.changes, strict=True)
     ]
     return {
         "decoder": visible(trace.decoder),
@@ -78,7 +78,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         "finish_reason": visible(trace.finish_reason),
         "seconds": round(trace.seconds, 3),
         "slot_size": trace.slot_size,
-        "num_places": line.num_places,
+        "canvas_length": history.canvas_length,
         "num_tokens": len(trace.token_ids),
         "rounds": rounds,
         "pieces": list(pieces),

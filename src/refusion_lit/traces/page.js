@@ -5,7 +5,7 @@
   const get = (id) => document.getElementById(id);
   const count = data.rounds.length;
   const NAMES = { d: "drafted", r: "rejected", a: "accepted" };
-  // Stops of a ramp that the common kinds of colour blindness see in the same order: dark blue to yellow.
+  // Colour ramp from dark blue to yellow; its order is visible with all common kinds of colour blindness.
   const STOPS = [[0, 34, 78], [42, 63, 109], [87, 92, 109], [125, 124, 120], [165, 156, 116], [210, 192, 96], [254, 232, 56]];
   let now = 0, timer = null, focused = 0;
 
@@ -24,12 +24,12 @@
   const percent = (p) => (p === null ? "unknown" : `${(100 * p).toFixed(p > 0.9995 ? 2 : 1)} %`);
   const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
-  const cells = Array.from({ length: data.num_places }, (_, place) => {
+  const cells = Array.from({ length: data.canvas_length }, (_, index) => {
     const cell = document.createElement("span");
-    cell.tabIndex = place === 0 ? 0 : -1;
+    cell.tabIndex = index === 0 ? 0 : -1;
     cell.setAttribute("role", "img");
-    cell.dataset.place = place;
-    const end = document.createElement("br"); // behind a token that ends a line
+    cell.dataset.index = index;
+    const end = document.createElement("br"); // shown after a token that ends a line
     end.hidden = true;
     cell.append(document.createElement("span"));
     get("text").append(cell, end);
@@ -38,41 +38,41 @@
   let shown = [];
 
   function stateAfter(forwards) {
-    const places = new Array(data.num_places).fill(null);
+    const states = new Array(data.canvas_length).fill(null);
     for (let r = 0; r < forwards; r += 1)
-      for (const [place, piece, probability, status, drafts] of data.rounds[r].changes)
-        places[place] = { text: data.pieces[piece], probability, status, drafts, forward: r + 1 };
-    return places;
+      for (const [index, piece, probability, status, drafts] of data.rounds[r].changes)
+        states[index] = { text: data.pieces[piece], probability, status, drafts, forward: r + 1 };
+    return states;
   }
-  function describe(place) {
-    const state = shown[place];
-    const head = `place ${place + 1}, slot ${Math.floor(place / data.slot_size) + 1}: `;
+  function describe(index) {
+    const state = shown[index];
+    const head = `token ${index + 1}, slot ${Math.floor(index / data.slot_size) + 1}: `;
     if (!state) return `${head}masked`;
     const again = state.drafts > 1 ? `, drafted ${state.drafts} times` : "";
-    const beyond = place >= data.num_tokens ? ", behind the end of the response" : "";
-    return `${head}“${state.text}” ${NAMES[state.status]} by forward ${state.forward}, certainty ${percent(state.probability)}${again}${beyond}`;
+    const beyond = index >= data.num_tokens ? ", after the end of the response" : "";
+    return `${head}“${state.text}” ${NAMES[state.status]} by forward ${state.forward}, probability ${percent(state.probability)}${again}${beyond}`;
   }
-  function draw(place) {
-    const cell = cells[place], state = shown[place];
+  function draw(index) {
+    const cell = cells[index], state = shown[index];
     const names = ["token", state ? NAMES[state.status] : "masked"];
-    if (place % data.slot_size === 0 && data.slot_size > 1) names.push("slot");
+    if (index % data.slot_size === 0 && data.slot_size > 1) names.push("slot");
     if (state && state.status === "a" && state.forward === now) names.push("new");
     if (state && state.status !== "a" && state.drafts > 1) names.push("again");
-    if (place >= data.num_tokens) names.push("beyond");
+    if (index >= data.num_tokens) names.push("beyond");
     cell.className = names.join(" ");
     cell.firstChild.textContent = state ? state.text : "·";
     cell.nextSibling.hidden = !(state && state.text.endsWith("↵"));
     cell.dataset.forward = state && state.status === "a" ? state.forward : "";
     cell.dataset.drafts = state ? state.drafts : "";
     if (state && state.status === "a") paint(cell, state.forward);
-    const text = describe(place);
+    const text = describe(index);
     cell.setAttribute("aria-label", text);
     cell.title = text;
   }
   function show(forwards) {
     now = Math.max(0, Math.min(count, forwards));
     shown = stateAfter(now);
-    cells.forEach((_, place) => draw(place));
+    cells.forEach((_, index) => draw(index));
     const tally = { a: 0, d: 0, r: 0, p: 0, n: 0 };
     for (const state of shown) {
       if (!state) continue;
@@ -88,7 +88,7 @@
     slider.value = now;
     slider.setAttribute("aria-valuetext", entry ? `forward ${now}, ${entry.phase}` : "before the first forward");
     paint(get("legend-new"), Math.max(now, 1));
-    if (document.activeElement && document.activeElement.dataset.place) get("detail").textContent = describe(focused);
+    if (document.activeElement && document.activeElement.dataset.index) get("detail").textContent = describe(focused);
   }
   function play(on) {
     clearInterval(timer);
@@ -102,9 +102,9 @@
     get("play").setAttribute("aria-label", on ? "Pause (space)" : "Play (space)");
   }
   function step(to) { play(false); show(to); }
-  function focus(place) {
+  function focus(index) {
     cells[focused].tabIndex = -1;
-    focused = Math.max(0, Math.min(cells.length - 1, place));
+    focused = Math.max(0, Math.min(cells.length - 1, index));
     cells[focused].tabIndex = 0;
     cells[focused].focus();
   }
@@ -120,9 +120,9 @@
     get("text").addEventListener(name, (event) => {
       const cell = event.target.closest(".token");
       if (!cell) return;
-      const place = cell.dataset.place;
-      if (name === "focusin") focused = Number(place);
-      get("detail").textContent = describe(Number(place));
+      const index = cell.dataset.index;
+      if (name === "focusin") focused = Number(index);
+      get("detail").textContent = describe(Number(index));
     });
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.altKey || event.metaKey) return;
@@ -134,7 +134,7 @@
       End: () => (tokens ? focus(cells.length - 1) : step(count)),
       " ": () => play(timer === null),
     };
-    // A focused button is pressed by the space bar as everywhere.
+    // The space bar activates a focused button, as on any page.
     if (!keys[event.key] || (event.key === " " && event.target.tagName === "BUTTON")) return;
     event.preventDefault();
     keys[event.key]();
@@ -158,8 +158,8 @@
   const figures = data.statistics;
   row("statistics", "forwards", figures.num_forwards);
   row("statistics", "tokens per forward", figures.tokens_per_forward.toFixed(2));
-  row("statistics", "acceptance length (tokens a round)", figures.mean_acceptance_length.toFixed(2));
-  if (data.slot_size > 1) row("statistics", "slots a round", figures.mean_slots_per_round.toFixed(2));
+  row("statistics", "acceptance length (tokens/round)", figures.mean_acceptance_length.toFixed(2));
+  if (data.slot_size > 1) row("statistics", "slots/round", figures.mean_slots_per_round.toFixed(2));
   row("statistics", data.slot_size > 1 ? "slots out of order" : "tokens out of order", `${figures.num_slots_out_of_order} of ${figures.num_slots} (${(100 * figures.share_out_of_order).toFixed(0)} %)`);
   row("statistics", "drafts", figures.num_drafts);
   row("statistics", "drafts rejected and re-planned", figures.num_replanned);

@@ -1,10 +1,10 @@
-"""Counts over traces: how much a round accepts, in which order, and what the forwards were for."""
+"""Statistics over traces: acceptance lengths, decoding order, drafts, and forwards by phase."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from refusion_lit.traces.document import Trace
@@ -13,20 +13,20 @@ from refusion_lit.traces.timeline import timeline
 
 @dataclass(frozen=True, kw_only=True)
 class TraceStatistics:
-    """What traces have in common; counts add up over any number of them.
+    """Counts over any number of traces; adding two statistics gives those of all their traces.
 
     Attributes:
-        num_traces: Decodes.
-        num_tokens: Tokens of the responses.
+        num_traces: Number of decodes.
+        num_tokens: Response tokens.
         num_forwards: Forwards of all decodes.
-        acceptance_lengths: Tokens that became final, for each forward that made any final.
-        slots_per_round: Slots that they lie in, for the same forwards.
-        num_slots: Slots that became final, wholly or up to the end of a response.
-        num_slots_out_of_order: Those of them that did so while an earlier place of the text was still open after
-            the same forward: the order was not left to right.
-        num_drafts: Tokens drafted, each time counted.
-        num_replanned: Drafts that were rejected, their place being drafted again.
-        forwards_by_phase: Forwards by what they were for, in order of first use.
+        acceptance_lengths: Number of accepted tokens of each forward that accepted any.
+        slots_per_round: Number of slots that contain them, for the same forwards.
+        num_slots: Slots with at least one accepted token.
+        num_slots_out_of_order: Slots whose last token was accepted by a forward after which an earlier position was
+            still open; 0 for left-to-right decoding.
+        num_drafts: Drafted tokens, counted every time.
+        num_replanned: Drafts that were rejected and whose position was drafted again.
+        forwards_by_phase: Number of forwards of each phase, in order of first use.
     """
 
     num_traces: int = 0
@@ -42,17 +42,17 @@ class TraceStatistics:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Response tokens a forward."""
+        """Response tokens per forward."""
         return _ratio(self.num_tokens, self.num_forwards)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a forward that made any final."""
+        """Mean number of accepted tokens over the forwards that accepted any."""
         return _ratio(sum(self.acceptance_lengths), len(self.acceptance_lengths))
 
     @property
     def mean_slots_per_round(self) -> float:
-        """Slots a forward that made any token final."""
+        """Mean number of slots with accepted tokens over the forwards that accepted any."""
         return _ratio(sum(self.slots_per_round), len(self.slots_per_round))
 
     @property
@@ -61,22 +61,14 @@ class TraceStatistics:
         return _ratio(self.num_slots_out_of_order, self.num_slots)
 
     def __add__(self, other: TraceStatistics) -> TraceStatistics:
-        """Return the statistics of both."""
-        return TraceStatistics(
-            num_traces=self.num_traces + other.num_traces,
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_forwards=self.num_forwards + other.num_forwards,
-            acceptance_lengths=self.acceptance_lengths + other.acceptance_lengths,
-            slots_per_round=self.slots_per_round + other.slots_per_round,
-            num_slots=self.num_slots + other.num_slots,
-            num_slots_out_of_order=self.num_slots_out_of_order + other.num_slots_out_of_order,
-            num_drafts=self.num_drafts + other.num_drafts,
-            num_replanned=self.num_replanned + other.num_replanned,
-            forwards_by_phase=dict(Counter(self.forwards_by_phase) + Counter(other.forwards_by_phase)),
-        )
+        """Return the statistics of the traces of both."""
+        names = [f.name for f in fields(self) if f.name != "forwards_by_phase"]
+        phases = Counter(self.forwards_by_phase) + Counter(other.forwards_by_phase)
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return TraceStatistics(**sums, forwards_by_phase=dict(phases))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
+        """Return the counts and ratios as JSON values."""
         return {
             "num_traces": self.num_traces,
             "num_tokens": self.num_tokens,
@@ -94,53 +86,44 @@ class TraceStatistics:
 
 
 def trace_statistics(traces: Iterable[Trace]) -> TraceStatistics:
-    """Count over traces, of one decoder or of several."""
-    return sum(map(_one, traces), TraceStatistics())
+    """Return the statistics of traces, of one decoder or of several."""
+    return sum(map(_of_one, traces), TraceStatistics())
 
 
-def _one(trace: Trace) -> TraceStatistics:
+def _of_one(trace: Trace) -> TraceStatistics:
     size = trace.slot_size
-    line = timeline(trace)
-    final_at = line.final_forwards()
-    lengths, slots = [], []
-    for changes in line.changes:
-        places = [change.place for change in changes if change.status == "accepted"]
-        if places:
-            lengths.append(len(places))
-            slots.append(len({place // size for place in places}))
-    num_drafts = num_replanned = 0
-    for change in line.final():
-        if change is not None and change.num_drafts:
-            num_drafts += change.num_drafts
-            num_replanned += change.num_drafts - 1  # all but the last were drafted again
-    num_slots, out_of_order = _order(final_at, size)
+    history = timeline(trace)
+    accepted = [[change.index for change in changes if change.status == "accepted"] for changes in history.changes]
+    accepted = [indices for indices in accepted if indices]
+    num_drafts = [change.num_drafts for change in history.final() if change is not None and change.num_drafts]
+    num_slots, num_out_of_order = _count_slots(history.final_forwards(), size)
     return TraceStatistics(
         num_traces=1,
         num_tokens=len(trace.token_ids),
         num_forwards=trace.num_forwards,
-        acceptance_lengths=tuple(lengths),
-        slots_per_round=tuple(slots),
+        acceptance_lengths=tuple(map(len, accepted)),
+        slots_per_round=tuple(len({index // size for index in indices}) for indices in accepted),
         num_slots=num_slots,
-        num_slots_out_of_order=out_of_order,
-        num_drafts=num_drafts,
-        num_replanned=num_replanned,
+        num_slots_out_of_order=num_out_of_order,
+        num_drafts=sum(num_drafts),
+        num_replanned=sum(num - 1 for num in num_drafts),  # the last draft of a position is not drafted again
         forwards_by_phase=dict(Counter(entry.phase for entry in trace.rounds)),
     )
 
 
-def _order(final_at: list[int], size: int) -> tuple[int, int]:
-    """Count slots that became final, and those that did before an earlier place."""
-    never = max(final_at, default=0) + 1  # a place that stayed open
-    num_slots = out_of_order = 0
+def _count_slots(final_forwards: list[int], size: int) -> tuple[int, int]:
+    """Count the slots with accepted tokens, and those accepted before an earlier position."""
+    never = max(final_forwards, default=0) + 1  # stands for a position that was never accepted
+    num_slots = num_out_of_order = 0
     latest_before = 0
-    for start in range(0, len(final_at), size):
-        places = final_at[start : start + size]
-        known = [number for number in places if number]
-        if known:
+    for start in range(0, len(final_forwards), size):
+        slot = final_forwards[start : start + size]
+        accepted = [number for number in slot if number]
+        if accepted:
             num_slots += 1
-            out_of_order += max(known) < latest_before
-        latest_before = max(latest_before, *(number or never for number in places))
-    return num_slots, out_of_order
+            num_out_of_order += max(accepted) < latest_before
+        latest_before = max(latest_before, *(number or never for number in slot))
+    return num_slots, num_out_of_order
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -1,4 +1,4 @@
-"""A trace in a terminal: an animation, or one plain line a forward where it is not a terminal."""
+"""A trace in the terminal: an animation, or one plain line per forward if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from refusion_lit.traces.document import Trace
 from refusion_lit.traces.summary import TraceStatistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 
-_LOW, _HIGH = (70, 110, 200), (254, 232, 56)  # blue to yellow: told apart with every common colour blindness
+_FIRST, _LAST = (70, 110, 200), (254, 232, 56)  # blue to yellow, in order for all common kinds of colour blindness
 
 
 def round_style(number: int, num_forwards: int) -> Style:
-    """Return the colours of text that a forward made final.
+    """Return the colours of text that a forward accepted.
 
     Args:
         number: The forward's number, from 1.
-        num_forwards: Number of the last one.
+        num_forwards: Number of forwards of the decode.
     """
-    part = (number - 1) / max(num_forwards - 1, 1)
-    red, green, blue = (round(low + (high - low) * part) for low, high in zip(_LOW, _HIGH, strict=True))
+    fraction = (number - 1) / max(num_forwards - 1, 1)
+    red, green, blue = (round(low + (high - low) * fraction) for low, high in zip(_FIRST, _LAST, strict=True))
     return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")
 
 
@@ -38,22 +38,22 @@ def animate(
     seconds_per_forward: float = 0.4,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show a decode forward by forward; all at once and in plain text where the console is no terminal.
+    """Show a decode forward by forward; if the console is not a terminal, print all forwards as plain text at once.
 
     Args:
         trace: The decode.
         console: Where to show it.
-        seconds_per_forward: How long a forward stays, at least 0.
-        sleep: Waits.
+        seconds_per_forward: Display time of a forward in seconds, at least 0.
+        sleep: Waits for a number of seconds.
     """
-    line = timeline(trace)
+    history = timeline(trace)
     if not console.is_terminal:
         for number in range(1, trace.num_forwards + 1):
-            console.print(_plain(trace, line, number), markup=False, highlight=False, soft_wrap=True)
+            console.print(_plain(trace, history, number), markup=False, highlight=False, soft_wrap=True)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         for number in range(trace.num_forwards + 1):
-            live.update(_frame(trace, line, number), refresh=True)
+            live.update(_frame(trace, history, number), refresh=True)
             if number < trace.num_forwards:
                 sleep(seconds_per_forward)
 
@@ -68,8 +68,8 @@ def print_statistics(statistics: TraceStatistics, *, console: Console) -> None:
         ("tokens", statistics.num_tokens),
         ("forwards", statistics.num_forwards),
         ("tokens/forward", f"{statistics.tokens_per_forward:.2f}"),
-        ("acceptance length (tokens a round)", f"{statistics.mean_acceptance_length:.2f}"),
-        ("slots a round", f"{statistics.mean_slots_per_round:.2f}"),
+        ("acceptance length (tokens/round)", f"{statistics.mean_acceptance_length:.2f}"),
+        ("slots/round", f"{statistics.mean_slots_per_round:.2f}"),
         ("slots out of order", f"{statistics.num_slots_out_of_order}/{statistics.num_slots}"),
         ("drafts", statistics.num_drafts),
         ("drafts rejected and re-planned", statistics.num_replanned),
@@ -80,45 +80,45 @@ def print_statistics(statistics: TraceStatistics, *, console: Console) -> None:
     console.print(table)
 
 
-def _head(trace: Trace, line: Timeline, number: int) -> str:
+def _heading(trace: Trace, history: Timeline, number: int) -> str:
     if number == 0:
         return f"before the first of {trace.num_forwards} forwards"
-    statuses = [change.status for change in line.changes[number - 1]]
+    changes = history.changes[number - 1]
+    statuses = [change.status for change in changes]
     counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("accepted", "drafted", "rejected"))
-    again = sum(change.status == "drafted" and change.num_drafts > 1 for change in line.changes[number - 1])
-    return (
-        f"forward {number}/{trace.num_forwards} {visible(trace.rounds[number - 1].phase)}: {counts}, {again} re-planned"
-    )
+    num_replanned = sum(change.status == "drafted" and change.num_drafts > 1 for change in changes)
+    phase = visible(trace.rounds[number - 1].phase)
+    return f"forward {number}/{trace.num_forwards} {phase}: {counts}, {num_replanned} re-planned"
 
 
-def _plain(trace: Trace, line: Timeline, number: int) -> str:
-    """Return one forward as a line: final text as it is, rejected drafts in ~~, other drafts in (), masks as dots."""
+def _plain(trace: Trace, history: Timeline, number: int) -> str:
+    """Return one forward as text: accepted tokens as they are, drafts in (), rejected drafts in ~~, masks as dots."""
     marks = {"accepted": ("", ""), "drafted": ("(", ")"), "rejected": ("~", "~")}
     text = ""
-    status: str | None = None
-    for place in line.after(number):
-        new = None if place is None else place.status
-        if new != status:
-            text += (marks[status][1] if status else "") + (marks[new][0] if new else "")
-            status = new
-        text += "·" if place is None else _piece(trace, place)
-    return f"{_head(trace, line, number)}\n    {text}{marks[status][1] if status else ''}"
+    previous: str | None = None
+    for change in history.after(number):
+        status = None if change is None else change.status
+        if status != previous:
+            text += (marks[previous][1] if previous else "") + (marks[status][0] if status else "")
+            previous = status
+        text += "·" if change is None else _piece(trace, change)
+    return f"{_heading(trace, history, number)}\n    {text}{marks[previous][1] if previous else ''}"
 
 
-def _frame(trace: Trace, line: Timeline, number: int) -> Group:
+def _frame(trace: Trace, history: Timeline, number: int) -> Group:
     text = Text()
-    forwards = line.final_forwards()
-    for index, place in enumerate(line.after(number)):
-        if place is None:
+    forwards = history.final_forwards()
+    for index, change in enumerate(history.after(number)):
+        if change is None:
             text.append("·", "dim")
-        elif place.status == "accepted":
+        elif change.status == "accepted":
             style = round_style(forwards[index], trace.num_forwards)
-            text.append(_piece(trace, place), style + Style(bold=forwards[index] == number))
-        elif place.status == "rejected":
-            text.append(_piece(trace, place), "red strike")
+            text.append(_piece(trace, change), style + Style(bold=forwards[index] == number))
+        elif change.status == "rejected":
+            text.append(_piece(trace, change), "red strike")
         else:
-            text.append(_piece(trace, place), "italic underline" if place.num_drafts > 1 else "italic")
-    return Group(Text(_head(trace, line, number), "bold"), text, _legend())
+            text.append(_piece(trace, change), "italic underline" if change.num_drafts > 1 else "italic")
+    return Group(Text(_heading(trace, history, number), "bold"), text, _legend())
 
 
 def _legend() -> Text:
@@ -132,5 +132,5 @@ def _legend() -> Text:
     return legend
 
 
-def _piece(trace: Trace, place: Change) -> str:
-    return "?" if place.token is None else visible(trace.piece(place.token))
+def _piece(trace: Trace, change: Change) -> str:
+    return "?" if change.token is None else visible(trace.piece(change.token))

@@ -1,22 +1,22 @@
-"""What happened to every place of the text, forward by forward.
+"""The status of every response token after every forward.
 
-A trace says which drafts a forward made and which places became final. From this, and from nothing that depends on
-the decoder, follows what became of each draft:
+A trace records which tokens each forward drafted and which positions it accepted. The status of each draft follows
+from these records alone, without knowledge of the decoder:
 
-- **accepted**: the next thing that happens at its place is that the place becomes final;
-- **rejected**: its place is drafted again. It counts as rejected from the forward that judged it on: the first one
-  from its own that made places final or gave scores, but its own only if that gave no scores, because scores judge
-  earlier drafts;
-- **left**: nothing happens at its place any more (it lies behind the end of the response).
+- **accepted**: the next event at the draft's position is its acceptance;
+- **rejected**: the position is drafted again. The draft counts as rejected from the forward that judged it: the first
+  forward from the draft's own on that accepted tokens or computed scores. The draft's own forward counts only if it
+  computed no scores, because scores verify earlier drafts;
+- otherwise it stays **drafted**: nothing else happens at its position, which is after the end of the response.
 
-A draft at a place that was drafted before is a **re-planned** one.
+A draft at a position that was drafted before is **re-planned**.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from refusion_lit.decoding.output import TraceRound
@@ -27,17 +27,17 @@ Status = Literal["drafted", "rejected", "accepted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A place looks different from this forward on.
+    """The new state of one response token.
 
     Attributes:
-        place: Index into the canvas (position minus prompt length).
-        token: The token that it shows; ``None`` where it became final and nothing tells its token.
-        probability: The token's probability when it was drafted; ``None`` if it never was.
-        status: What the token is from now on.
-        num_drafts: How often the place was drafted so far; above 1 it was re-planned.
+        index: Index of the token in the response (position minus prompt length).
+        token: Its token id; ``None`` if it was accepted and the trace does not tell the id.
+        probability: Probability of the token when it was drafted; ``None`` if it never was.
+        status: Its status from this forward on.
+        num_drafts: Number of drafts at this position so far; above 1 the token was re-planned.
     """
 
-    place: int
+    index: int
     token: int | None
     probability: float | None
     status: Status
@@ -49,107 +49,95 @@ class Timeline:
     """All changes of a decode.
 
     Attributes:
-        changes: For every forward what it changed, in text order, at most once a place.
-        num_places: Length of the canvas.
+        changes: For each forward its changes in text order, at most one per token.
+        canvas_length: Number of positions after the prompt.
     """
 
     changes: tuple[tuple[Change, ...], ...]
-    num_places: int
-
-    def final(self) -> list[Change | None]:
-        """Return how every place looks in the end; ``None`` where nothing happened."""
-        return self.after(len(self.changes))
+    canvas_length: int
 
     def after(self, num_forwards: int) -> list[Change | None]:
-        """Return how every place looks after so many forwards."""
-        places: list[Change | None] = [None] * self.num_places
+        """Return the state of each token after a number of forwards; ``None`` while it is masked."""
+        states: list[Change | None] = [None] * self.canvas_length
         for changes in self.changes[:num_forwards]:
             for change in changes:
-                places[change.place] = change
-        return places
+                states[change.index] = change
+        return states
+
+    def final(self) -> list[Change | None]:
+        """Return the state of each token after the last forward."""
+        return self.after(len(self.changes))
 
     def final_forwards(self) -> list[int]:
-        """Return for every place the number of the forward, from 1, that made it final; 0 for none."""
-        forwards = [0] * self.num_places
+        """Return for each token the number of the forward, from 1, that accepted it; 0 if none did."""
+        forwards = [0] * self.canvas_length
         for number, changes in enumerate(self.changes, start=1):
             for change in changes:
                 if change.status == "accepted":
-                    forwards[change.place] = number
+                    forwards[change.index] = number
         return forwards
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Draft:
-    token: int
-    probability: float
     forward: int
-    number: int
+    change: Change
 
 
 def timeline(trace: Trace) -> Timeline:
-    """Work out what happened to every place."""
-    num_places = trace.canvas_length
+    """Compute the status of every response token after every forward."""
+    drafts, accepted_by = _events(trace)
+    judge_from = _judging_forwards(trace.rounds)
     by_forward: list[dict[int, Change]] = [{} for _ in trace.rounds]
-    drafts: list[list[_Draft]] = [[] for _ in range(num_places)]
-    accepted_at: dict[int, int] = {}
-    for number, entry in enumerate(trace.rounds):
-        for position, token, probability in zip(entry.positions, entry.tokens, entry.probabilities, strict=True):
-            place = position - trace.prompt_length
-            if place in accepted_at:
-                continue  # a forward may well compute what is final already
-            known = drafts[place]
-            if known and known[-1].forward == number:  # drafted twice in a forward: the later one counts
-                known.pop()
-            known.append(_Draft(token, probability, number, len(known) + 1))
-        for position in entry.accepted:
-            accepted_at.setdefault(position - trace.prompt_length, number)
-    next_judgement = _judgements(trace.rounds)
-    for place, known in enumerate(drafts):
-        for draft, following in zip_longest(known, known[1:]):
-            change = Change(
-                place=place,
-                token=draft.token,
-                probability=draft.probability,
-                status="drafted",
-                num_drafts=draft.number,
-            )
-            by_forward[draft.forward][place] = change
-            if following is None:
-                continue
-            own_judges = not trace.rounds[draft.forward].scores
-            judged = next_judgement[draft.forward if own_judges else draft.forward + 1]
-            if judged < following.forward:
-                by_forward[judged][place] = _rejected(change)
-    for place, number in accepted_at.items():
-        by_forward[number][place] = _accepted(trace, place, drafts[place])
+    for index, known in enumerate(drafts):
+        for draft in known:
+            by_forward[draft.forward][index] = draft.change
+        for draft, following in pairwise(known):
+            verifies_earlier = bool(trace.rounds[draft.forward].scores)
+            judge = judge_from[draft.forward + verifies_earlier]
+            if judge < following.forward:
+                by_forward[judge][index] = replace(draft.change, status="rejected")
+    for index, forward in accepted_by.items():
+        by_forward[forward][index] = _acceptance(trace, index, drafts[index])
     return Timeline(
-        changes=tuple(tuple(changes[place] for place in sorted(changes)) for changes in by_forward),
-        num_places=num_places,
+        changes=tuple(tuple(changes[index] for index in sorted(changes)) for changes in by_forward),
+        canvas_length=trace.canvas_length,
     )
 
 
-def _judgements(rounds: Sequence[TraceRound]) -> list[int]:
-    """Return for every forward the first one from it on that judged drafts; their number where none did."""
-    following = [len(rounds)] * (len(rounds) + 1)
-    for number in reversed(range(len(rounds))):
-        judges = rounds[number].accepted or rounds[number].scores
-        following[number] = number if judges else following[number + 1]
-    return following
+def _events(trace: Trace) -> tuple[list[list[_Draft]], dict[int, int]]:
+    """Return the drafts of each token until its acceptance, and the forward that accepted it."""
+    drafts: list[list[_Draft]] = [[] for _ in range(trace.canvas_length)]
+    accepted_by: dict[int, int] = {}
+    for forward, entry in enumerate(trace.rounds):
+        for position, token, probability in zip(entry.positions, entry.tokens, entry.probabilities, strict=True):
+            index = position - trace.prompt_length
+            if index in accepted_by:
+                continue  # a forward may recompute accepted positions
+            known = drafts[index]
+            if known and known[-1].forward == forward:  # drafted twice by one forward: the later draft replaces it
+                known.pop()
+            change = Change(
+                index=index, token=token, probability=probability, status="drafted", num_drafts=len(known) + 1
+            )
+            known.append(_Draft(forward, change))
+        for position in entry.accepted:
+            accepted_by.setdefault(position - trace.prompt_length, forward)
+    return drafts, accepted_by
 
 
-def _rejected(change: Change) -> Change:
-    return Change(
-        place=change.place,
-        token=change.token,
-        probability=change.probability,
-        status="rejected",
-        num_drafts=change.num_drafts,
-    )
+def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
+    """Return for each forward the first from it on that accepted tokens or computed scores; ``len(rounds)`` if none."""
+    judges = [len(rounds)] * (len(rounds) + 1)
+    for forward in reversed(range(len(rounds))):
+        is_judge = rounds[forward].accepted or rounds[forward].scores
+        judges[forward] = forward if is_judge else judges[forward + 1]
+    return judges
 
 
-def _accepted(trace: Trace, place: int, known: list[_Draft]) -> Change:
-    """Make the change of a place that became final: the response knows its token, else its last draft does."""
-    last = known[-1].token if known else None
-    token = trace.token_ids[place] if place < len(trace.token_ids) else last
-    probability = next((draft.probability for draft in reversed(known) if draft.token == token), None)
-    return Change(place=place, token=token, probability=probability, status="accepted", num_drafts=len(known))
+def _acceptance(trace: Trace, index: int, drafts: Sequence[_Draft]) -> Change:
+    """Return the change of an accepted token: its id is the response's, after the response's end the last draft's."""
+    last = drafts[-1].change.token if drafts else None
+    token = trace.token_ids[index] if index < len(trace.token_ids) else last
+    probability = next((d.change.probability for d in reversed(drafts) if d.change.token == token), None)
+    return Change(index=index, token=token, probability=probability, status="accepted", num_drafts=len(drafts))
