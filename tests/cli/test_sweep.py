@@ -109,7 +109,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
     [
         ("grid: [1]", "grid"),
         ("gird: {a: [1]}", "did you mean 'grid'"),
-        ("num_samples: 0", "num_samples: expected at least 1"),
+        ("num_samples: 0", "num_samples: expected an integer of at least 1"),
         ("launcher: Locl", "Locl"),
         ("a: [", "is not YAML"),
         ("- 1", "expected options by name"),

@@ -14,7 +14,7 @@ from hardness.spoiling import NUM_EXAMPLES, PHASES, damaged, outcome
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import with_component_files
 from refusion_lit.cli.sweep import read_sweep
-from refusion_lit.sweeps.points import read_yaml
+from refusion_lit.utils.yaml_files import read_yaml
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 CONFIGS = REPOSITORY / "configs"

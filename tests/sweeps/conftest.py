@@ -1,4 +1,4 @@
-"""A child command that stands for the real one, whose start costs seconds."""
+"""A fake of the command line, whose real start takes seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Reads the options as the real command does; its score is a function of x, so that results can be told apart.
+# Reads its options as the real command does; the score is a function of x, which identifies the point.
 FAKE = """
 import json, os, pathlib, sys, time
 import yaml
@@ -33,7 +33,7 @@ else:
 
 
 def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Stands for the real parser: fills in a default, refuses an unknown option."""
+    """Fake of the real parser: fills in defaults, refuses unknown options."""
     if unknown := config.keys() - {"x", "journal", "seconds", "broken", "seed_everything", "group", "runs_dir"}:
         raise ValueError(f"{sorted(unknown)[0]} is not expected")
     return {"seed_everything": 0, "seconds": 0, **config}

@@ -36,19 +36,19 @@ def test_overlay_merges_groups_and_replaces_components() -> None:
     assert overlay(below, {"a": {"class_path": "B"}})["a"] == {"class_path": "B"}
 
 
-def test_identity_is_what_a_point_resolves_to(tmp_path: Path) -> None:
+def test_the_id_is_a_hash_of_the_resolved_config(tmp_path: Path) -> None:
     def ids(**options: Any) -> list[str]:
         return [point.id for point in plan(Sweep(**options), tmp_path, resolve)]
 
     first = ids(options={"x": 1})
-    assert ids(options={"x": 1, "seconds": 0}) == first  # a default that is spelled out
-    assert ids(grid={"x": [2, 1, 1]})[1:] == first  # how a value came about; a value given twice is one point
-    assert ids(options={"x": 1, "runs_dir": "elsewhere"}) == first  # where it lands
+    assert ids(options={"x": 1, "seconds": 0}) == first  # an explicit default
+    assert ids(grid={"x": [2, 1, 1]})[1:] == first  # the same value from a grid; repeated values are one point
+    assert ids(options={"x": 1, "runs_dir": "elsewhere"}) == first  # a location
     assert ids(options={"x": 1, "seed_everything": 1}) != first
     assert ids(options={"x": 1}, subcommands=["fit", "test"]) != first
 
 
-def test_options_of_one_subcommand_and_paths_beside_the_sweep_file(tmp_path: Path) -> None:
+def test_options_of_one_subcommand_and_paths_relative_to_the_sweep_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("x: 1\ngroup: {a: 1}\n")
     (tmp_path / "decoder.yaml").write_text("class_path: LLaDA\ninit_args: {steps: 4}\n")
     sweep = Sweep(

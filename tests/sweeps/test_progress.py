@@ -15,7 +15,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_plain_lines_where_there_is_no_terminal(clock: list[float]) -> None:
+def test_plain_lines_if_the_console_is_not_a_terminal(clock: list[float]) -> None:
     out = io.StringIO()
     with SweepProgress(3, Console(file=out, width=20)) as progress:
         progress.tick()
@@ -23,7 +23,7 @@ def test_plain_lines_where_there_is_no_terminal(clock: list[float]) -> None:
         progress.ended("x=[red]1[/red]", "finished", 12.34, None)
         progress.ended("x=2", "failed", None, "it broke\nhere")
     assert out.getvalue().splitlines() == [
-        "[1/3] finished in 12.3 s: x=[red]1[/red] (about 2:13:20 left)",  # 4000 s a point, two to go
+        "[1/3] finished in 12.3 s: x=[red]1[/red] (about 2:13:20 left)",  # 4000 s per point, two left
         "[2/3] failed: x=2 (about 0:33:20 left)",
         "it broke",
         "here",

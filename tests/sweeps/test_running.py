@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from refusion_lit.sweeps import Launcher, Local, Slurm, Sweep, SweepResult, describe, plan, run
-from refusion_lit.sweeps.files import read_json, take_lock
+from refusion_lit.sweeps.files import try_lock
+from refusion_lit.utils.files import read_json
 from sweeps.conftest import resolve
 
 
@@ -38,12 +39,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _until(condition: Any) -> None:
+def _wait_for(condition: Any) -> None:
     for _ in range(400):
         if condition():
             return
         time.sleep(0.05)
-    raise AssertionError("what was waited for did not come")
+    raise AssertionError("timed out")
 
 
 @pytest.mark.parametrize("launcher", [Local(num_workers=2), Slurm(num_workers=2, cluster="local")])
@@ -66,13 +67,13 @@ def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journ
     assert parquet.read_table(tmp_path / "sweep" / "results.parquet").to_pylist() == result.rows
 
 
-def test_test_takes_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
+def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
     result = _run(tmp_path, command, journal, options={"x": 3}, subcommands=["fit", "test"])
     assert [line.split()[0] for line in journal.read_text().splitlines()] == ["fit", "test"]
     assert [row["score"] for row in result.rows] == [10, -10]
 
 
-def test_a_failed_point_is_reported_and_the_rest_go_on(tmp_path: Path, command: list[str], journal: Path) -> None:
+def test_a_failed_point_is_reported_and_the_others_run(tmp_path: Path, command: list[str], journal: Path) -> None:
     result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, options={"broken": 2})
     assert len(result.failed) == 1
     assert [(row["x"], row["status"]) for row in result.rows] == [
@@ -97,16 +98,16 @@ def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str],
     assert [row["x"] for row in grown.rows] == [1, 1, 2, 2, 4, 4]
 
 
-def test_nothing_runs_where_a_point_is_wrong(tmp_path: Path, command: list[str], journal: Path) -> None:
+def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:
     with pytest.raises(ValueError, match="point x=1, y=2"):
         _run(tmp_path, command, journal, grid={"x": [1], "y": [2]})
     assert not (tmp_path / "sweep").exists()
 
 
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path, command: list[str], journal: Path) -> None:
-    lock = take_lock(tmp_path / "sweep" / "lock")
+    lock = try_lock(tmp_path / "sweep" / "lock")
     assert lock is not None
-    with lock, pytest.raises(ValueError, match="where a sweep is running"):
+    with lock, pytest.raises(ValueError, match="expected no running sweep in"):
         _run(tmp_path, command, journal, resume=True, options={"x": 1})
 
 
@@ -123,13 +124,13 @@ run(sweep, directory={directory!r}, resolve=resolve, command={command!r})
 
 @pytest.fixture
 def driver(tmp_path: Path, command: list[str], journal: Path) -> subprocess.Popen[bytes]:
-    """Return a sweep in a process of its own, with both points at work."""
+    """Return a sweep in its own process, with both points running."""
     tests = str(Path(__file__).parents[1])
     directory = str(tmp_path / "sweep")
     text = DRIVER.format(tests=tests, journal=str(journal), directory=directory, command=command)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, env=environment)
-    _until(lambda: len(journal.read_text().splitlines()) == 2)
+    _wait_for(lambda: len(journal.read_text().splitlines()) == 2)
     return process
 
 
@@ -138,10 +139,10 @@ def test_an_interrupt_stops_whole_process_groups(driver: subprocess.Popen[bytes]
     assert all(map(_alive, pids))
     driver.send_signal(signal.SIGINT)
     assert driver.wait(timeout=20) != 0
-    _until(lambda: not any(map(_alive, pids)))
+    _wait_for(lambda: not any(map(_alive, pids)))
 
 
-def test_resume_after_a_kill_stops_what_was_left_and_runs_it_again(
+def test_resume_after_a_kill_stops_orphans_and_runs_their_points_again(
     driver: subprocess.Popen[bytes], tmp_path: Path, command: list[str], journal: Path
 ) -> None:
     pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
@@ -151,15 +152,15 @@ def test_resume_after_a_kill_stops_what_was_left_and_runs_it_again(
     outcomes = [read_json(path) for path in (tmp_path / "sweep" / "points").glob("*/outcome.json")]
     assert outcomes == []
 
-    def quick(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-        return {**resolve(subcommand, config), "seconds": 60}  # the same points as the driver's
+    def slow(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        return {**resolve(subcommand, config), "seconds": 60}  # resolves to the points of the driver
 
-    # The same points, by a command that does not wait.
+    # Run the same points with a command that does not sleep.
     fake = Path(command[1])
     fake.write_text(fake.read_text().replace("time.sleep(", "int("))
     sweep = Sweep(options={"journal": str(journal)}, grid={"x": [1, 2]})
     result = run(
-        sweep, directory=tmp_path / "sweep", resolve=quick, resume=True, command=command,
+        sweep, directory=tmp_path / "sweep", resolve=slow, resume=True, command=command,
         console=Console(file=io.StringIO()),
     )  # fmt: skip
     assert not any(map(_alive, pids))
@@ -169,7 +170,7 @@ def test_resume_after_a_kill_stops_what_was_left_and_runs_it_again(
 
 
 def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journal: Path) -> None:
-    # The command kills its whole group, as a machine that runs out of memory may.
+    # The command kills its whole process group, as the kernel may when memory runs out.
     command = [sys.executable, "-c", "import os, signal; print('last words', flush=True); os.killpg(0, signal.SIGKILL)"]
     result = _run(tmp_path, command, journal, options={"x": 1})
     assert len(result.failed) == 1
@@ -188,7 +189,7 @@ def test_description_lists_points_with_their_commands(tmp_path: Path, command: l
     assert " ".join(stored["commands"]["test"]) in text
 
 
-def test_slurm_is_refused_where_there_is_none(
+def test_slurm_is_refused_on_a_machine_without_slurm(
     tmp_path: Path, command: list[str], journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("submitit")

@@ -25,7 +25,7 @@ def test_points_are_all_combinations_of_grid_entries_and_samples() -> None:
     assert sweep.swept == ("a", "b", "c", "d", "e")
 
 
-def test_a_sweep_of_nothing_is_one_point() -> None:
+def test_an_empty_sweep_is_one_point() -> None:
     assert list(Sweep().combinations()) == [{}]
 
 
@@ -40,7 +40,7 @@ def test_samples_stay_within_their_bounds(seed: int, low: float, factor: float) 
         assert point["i"] in (3, 4, 5)
 
 
-def test_log_uniform_puts_as_many_samples_in_each_decade() -> None:
+def test_log_uniform_samples_each_decade_equally_often() -> None:
     sweep = Sweep(random={"x": {"log_uniform": [1e-4, 1.0]}}, num_samples=2000)
     values = [point["x"] for point in sweep.combinations()]
     for decade in range(-4, 0):

@@ -1,4 +1,4 @@
-"""Sweeps: many runs that differ in some options, each in its own process and folder, and one table of results."""
+"""Sweeps: runs over combinations of options, each in its own process and directory, and one table of results."""
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Point, plan

@@ -1,4 +1,4 @@
-"""How points are run: processes of this machine, or jobs of a SLURM cluster."""
+"""Launchers run the points of a sweep: as processes of this machine or as jobs of a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -8,57 +8,69 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from refusion_lit.sweeps.files import LOCK, PROCESS, take_lock, write_json
+from refusion_lit.sweeps.files import LOCK, PROCESS, try_lock
+from refusion_lit.utils.files import write_json_atomically
+from refusion_lit.utils.require import require_at_least
 
 _POLL_SECONDS = 0.1
+
+
+class Ended(NamedTuple):
+    """A point whose process or job has ended.
+
+    Attributes:
+        folder: The point's directory.
+        how: How the process ended, in words; used if the point left no outcome.
+    """
+
+    folder: Path
+    how: str
 
 
 class Launcher(ABC):
     """Runs points, each in its own process."""
 
     @abstractmethod
-    def launch(self, folders: Sequence[Path]) -> Iterator[tuple[Path, str] | None]:
-        """Run points; stop all that still run when the iteration is closed.
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
+        """Run points; closing the generator stops all points that are still running.
 
         Args:
-            folders: The points' folders.
+            folders: Directories of the points.
 
         Yields:
-            A point's folder when it has ended, with how it ended in words (for a point that left no outcome), and
-            ``None`` every now and then.
+            Each point when it has ended, and ``None`` regularly in between.
         """
 
-    def check(self) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse what cannot work, before anything runs.
+    def check(self) -> None:  # noqa: B027 - optional
+        """Check that the launcher works on this machine, before anything runs.
 
         Raises:
-            ValueError: If the launcher cannot run here.
+            ValueError: If it does not.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Processes of this machine.
+    """Runs points as processes of this machine.
 
     Attributes:
-        num_workers: Points that run at the same time; at least 1.
-        grace_seconds: How long a process may take to end when it is asked to, before it is killed.
+        num_workers: Number of points that run concurrently; at least 1.
+        grace_seconds: Seconds between SIGTERM and SIGKILL when a running point is stopped.
     """
 
     num_workers: int = 1
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers: expected at least 1, got {self.num_workers}.")
+        require_at_least("num_workers", self.num_workers, 1)
 
-    def launch(self, folders: Sequence[Path]) -> Iterator[tuple[Path, str] | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
         """See :meth:`Launcher.launch`."""
         waiting = list(reversed(folders))
         running: dict[Path, subprocess.Popen[bytes]] = {}
@@ -70,7 +82,7 @@ class Local(Launcher):
                 for folder, process in list(running.items()):
                     if process.poll() is not None:
                         del running[folder]
-                        yield folder, f"its process ended with exit code {process.returncode}"
+                        yield Ended(folder, f"its process ended with exit code {process.returncode}")
                 yield None
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -78,10 +90,10 @@ class Local(Launcher):
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a point in a process group of its own, which holds the point's lock for as long as it lives."""
-    lock = take_lock(folder / LOCK)
+    """Start a point in its own process group, which inherits the point's lock."""
+    lock = try_lock(folder / LOCK)
     if lock is None:
-        raise ValueError(f"{folder}: expected a point at rest, got one that another process runs; wait for it.")
+        raise ValueError(f"{folder}: expected a point that is not running, got one that is; wait for its process.")
     with lock:
         process = subprocess.Popen(
             [sys.executable, "-m", "refusion_lit.sweeps.worker", str(folder)],
@@ -89,7 +101,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )
-    write_json(folder / PROCESS, {"group": process.pid})
+    write_json_atomically(folder / PROCESS, {"group": process.pid})
     return process
 
 
@@ -98,27 +110,27 @@ def _stop(processes: list[subprocess.Popen[bytes]], grace_seconds: float) -> Non
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-        until = time.monotonic() + grace_seconds
+        deadline = time.monotonic() + grace_seconds
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, until - time.monotonic()))
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Jobs of a SLURM cluster, through submitit (``pip install refusion-lit[sweep]``).
+    """Runs points as jobs of a SLURM cluster, through submitit (``pip install refusion-lit[sweep]``).
 
-    The sweep's directory must be on a file system that the nodes share.
+    The sweep's directory must be on a file system that all nodes share.
 
     Attributes:
-        num_workers: Jobs that run at the same time, as a job array.
+        num_workers: Maximum number of jobs of the job array that run concurrently.
         minutes: Time limit of a job.
-        partition: The cluster's partition.
-        gpus_per_node: GPUs of a job.
-        cpus_per_task: CPUs of a job.
-        mem_gb: Memory of a job in GB.
-        parameters: Further parameters of submitit, such as ``slurm_account``.
-        cluster: ``local`` runs the same jobs as processes of this machine, for trying.
+        partition: Partition of the cluster; the cluster's default if ``None``.
+        gpus_per_node: GPUs per job.
+        cpus_per_task: CPUs per job.
+        mem_gb: Memory per job in GB; the cluster's default if ``None``.
+        parameters: Additional submitit parameters, such as ``slurm_account``.
+        cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine.
     """
 
     num_workers: int = 16
@@ -132,25 +144,48 @@ class Slurm(Launcher):
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "minutes", "cpus_per_task"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+            require_at_least(name, getattr(self, name), 1)
 
     def check(self) -> None:
         """See :meth:`Launcher.check`."""
         try:
             import submitit
         except ImportError as error:
-            raise ValueError("launcher: Slurm needs submitit; do pip install 'refusion-lit[sweep]'.") from error
+            raise ValueError("launcher: Slurm needs submitit; run pip install 'refusion-lit[sweep]'.") from error
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
-    def launch(self, folders: Sequence[Path]) -> Iterator[tuple[Path, str] | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
         """See :meth:`Launcher.launch`."""
-        import submitit
-
         if not folders:
             return
-        executor = submitit.AutoExecutor(folder=folders[0].parent.parent / "jobs", cluster=self.cluster)
+        executor = self._executor(folders[0].parent.parent / "jobs")
+        from refusion_lit.sweeps.worker import run_point  # imported late: a local point runs this module as a script
+
+        # SLURM limits the jobs of an array itself; the local executor starts all jobs that it is given.
+        max_submitted = len(folders) if self.cluster == "slurm" else self.num_workers
+        waiting, running = list(folders), {}
+        try:
+            while waiting or running:
+                if waiting and (free := max_submitted - len(running)) > 0:
+                    chosen, waiting = waiting[:free], waiting[free:]
+                    with executor.batch():
+                        jobs = [executor.submit(run_point, str(folder)) for folder in chosen]
+                    running |= dict(zip(chosen, jobs, strict=True))
+                for folder, job in list(running.items()):
+                    if job.done():
+                        del running[folder]
+                        yield Ended(folder, _describe_end(job))
+                yield None
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for job in running.values():
+                job.cancel(check=False)
+
+    def _executor(self, folder: Path) -> Any:  # noqa: ANN401 - submitit is optional
+        import submitit
+
+        executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)
         settings: dict[str, Any] = {"name": "refusion_lit", "timeout_min": self.minutes}
         settings |= {"gpus_per_node": self.gpus_per_node, "cpus_per_task": self.cpus_per_task}
         if self.mem_gb is not None:
@@ -160,32 +195,12 @@ class Slurm(Launcher):
             if self.partition is not None:
                 settings["slurm_partition"] = self.partition
         executor.update_parameters(**settings, **self.parameters)
-        from refusion_lit.sweeps.worker import run_point  # here, for a local point is this module run as a script
-
-        # A local executor has no array: it is given so many jobs as may run at once.
-        share = len(folders) if self.cluster == "slurm" else self.num_workers
-        waiting, running = list(folders), {}
-        try:
-            while waiting or running:
-                if waiting and (free := share - len(running)) > 0:
-                    chosen, waiting = waiting[:free], waiting[free:]
-                    with executor.batch():
-                        jobs = [executor.submit(run_point, str(folder)) for folder in chosen]
-                    running |= dict(zip(chosen, jobs, strict=True))
-                for folder, job in list(running.items()):
-                    if job.done():
-                        del running[folder]
-                        yield folder, _how(job)
-                yield None
-                time.sleep(_POLL_SECONDS)
-        finally:
-            for job in running.values():
-                job.cancel(check=False)
+        return executor
 
 
-def _how(job: Any) -> str:  # noqa: ANN401 - submitit's job
+def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit
     try:
         error = job.exception()
-    except Exception as unreadable:  # submitit raises many kinds where a job died without a result
+    except Exception as unreadable:  # submitit raises many types for a job that died without a result
         error = unreadable
     return f"its job {job.job_id} ended in state {job.state}" + (f": {error}" if error else "")

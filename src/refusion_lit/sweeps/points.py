@@ -1,4 +1,4 @@
-"""From a sweep to its points: configs of plain values, identified by what they resolve to."""
+"""Expands a sweep into points: one resolved config per subcommand, identified by a hash of its values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]
 """Takes a subcommand and its config; returns the config with every default filled in, or raises ValueError."""
 
-# Where a run lands says nothing about what it computes.
-_PLACES = ("config", "runs_dir", "run_name", "run_version")
+# Options that say where a run is stored; they do not change what it computes.
+_LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Point:
 
     Attributes:
         id: First 12 hexadecimal digits of the SHA-256 of the resolved configs.
-        options: The varying options, as written in the sweep.
-        configs: For each subcommand its resolved config.
+        options: The swept options, as written in the sweep.
+        configs: The resolved config of each subcommand.
     """
 
     id: str
@@ -37,31 +37,25 @@ class Point:
 
     @property
     def seed(self) -> Any:  # noqa: ANN401 - an int, or None
-        """The runs' seed."""
+        """Seed of the runs."""
         return next(iter(self.configs.values())).get("seed_everything")
 
     @property
     def label(self) -> str:
-        """The varying options in a few words."""
-        return " ".join(f"{name.rsplit('.', 1)[-1]}={short(value)}" for name, value in self.options.items()) or "base"
-
-
-def short(value: Any, limit: int = 40) -> str:  # noqa: ANN401 - an option's value
-    """Return a value in at most ``limit`` characters."""
-    text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+        """The swept options in short, without their groups."""
+        return _format({name.rsplit(".", 1)[-1]: value for name, value in self.options.items()}, " ")
 
 
 def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
-    """Return a sweep's points, each once, in order.
+    """Return the points of a sweep in order, without repetitions.
 
     Args:
         sweep: The sweep.
-        directory: What its paths are relative to: the sweep file's directory.
+        directory: Directory of the sweep file, which the sweep's paths are relative to.
         resolve: See :data:`Resolve`.
 
     Raises:
-        ValueError: If a file is missing or a point is wrong; names the point.
+        ValueError: If a file is missing or a point is invalid; the message names the point.
     """
     base: Config = {}
     for name in sweep.base:
@@ -71,8 +65,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
         try:
             point = _point(sweep, base, options, directory, resolve)
         except ValueError as error:
-            text = ", ".join(f"{name}={short(value)}" for name, value in options.items()) or "base"
-            raise ValueError(f"point {text}: {error}") from error
+            raise ValueError(f"point {_format(options, ', ')}: {error}") from error
         points.setdefault(point.id, point)
     return list(points.values())
 
@@ -89,18 +82,18 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
                 if scope != subcommand:
                     continue
                 name = rest
-            set_option(config, name, anchored(value, directory))
+            set_option(config, name, _resolve_paths(value, directory))
         resolved = resolve(subcommand, config)
-        configs[subcommand] = {name: value for name, value in resolved.items() if name not in _PLACES}
-    identity = {"configs": configs}
+        configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
+    identity: Config = {"configs": configs}
     if "fit" in configs:
-        identity["test_checkpoint"] = sweep.test_checkpoint  # type: ignore[assignment]
+        identity["test_checkpoint"] = sweep.test_checkpoint
     text = json.dumps(identity, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
-    """Return one config over another; a component of another class replaces the one below it whole."""
+    """Merge two configs; ``above`` takes precedence, and a component of another class replaces that below it."""
     if above.get("class_path", below.get("class_path")) != below.get("class_path"):
         return dict(above)
     merged = dict(below)
@@ -111,26 +104,26 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
 
 
 def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 - an option's value
-    """Set a dotted option in place; below a component (``class_path``) a plain name is one of its ``init_args``.
+    """Set a dotted option in place; inside a component (``class_path``) a plain name is one of its ``init_args``.
 
     Raises:
-        ValueError: If the name leads through something that is no group of options.
+        ValueError: If a part of the name is neither a group of options nor an index into a list.
     """
     node: Any = config
     *path, leaf = name.split(".")
     for i, part in enumerate(path):
-        node = _inner(node, part)
+        node = _init_args(node, part)
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, dict):
             if node.get(part) is None:
                 node[part] = {}
-            elif isinstance(node[part], str):  # a component named by its class only
+            elif isinstance(node[part], str):  # a component given by its class name only
                 node[part] = {"class_path": node[part]}
             node = node[part]
         if not isinstance(node, (dict, list)):
             raise ValueError(f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}.")
-    node = _inner(node, leaf)
+    node = _init_args(node, leaf)
     if not isinstance(node, dict):
         raise ValueError(f"{name}: expected an option of a group, got an entry of a list.")
     if leaf == "class_path" and node.get("class_path") != value:
@@ -138,7 +131,8 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
     node[leaf] = value
 
 
-def _inner(node: Any, part: str) -> Any:  # noqa: ANN401 - a node of a config
+def _init_args(node: Any, part: str) -> Any:  # noqa: ANN401 - a node of a config
+    """Return the ``init_args`` of a component if ``part`` is an option of the component, else the node."""
     if isinstance(node, dict) and "class_path" in node and part not in ("class_path", "init_args"):
         if node.get("init_args") is None:
             node["init_args"] = {}
@@ -146,12 +140,12 @@ def _inner(node: Any, part: str) -> Any:  # noqa: ANN401 - a node of a config
     return node
 
 
-def anchored(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
-    """Return a value with relative paths made absolute, and the YAML file of a component read."""
+def _resolve_paths(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
+    """Make paths that start with ``./`` or ``../`` absolute; put a component in place of its YAML file."""
     if isinstance(value, dict):
-        return {name: anchored(inner, directory) for name, inner in value.items()}
+        return {name: _resolve_paths(inner, directory) for name, inner in value.items()}
     if isinstance(value, list):
-        return [anchored(inner, directory) for inner in value]
+        return [_resolve_paths(inner, directory) for inner in value]
     if not isinstance(value, str) or not value.startswith(("./", "../")):
         return copy.copy(value)
     path = (directory / value).resolve()
@@ -160,3 +154,13 @@ def anchored(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's 
         if "class_path" in component:
             return component
     return str(path)
+
+
+def _format(options: Config, separator: str) -> str:
+    """Return options as ``name=value``; a sweep without swept options has the one point ``base``."""
+    return separator.join(f"{name}={_short(value)}" for name, value in options.items()) or "base"
+
+
+def _short(value: Any, max_length: int = 40) -> str:  # noqa: ANN401 - an option's value
+    text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

@@ -1,4 +1,4 @@
-"""What a sweep says while it runs: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a sweep: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class SweepProgress:
-    """Counts points, and estimates the time left from the mean time between the ends of points so far.
+    """Counts finished points and estimates the remaining time from the mean time per point so far.
 
     Args:
-        total: Points to run.
+        total: Number of points to run.
         console: Where to write; standard error by default.
     """
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._total, self._ended, self._failed = total, 0, 0
+        self._total, self._num_ended, self._num_failed = total, 0, 0
         self._start = time.monotonic()
         self._bar: Progress | None = None
         if self._console.is_terminal and total:
@@ -39,24 +39,24 @@ class SweepProgress:
             self._bar.stop()
 
     def tick(self) -> None:
-        """Refresh the time left."""
+        """Refresh the remaining time."""
         if self._bar:
-            failed = f", {self._failed} failed" if self._failed else ""
-            self._bar.update(self._task, completed=self._ended, description=f"{self.time_left}{failed}")
+            failed = f", {self._num_failed} failed" if self._num_failed else ""
+            self._bar.update(self._task, completed=self._num_ended, description=f"{self.time_left}{failed}")
 
     def ended(self, label: str, status: str, seconds: float | None, error: str | None) -> None:
-        """Tell of a point's end.
+        """Report the end of a point.
 
         Args:
-            label: The point's options.
-            status: How it ended.
-            seconds: How long it took.
-            error: What went wrong.
+            label: The point's options in short.
+            status: ``finished`` or ``failed``.
+            seconds: Duration, if it is known.
+            error: The error of a failed point.
         """
-        self._ended += 1
-        self._failed += status != "finished"
-        took = "" if seconds is None else f" in {seconds:.1f} s"
-        line = f"[{self._ended}/{self._total}] {status}{took}: {label} ({self.time_left})"
+        self._num_ended += 1
+        self._num_failed += status != "finished"
+        duration = "" if seconds is None else f" in {seconds:.1f} s"
+        line = f"[{self._num_ended}/{self._total}] {status}{duration}: {label} ({self.time_left})"
         self._console.print(
             line if error is None else f"{line}\n{error}", markup=False, highlight=False, soft_wrap=True
         )
@@ -64,10 +64,10 @@ class SweepProgress:
 
     @property
     def time_left(self) -> str:
-        """How long the rest takes, in words."""
-        if not self._ended:
-            return "time left not known yet"
-        passed = time.monotonic() - self._start
-        left = round(passed / self._ended * (self._total - self._ended))
-        hours, rest = divmod(left, 3600)
+        """Estimated remaining time in words."""
+        if not self._num_ended:
+            return "time left unknown"
+        elapsed = time.monotonic() - self._start
+        seconds = round(elapsed / self._num_ended * (self._total - self._num_ended))
+        hours, rest = divmod(seconds, 3600)
         return f"about {hours}:{rest // 60:02d}:{rest % 60:02d} left"

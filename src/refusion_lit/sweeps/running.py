@@ -1,4 +1,4 @@
-"""Runs a sweep: plans its points, runs those that are not finished, gathers the results."""
+"""Runs a sweep: plans its points, runs the unfinished ones and collects the results."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from refusion_lit.sweeps.files import LOG, OUTCOME, POINT, read_json, stop_left_over, tail, take_lock, write_json
-from refusion_lit.sweeps.files import write_whole as _write
+from refusion_lit.sweeps.files import LOCK, LOG, OUTCOME, POINT, kill_orphans, tail, try_lock
 from refusion_lit.sweeps.points import Point, Resolve, plan
 from refusion_lit.sweeps.progress import SweepProgress
 from refusion_lit.sweeps.spec import Sweep
-from refusion_lit.sweeps.table import Row, gather, write_table
+from refusion_lit.sweeps.table import Row, collect_rows, write_table
+from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
 
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """What a sweep came to.
+    """The results of a sweep.
 
     Attributes:
-        directory: Where everything is.
-        rows: The table: a row for each point and decoder, see :func:`~refusion_lit.sweeps.table.gather`.
+        directory: The sweep's directory.
+        rows: The table, one row per point and decoder; see :func:`~refusion_lit.sweeps.table.collect_rows`.
         failed: Ids of the points that failed.
-        num_reused: Points that an earlier run of the sweep had finished.
-        files: The tables written.
+        num_reused: Number of points that an earlier run of the sweep had finished.
+        files: The table files written.
     """
 
     directory: Path
@@ -52,60 +52,60 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> SweepResult:
-    """Run a sweep's points, each in its own process and folder (``DIRECTORY/points/ID``).
+    """Run the points of a sweep, each in its own process and directory (``DIRECTORY/points/ID``).
 
-    A finished point is never run again; with ``resume`` one that failed, or was cut off, is run from its start.
+    Finished points are never run again. With ``resume``, points that failed or were interrupted start over.
 
     Args:
         sweep: The sweep.
-        directory: Where everything goes; takes the place of ``sweep.directory``.
-        resolve: Checks and completes a point's config without building anything;
-            :func:`refusion_lit.cli.sweep.resolver` makes the command line's own.
-        relative_to: What the sweep's paths are relative to.
-        resume: Go on in a directory that exists.
-        command: What a subcommand's arguments are appended to.
-        console: Where progress goes; standard error by default.
+        directory: The sweep's directory; replaces ``sweep.directory``.
+        resolve: Validates and completes the config of a point without building anything;
+            :func:`refusion_lit.cli.sweep.resolver` returns the one of the command line.
+        relative_to: Directory that the sweep's paths are relative to.
+        resume: Whether the directory may exist already.
+        command: Command that takes a subcommand and its options.
+        console: Where to show progress; standard error by default.
 
     Raises:
-        ValueError: If the sweep or a point is wrong, or the directory is in use; nothing has run then.
-        KeyboardInterrupt: When interrupted; the points' processes are stopped.
+        ValueError: If the sweep or a point is invalid or the directory is in use; nothing has run then.
+        KeyboardInterrupt: If interrupted, after the points' processes have been stopped.
     """
     directory = Path(directory).resolve()
     console = console or Console(stderr=True)
     if directory.exists() and any(directory.iterdir()) and not resume:
-        raise ValueError(f"directory: expected a new one, got {directory}, which exists; add --resume to go on in it.")
+        raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
     points = plan(sweep, Path(relative_to).resolve(), resolve)
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(directory / "lock")
+    lock = try_lock(directory / LOCK)
     if lock is None:
-        raise ValueError(f"directory: expected one at rest, got {directory}, where a sweep is running; wait for it.")
+        raise ValueError(f"directory: expected no running sweep in {directory}, got one; wait for it to end.")
     with lock:
-        write_json(directory / "sweep.json", {"swept": sweep.swept, "points": [point.id for point in points]})
-        waiting = [point for point in points if not is_finished(directory, point)]
-        for point in waiting:
+        write_json_atomically(
+            directory / "sweep.json", {"swept": sweep.swept, "points": [point.id for point in points]}
+        )
+        unfinished = [point for point in points if not is_finished(directory, point)]
+        for point in unfinished:
             _prepare(directory, point, sweep, command)
-        by_folder = {directory / "points" / point.id: point for point in waiting}
-        if reused := len(points) - len(waiting):
-            console.print(f"{reused} of {len(points)} points are finished already", markup=False, highlight=False)
+        if num_reused := len(points) - len(unfinished):
+            console.print(f"{num_reused} of {len(points)} points are already finished", markup=False, highlight=False)
         try:
-            _launch(sweep, by_folder, console)
-        finally:  # also when interrupted: what is there is worth a table
-            rows = gather(directory, points, sweep.swept)
+            _launch(sweep, {_folder(directory, point): point for point in unfinished}, console)
+        finally:  # write the table of the finished points even if interrupted
+            rows = collect_rows(directory, points, sweep.swept)
             files = write_table(directory, rows)
     failed = tuple(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
-    return SweepResult(directory=directory, rows=rows, failed=failed, num_reused=reused, files=tuple(files))
+    return SweepResult(directory=directory, rows=rows, failed=failed, num_reused=num_reused, files=tuple(files))
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Whether a point has a result."""
-    outcome = read_json(directory / "points" / point.id / OUTCOME)
+    """Return whether a point has results."""
+    outcome = read_json(_folder(directory, point) / OUTCOME)
     return isinstance(outcome, dict) and outcome.get("status") == "finished"
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return for each subcommand of a point the command that runs it."""
-    folder = directory / "points" / point.id
+    """Return the command line of each subcommand of a point."""
+    folder = _folder(directory, point)
     return {
         subcommand: [
             *command,
@@ -120,7 +120,7 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
 
 
 def describe(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
-    """Return a list of points with their state and their commands."""
+    """Return a list of the points with their states and command lines."""
     lines = []
     for number, point in enumerate(points, start=1):
         state = "finished" if is_finished(directory, point) else "to run"
@@ -129,15 +129,19 @@ def describe(directory: Path, points: Sequence[Point], command: Sequence[str] = 
     return "\n".join(lines)
 
 
+def _folder(directory: Path, point: Point) -> Path:
+    return directory / "points" / point.id
+
+
 def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]) -> None:
-    """Clear what a failed or cut off run left, and write what the point's process needs."""
-    folder = directory / "points" / point.id
+    """Remove what an earlier run of the point left, and write the files that its process reads."""
+    folder = _folder(directory, point)
     if folder.exists():
-        stop_left_over(folder)
+        kill_orphans(folder)
         (folder / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
-        _write(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
+        write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
     values = {
         "id": point.id,
         "options": point.options,
@@ -145,19 +149,19 @@ def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]
         "test_checkpoint": sweep.test_checkpoint,
         "commands": commands(directory, point, command),
     }
-    write_json(folder / POINT, values)
+    write_json_atomically(folder / POINT, values)
 
 
 def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
-    with SweepProgress(len(points), console) as progress, closing(sweep.launcher.launch(list(points))) as ends:  # type: ignore[type-var]
+    with SweepProgress(len(points), console) as progress, closing(sweep.launcher.launch(list(points))) as ends:
         for end in ends:
             if end is None:
                 progress.tick()
                 continue
-            folder, how = end
-            outcome = read_json(folder / OUTCOME)
+            outcome = read_json(end.folder / OUTCOME)
             if not isinstance(outcome, dict):
-                error = f"{how}, without a result\n{tail(folder / LOG)}".strip()
+                error = f"{end.how}, without a result\n{tail(end.folder / LOG)}".strip()
                 outcome = {"status": "failed", "seconds": None, "error": error}
-                write_json(folder / OUTCOME, outcome)
-            progress.ended(points[folder].label, outcome["status"], outcome["seconds"], outcome.get("error"))
+                write_json_atomically(end.folder / OUTCOME, outcome)
+            label = points[end.folder].label
+            progress.ended(label, outcome["status"], outcome["seconds"], outcome.get("error"))

@@ -1,4 +1,4 @@
-"""What a sweep is: which options vary, and over which values."""
+"""The definition of a sweep: which options vary, and over which values."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refusion_lit.sweeps.launchers import Launcher, Local
+from refusion_lit.utils.require import require, require_at_least
 
-_KINDS = {"uniform": 2, "log_uniform": 2, "integers": 2, "choice": None}
+_DISTRIBUTIONS = ("uniform", "log_uniform", "integers", "choice")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     """A set of runs that differ in some options.
 
-    The points are all combinations of a cell of ``grid``, one of ``entries`` and a sample of ``random``; what is
-    left out counts as one empty entry. Options are dotted as on the command line (``model.sampling.temperature``,
-    ``model.decoders.refusion.slot_size``); one that begins with ``fit.`` or ``test.`` goes to that subcommand alone.
-    A value that begins with ``./`` or ``../`` is a path relative to the sweep file, and one that names a YAML file
-    of one component (those in ``configs/decoder``) stands for that component.
+    The points are the product of ``entries``, the cells of ``grid`` and the samples of ``random``; an empty one counts
+    as a single empty set of options. Options are dotted as on the command line (``model.sampling.temperature``,
+    ``model.decoders.refusion.slot_size``); an option that starts with ``fit.`` or ``test.`` applies to that subcommand
+    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file, and the path of a
+    component's YAML file (such as those in ``configs/decoder``) stands for the component.
 
     Attributes:
-        base: Config files, relative to the sweep file. Later ones overlay earlier ones group by group: named decoders
-            add up, where ``--config A --config B`` of the command line keeps those of the last file alone.
-        subcommands: ``[test]``, or ``[fit, test]`` where the test takes the fit's checkpoint.
+        base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options of
+            the command line, the named decoders of all files are kept.
+        subcommands: ``[test]``, or ``[fit, test]`` to test the checkpoint of each fit.
         options: Options that all points share.
-        grid: For each option the values to combine.
-        entries: A list of sets of options, each of which changes together.
-        random: For each option ``{uniform: [low, high]}``, ``{log_uniform: [low, high]}``, ``{integers: [low, high]}``
-            (both included) or ``{choice: [...]}``. A sample depends on the seed, its number and the option's name
-            only: more samples, or another option, leave the earlier samples as they are.
-        num_samples: Samples of ``random``.
-        seed: Seed of ``random``. The runs' own seed is the option ``seed_everything``.
-        test_checkpoint: Which checkpoint of ``fit`` is tested.
-        launcher: How points are run.
-        directory: Where everything goes; ``runs/sweep_NAME`` by default, after the sweep file's folder.
+        grid: For each option the list of its values; all combinations are run.
+        entries: A list of sets of options that change together.
+        random: For each option a distribution: ``{uniform: [low, high]}``, ``{log_uniform: [low, high]}``,
+            ``{integers: [low, high]}`` (both ends included) or ``{choice: [...]}``. A sample depends only on the seed,
+            its number and the option's name, so adding samples or options leaves earlier samples unchanged.
+        num_samples: Number of samples of ``random``.
+        seed: Seed of ``random``. The seed of the runs is the option ``seed_everything``.
+        test_checkpoint: Whether to test the ``last`` or the ``best`` checkpoint of a fit.
+        launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
+        directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
     """
 
     base: list[str] = field(default_factory=list)
@@ -55,21 +56,21 @@ class Sweep:
     directory: str | None = None
 
     def __post_init__(self) -> None:
-        if self.subcommands not in (["test"], ["fit", "test"]):
-            raise ValueError(f"subcommands: expected [test] or [fit, test], got {self.subcommands}.")
+        allowed = (["test"], ["fit", "test"])
+        require(self.subcommands in allowed, "subcommands", "[test] or [fit, test]", self.subcommands, "choose one")
         for name, values in self.grid.items():
-            if not isinstance(values, (list, tuple)) or not values:
-                raise ValueError(f"grid.{name}: expected a list of at least one value, got {values!r}.")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples: expected at least 1, got {self.num_samples}.")
+            is_list = isinstance(values, (list, tuple)) and len(values) > 0
+            require(is_list, f"grid.{name}", "a list of at least one value", values, "write it as [VALUE, ...]")
+        require_at_least("num_samples", self.num_samples, 1)
         for name, distribution in self.random.items():
-            _check(name, distribution)
+            _check_distribution(name, distribution)
         places = {"grid": set(self.grid), "entries": {key for entry in self.entries for key in entry}}
         places |= {"random": set(self.random), "options": set(self.options)}
-        for (one, left), (other, right) in itertools.combinations(places.items(), 2):
-            if twice := left & right:
-                name = sorted(twice)[0]
-                raise ValueError(f"{name}: expected in one place, got it in {one} and in {other}; drop one of them.")
+        for (first, names), (second, others) in itertools.combinations(places.items(), 2):
+            if repeated := sorted(names & others):
+                raise ValueError(
+                    f"{repeated[0]}: expected in one place, got it in {first} and in {second}; remove one of them."
+                )
 
     @property
     def swept(self) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ class Sweep:
         return tuple(dict.fromkeys([*self.grid, *(key for entry in self.entries for key in entry), *self.random]))
 
     def combinations(self) -> Iterator[dict[str, Any]]:
-        """Yield the varying options of each point, in a fixed order."""
+        """Yield the swept options of each point, in a fixed order."""
         cells = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         samples = [self._sample(i) for i in range(self.num_samples)] if self.random else [{}]
         for parts in itertools.product(self.entries or [{}], cells, samples):
@@ -87,19 +88,19 @@ class Sweep:
         return {name: _draw(f"{self.seed}/{index}/{name}", kind) for name, kind in self.random.items()}
 
 
-def _check(name: str, distribution: Mapping[str, Any]) -> None:
+def _check_distribution(name: str, distribution: Mapping[str, Any]) -> None:
     kind, values = next(iter(distribution.items()), (None, None))
-    if len(distribution) != 1 or kind not in _KINDS or not isinstance(values, (list, tuple)) or not values:
+    if len(distribution) != 1 or kind not in _DISTRIBUTIONS or not isinstance(values, (list, tuple)) or not values:
         raise ValueError(
             f"random.{name}: expected one of {{uniform: [low, high]}}, {{log_uniform: [low, high]}}, "
-            f"{{integers: [low, high]}}, {{choice: [...]}}, got {dict(distribution)!r}."
+            f"{{integers: [low, high]}}, {{choice: [...]}}, got {dict(distribution)!r}; write it as one of these."
         )
     if kind == "choice":
         return
-    numbers = len(values) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-    if not numbers or not values[0] <= values[1] or (kind == "log_uniform" and values[0] <= 0):
-        above = " above 0" if kind == "log_uniform" else ""
-        raise ValueError(f"random.{name}: expected {kind}: [low, high] in numbers{above}, got {values!r}.")
+    are_numbers = len(values) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    in_range = are_numbers and values[0] <= values[1] and (kind != "log_uniform" or values[0] > 0)
+    expected = f"{kind}: [low, high] in numbers{' above 0' if kind == 'log_uniform' else ''}"
+    require(in_range, f"random.{name}", expected, values, "change the bounds")
 
 
 def _draw(key: str, distribution: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an option's value

@@ -1,4 +1,4 @@
-"""Gathers a sweep's results into one tidy table: a row for each point and decoder."""
+"""Collects the results of a sweep into one tidy table with a row per point and decoder."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.sweeps.files import OUTCOME, read_json, write_whole
+from refusion_lit.sweeps.files import OUTCOME
 from refusion_lit.sweeps.points import Point
+from refusion_lit.utils.files import read_json, write_atomically
 
 Row = dict[str, Any]
 
 
-def gather(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[Row]:
-    """Return the rows: the point, how it ended, its options, and a decoder's figures.
+def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[Row]:
+    """Return the rows of the table: the point, its status and swept options, and the figures of one decoder.
 
     Args:
         directory: The sweep's directory.
-        points: The sweep's points; one without an outcome is ``pending``.
-        swept: Names of the varying options, each a column.
+        points: The sweep's points; one without an outcome has the status ``pending``.
+        swept: Names of the swept options, which are columns.
 
     Returns:
-        Rows with the same keys in the same order; figures are ``None`` for a point that did not finish.
+        Rows with the same keys in the same order; the figures of an unfinished point are ``None``.
     """
     rows = []
     for point in points:
         folder = directory / "points" / point.id
         outcome: Row = read_json(folder / OUTCOME) or {"status": "pending"}
-        known = {
+        common = {
             "point": point.id,
             "status": outcome["status"],
             "seed": point.seed,
@@ -40,35 +41,35 @@ def gather(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> li
             **{name: point.options.get(name) for name in swept},
         }
         results = outcome.get("results") or {None: {}}
-        rows += [{**known, "decoder": decoder, **figures} for decoder, figures in results.items()]
+        rows += [{**common, "decoder": decoder, **figures} for decoder, figures in results.items()]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
 def write_table(directory: Path, rows: Sequence[Row]) -> list[Path]:
-    """Write ``results.csv`` and, where pyarrow is installed, ``results.parquet``; values without a cell type as JSON.
+    """Write ``results.csv`` and, if pyarrow is installed, ``results.parquet``; lists and mappings become JSON texts.
 
     Returns:
         The files written.
     """
-    plain = [{name: _cell(value) for name, value in row.items()} for row in rows]
-    columns = list(plain[0]) if plain else []
+    rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
+    columns = list(rows[0]) if rows else []
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(plain)
+    writer.writerows(rows)
     paths = [directory / "results.csv"]
-    write_whole(paths[0], text.getvalue())
+    write_atomically(paths[0], text.getvalue())
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         return paths
-    table = {name: _uniform([row[name] for row in plain]) for name in columns}
+    table = {name: _uniform([row[name] for row in rows]) for name in columns}
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table(table), buffer)
     paths.append(directory / "results.parquet")
-    write_whole(paths[1], buffer.getvalue())
+    write_atomically(paths[1], buffer.getvalue())
     return paths
 
 
@@ -77,7 +78,7 @@ def _cell(value: Any) -> Any:  # noqa: ANN401 - an option or a figure
 
 
 def _uniform(values: list[Any]) -> list[Any]:
-    """Return a column of one type: numbers of both kinds as floats, anything else mixed as text."""
+    """Return a column of one type: integers and floats become floats, any other mixture becomes text."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) <= 1:
         return values

@@ -1,4 +1,7 @@
-"""Runs one point: its commands one after another, then its outcome. ``python -m refusion_lit.sweeps.worker FOLDER``."""
+"""Runs one point: its subcommands in order, then writes its outcome.
+
+Started as ``python -m refusion_lit.sweeps.worker FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -8,61 +11,65 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from refusion_lit.sweeps.files import LOG, OUTCOME, POINT, read_json, tail, write_json
+from refusion_lit.sweeps.files import LOG, OUTCOME, POINT, tail
+from refusion_lit.utils.files import read_json, write_json_atomically
 
-# What a launcher of an outer run may have set, which the point's own run must not take for its own.
-_FOREIGN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
+# Set by the launcher of an outer run; a point's own run must not inherit them.
+_OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 
 
 def run_point(folder: str) -> bool:
-    """Run a point and write ``outcome.json``, the last thing that happens.
+    """Run a point and write ``outcome.json`` as the last step.
 
     Args:
-        folder: The point's folder, with its ``point.json``.
+        folder: Directory of the point, with its ``point.json``.
 
     Returns:
-        Whether it finished.
+        Whether the point finished.
     """
     place = Path(folder)
     point = read_json(place / POINT)
     for subcommand in point["commands"]:
         shutil.rmtree(place / subcommand, ignore_errors=True)
     start = time.monotonic()
-    error = None
-    environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    error = _run_commands(place, point)
+    results = read_json(place / "test" / "results.json")
+    if error is None and not isinstance(results, dict):
+        error = "test wrote no results.json"
+    seconds = time.monotonic() - start
+    outcome = {"results": results["results"]} if error is None else {"error": error}
+    status = "finished" if error is None else "failed"
+    write_json_atomically(place / OUTCOME, {"status": status, "seconds": seconds, **outcome})
+    return error is None
+
+
+def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
+    """Run the point's subcommands until one fails; return its error."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OUTER_RUN}
     with (place / LOG).open("wb") as log:
         for subcommand, command in point["commands"].items():
             arguments = list(command)
             if subcommand == "test" and "fit" in point["commands"]:
                 try:
                     arguments.append(f"--ckpt_path={find_checkpoint(place / 'fit', point['test_checkpoint'])}")
-                except ValueError as missing:
-                    error = str(missing)
-                    break
+                except ValueError as error:
+                    return str(error)
             done = subprocess.run(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
             )
             if done.returncode:
-                error = f"{subcommand} ended with exit code {done.returncode}:\n{tail(place / LOG)}"
-                break
-    results = read_json(place / "test" / "results.json")
-    if error is None and not isinstance(results, dict):
-        error = "test wrote no results.json"
-    seconds = time.monotonic() - start
-    if error is not None:
-        write_json(place / OUTCOME, {"status": "failed", "seconds": seconds, "error": error})
-        return False
-    write_json(place / OUTCOME, {"status": "finished", "seconds": seconds, "results": results["results"]})
-    return True
+                return f"{subcommand} ended with exit code {done.returncode}:\n{tail(place / LOG)}"
+    return None
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:
-    """Return the checkpoint that a fit left.
+    """Return a checkpoint of a fit.
 
     Args:
         folder: The fit's directory.
-        which: ``last``, or ``best`` by the monitored value of the run's ModelCheckpoint.
+        which: ``last``, or ``best`` by the value that the run's ModelCheckpoint monitors.
 
     Raises:
         ValueError: If there is none.
@@ -70,11 +77,11 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     directory = folder / "checkpoints"
     files = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise ValueError(f"fit left no checkpoint in {directory}; let trainer.callbacks have a ModelCheckpoint.")
+        raise ValueError(f"fit left no checkpoint in {directory}; add a ModelCheckpoint to trainer.callbacks.")
     newest = next((path for path in files if path.name == "last.ckpt"), files[-1])
     if which == "last":
         return newest
-    import torch  # costs seconds: only where it is needed
+    import torch  # takes seconds to import, so only where it is needed
 
     states = torch.load(newest, map_location="cpu", weights_only=True).get("callbacks", {})
     for name, state in states.items():
