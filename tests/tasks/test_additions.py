@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from refusion_lit.types import Example
 
 
 @given(index=st.integers(0, 199_999), seed=st.integers(), low=st.integers(2, 5), more=st.integers(0, 3))
-def test_every_sum_is_asked_and_answered_in_order(index: int, seed: int, low: int, more: int) -> None:
+def test_the_response_has_every_sum_in_order(index: int, seed: int, low: int, more: int) -> None:
     example = Additions(min_terms=low, max_terms=low + more, seed=seed).examples("train")[index]
     assert re.fullmatch(r"[1-9]\d\+[1-9]\d(,[1-9]\d\+[1-9]\d)*>", example.query)
     questions = example.query[:-1].split(",")
@@ -34,16 +33,3 @@ def test_format_of_the_published_example() -> None:
     example = Example(id="x", query="12+34,56+78>", response="12+34=46;56+78=134;")
     assert Additions().score(example, "12+34=46;56+78=134;") == 1.0
     assert Additions().score(example, "12+34=46;56+78=134; ") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"min_terms": 0}, "min_terms"),
-        ({"max_terms": 65}, "max_terms"),
-        ({"min_terms": 4, "max_terms": 3}, "max_terms"),
-    ],
-)
-def test_impossible_options_are_refused(options: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named}: expected an integer from"):
-        Additions(**options)

@@ -1,10 +1,8 @@
-"""HumanEval and MBPP: reading, what is run, and pass@k."""
+"""HumanEval and MBPP: reading problems, running programs, and pass@k."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -15,23 +13,9 @@ import pytest
 from benchmark_data import benchmark_file
 from refusion_lit.sandbox import Sandbox
 from refusion_lit.tasks import SPLITS, CodeTask, HumanEval, Mbpp
-from refusion_lit.tasks.code import code_of, pass_at_k, problem_of
-from tasks.test_files import Hub
-
-HUMANEVAL = {
-    "task_id": "HumanEval/900",
-    "prompt": "import math\n\ndef half(x):\n    return x / 2\n\ndef quarter(x):\n    '''A quarter of x.'''\n",
-    "canonical_solution": "    return half(half(x))\n",
-    "test": "def check(candidate):\n    assert candidate(4) == 1\n",
-    "entry_point": "quarter",
-}
-MBPP = {
-    "task_id": 11,
-    "text": "Write a function to add.",
-    "code": "class P:\r\n\tv = 3\r\ndef add(a, b):\r\n\treturn a + b",
-    "test_setup_code": "three = P().v",
-    "test_list": ["assert add(1, 2) == three", "assert add(0, 0) == 0"],
-}
+from refusion_lit.tasks.code import extract_code, pass_at_k, problem_id
+from tasks.conftest import Hub
+from tasks.samples import HUMANEVAL, MBPP, write_jsonl
 
 
 def _isolated() -> bool:
@@ -41,12 +25,7 @@ def _isolated() -> bool:
         return False
 
 
-runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no full isolation")
-
-
-def _file(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no full isolation of generated code")
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
@@ -75,13 +54,13 @@ def test_pass_at_k_of_many_samples_and_impossible_numbers() -> None:
         ("```python\ncut off", "cut off"),
     ],
 )
-def test_code_is_taken_from_fences(response: str, code: str) -> None:
-    assert code_of(response) == code
+def test_code_is_extracted_from_fences(response: str, code: str) -> None:
+    assert extract_code(response) == code
 
 
 @runs_code
 def test_humaneval(tmp_path: Path) -> None:
-    task = HumanEval(files=_file(tmp_path / "h.jsonl", HUMANEVAL), allow_code_execution=True)
+    task = HumanEval(files=write_jsonl(tmp_path / "h.jsonl", [HUMANEVAL]), allow_code_execution=True)
     (example,) = task.examples("test")
     assert (example.id, example.query, example.response) == (
         "HumanEval/900", HUMANEVAL["prompt"], HUMANEVAL["canonical_solution"])  # fmt: skip
@@ -105,7 +84,7 @@ def test_humaneval(tmp_path: Path) -> None:
 @runs_code
 def test_mbpp(tmp_path: Path) -> None:
     rows = [{**MBPP, "task_id": number} for number in (10, 11, 510, 511, 600, 601)]
-    task = Mbpp(files=_file(tmp_path / "m.jsonl", *rows), allow_code_execution=True)
+    task = Mbpp(files=write_jsonl(tmp_path / "m.jsonl", rows), allow_code_execution=True)
     ids = {split: [e.id for e in task.examples(split)] for split in ("train", "validation", "test")}
     assert ids == {
         "train": ["MBPP/10", "MBPP/601"],
@@ -121,7 +100,7 @@ def test_mbpp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cls", "row"), [(HumanEval, HUMANEVAL), (Mbpp, MBPP)])
 def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: object) -> None:
-    task = cls(files=_file(tmp_path / "x.jsonl", row))
+    task = cls(files=write_jsonl(tmp_path / "x.jsonl", [row]))
     (example,) = task.examples("test")
     assert task.score(example, example.response) is None
     with pytest.raises(ValueError, match="allow_code_execution: expected true"):
@@ -129,11 +108,11 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
     assert "sandbox" not in task.__dict__
 
 
-def test_several_samples_have_ids_of_their_own(tmp_path: Path) -> None:
-    task = HumanEval(files=_file(tmp_path / "x.jsonl", HUMANEVAL), num_samples=3)
+def test_several_samples_of_a_problem_have_unique_ids(tmp_path: Path) -> None:
+    task = HumanEval(files=write_jsonl(tmp_path / "x.jsonl", [HUMANEVAL]), num_samples=3)
     ids = [e.id for e in task.examples("test")]
     assert len(set(ids)) == 3
-    assert {problem_of(identity) for identity in ids} == {"HumanEval/900"}
+    assert {problem_id(identity) for identity in ids} == {"HumanEval/900"}
 
 
 @pytest.mark.parametrize(
@@ -141,17 +120,17 @@ def test_several_samples_have_ids_of_their_own(tmp_path: Path) -> None:
     [
         (HumanEval, {**HUMANEVAL, "test": 3}, r"x\.jsonl:1: expected text in field 'test', got int"),
         (HumanEval, {"task": "a"}, r"x\.jsonl:1: expected a field 'prompt'"),
-        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected a whole number in field 'task_id'"),
+        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected an integer in field 'task_id'"),
         (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: expected a list of assertions"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, cls: type[CodeTask], row: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cls(files=_file(tmp_path / "x.jsonl", row)).examples("test")
+        cls(files=write_jsonl(tmp_path / "x.jsonl", [row])).examples("test")
 
 
 def test_bad_options_and_files(tmp_path: Path) -> None:
-    path = _file(tmp_path / "x.jsonl", MBPP, MBPP)
+    path = write_jsonl(tmp_path / "x.jsonl", [MBPP, MBPP])
     with pytest.raises(ValueError, match=r"x\.jsonl:2: expected each problem once, got MBPP/11 again"):
         Mbpp(files=path).examples("test")
     with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got neither"):
@@ -181,14 +160,15 @@ def test_a_sample_of_the_canonical_solutions_passes(cls: type[CodeTask], name: s
         assert not task.run(example, "def nothing():\n    pass\n").passed, example.id
 
 
-def test_problems_from_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = {"dataset": "some/rows", "dataset_name": "main", "dataset_revision": "abc"}
-    splits = {"train": [{**MBPP, "task_id": 601}], "prompt": [{**MBPP, "task_id": 1}], "test": [MBPP]}
-    hubs = (Mbpp, splits, "MBPP/11"), (HumanEval, {"test": [HUMANEVAL]}, "HumanEval/900")
-    for cls, content, identity in hubs:
-        hub = Hub("datasets")
-        hub.splits = content  # type: ignore[misc]
-        monkeypatch.setitem(sys.modules, "datasets", hub)
-        task = cls(**source)
-        assert [e.id for e in task.examples("test")] == [identity]
-        assert len(task.examples("train")) == len(content) - 1
+@pytest.mark.parametrize(
+    ("cls", "splits", "identity"),
+    [
+        (Mbpp, {"train": [{**MBPP, "task_id": 601}], "prompt": [{**MBPP, "task_id": 1}], "test": [MBPP]}, "MBPP/11"),
+        (HumanEval, {"test": [HUMANEVAL]}, "HumanEval/900"),
+    ],
+)
+def test_problems_from_a_hub_data_set(hub: Hub, cls: type[CodeTask], splits: dict[str, list], identity: str) -> None:
+    hub.splits = splits
+    task = cls(**hub.address)
+    assert [e.id for e in task.examples("test")] == [identity]
+    assert len(task.examples("train")) == len(splits) - 1

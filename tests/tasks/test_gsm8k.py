@@ -1,9 +1,7 @@
-"""GSM8K: answers as numbers."""
+"""GSM8K: final numbers and scores."""
 
 from __future__ import annotations
 
-import json
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,9 +9,10 @@ import pytest
 
 from benchmark_data import benchmark_file
 from refusion_lit.tasks import Gsm8k
-from refusion_lit.tasks.gsm8k import answer
+from refusion_lit.tasks.gsm8k import extract_answer
 from refusion_lit.types import Example
-from tasks.test_files import Hub
+from tasks.conftest import Hub
+from tasks.samples import write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -50,35 +49,31 @@ from tasks.test_files import Hub
         ("", None),
     ],
 )
-def test_the_number_of_an_answer(text: str, expected: int | None) -> None:
-    assert answer(text) == expected
+def test_the_final_number_of_a_solution(text: str, expected: int | None) -> None:
+    assert extract_answer(text) == expected
 
 
 def test_scores(tmp_path: Path) -> None:
-    path = tmp_path / "test.jsonl"
-    path.write_text(json.dumps({"question": "q", "answer": "a\n#### 1,000"}) + "\n")
-    task = Gsm8k(test=str(path))
+    task = Gsm8k(test=write_jsonl(tmp_path / "test.jsonl", [{"question": "q", "answer": "a\n#### 1,000"}]))
     (example,) = task.examples("test")
     assert [task.score(example, text) for text in ("#### 1000.0", "\\boxed{1,000}", "1000", "#### 100")] == [1, 1, 0, 0]
-    with pytest.raises(ValueError, match="example e: expected a reference with a number behind ####"):
+    with pytest.raises(ValueError, match="example e: expected a reference with a number after ####"):
         task.score(Example(id="e", query="q", response="eighteen"), "#### 18")
 
 
-def test_references_of_the_published_files_are_numbers_and_right() -> None:
+def test_the_published_references_have_final_numbers_and_are_correct() -> None:
     task = Gsm8k(test=str(benchmark_file("gsm8k/test.jsonl")))
     examples = task.examples("test")
     assert len(examples) == 1319
     for example in examples:
         shown = example.response.rsplit("#### ", 1)[1]
-        assert answer(example.response) == Fraction(shown.replace(",", ""))
+        assert extract_answer(example.response) == Fraction(shown.replace(",", ""))
         assert task.score(example, example.response) == 1
         assert task.score(example, f"\\boxed{{{shown}}}") == 1
 
 
-def test_the_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub("datasets")
-    hub.splits = {"train": [{"question": "q", "answer": "#### 1"}], "test": [{"question": "r", "answer": "#### 2"}]}  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    task = Gsm8k(dataset="some/rows", dataset_name="main", dataset_revision="abc", validation_fraction=0.0)
+def test_the_hub_data_set(hub: Hub) -> None:
+    hub.splits = {"train": [{"question": "q", "answer": "#### 1"}], "test": [{"question": "r", "answer": "#### 2"}]}
+    task = Gsm8k(**hub.address, validation_fraction=0.0)
     assert [(e.query, task.score(e, "\\boxed{2.0}")) for e in task.examples("test")] == [("r", 1.0)]
     assert [e.query for e in task.examples("train")] == ["q"]

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from math import comb
 
@@ -11,21 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import Latin
-from refusion_lit.tasks.latin import _combination, _random_square, _reduced_squares
+from refusion_lit.tasks import SPLITS, Latin
 from refusion_lit.types import Example
+from tasks.samples import completions
 
 
-def completions(cells: str) -> Iterator[str]:
-    """Fill in the first blank in every way that repeats no digit in its row and column."""
-    if "." not in cells:
-        yield cells
-        return
-    place = cells.index(".")
-    row, column = divmod(place, 5)
-    for digit in "12345":
-        if digit not in cells[5 * row : 5 * row + 5] and digit not in cells[column::5]:
-            yield from completions(cells[:place] + digit + cells[place + 1 :])
+def peers(cell: int) -> list[int]:
+    """Return the cells in the same row or column."""
+    return [other for other in range(25) if other // 5 == cell // 5 or other % 5 == cell % 5]
 
 
 def grids_of(text: str) -> list[str]:
@@ -53,7 +44,7 @@ def test_two_squares_with_four_clues_each(index: int, seed: int) -> None:
 def test_another_completion_is_right_and_one_against_the_clues_is_not(index: int, which: int) -> None:
     task = Latin()
     example = task.examples("train")[index]
-    others = [list(islice(completions(grid), 51))[which] for grid in grids_of(example.query)]
+    others = [list(islice(completions(grid, "12345", peers), 51))[which] for grid in grids_of(example.query)]
     assert task.score(example, with_rows(others)) == 1.0
     swapped = with_rows(others).translate(str.maketrans("12345", "23451"))  # Latin, but every clue is wrong
     assert task.score(example, swapped) == 0.0
@@ -78,26 +69,21 @@ def test_constraints(response: str, score: float) -> None:
     assert Latin(num_grids=1, num_train=0).score(example, response) == score
 
 
-def test_squares_are_drawn_from_all_of_them() -> None:
-    # 56 reduced squares of order 5; 56 * 5! * 4! = 161280 squares (OEIS A000315, A002860).
-    reduced = _reduced_squares()
-    assert len(set(reduced)) == len(reduced) == 56
-    rng = random.Random(0)
-    drawn = [_random_square(rng) for _ in range(4000)]
+def test_squares_are_drawn_uniformly() -> None:
+    # There are 161280 Latin squares of order 5 (OEIS A002860).
+    task = Latin(num_grids=1, num_clues=4, num_train=4000)
+    drawn = [example.response.replace("/", "") for example in task.examples("train")]
     # Of 4000 uniform draws about 4000**2 / 2 / 161280 = 49.6 repeat an earlier one.
     assert 25 < 4000 - len(set(drawn)) < 80
-    for place in range(25):
-        assert min(Counter(square[place] for square in drawn).values()) > 650  # 800 expected, deviation 25
+    for cell in range(25):
+        assert min(Counter(square[cell] for square in drawn).values()) > 650  # 800 expected, deviation 25
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 23, 24])
-def test_combinations_are_each_choice_once(count: int) -> None:
-    choices = {frozenset(_combination(rank, count)) for rank in range(comb(25, count))}
-    assert len(choices) == comb(25, count)
-    assert all(len(choice) == count and choice <= set(range(25)) for choice in choices)
-
-
-@pytest.mark.parametrize("options", [{"num_grids": 0}, {"num_clues": 0}, {"num_clues": 25}])
-def test_impossible_options_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected an integer from 1 to"):
-        Latin(**options)
+@pytest.mark.parametrize("num_clues", [1, 2, 3, 23, 24])
+def test_every_choice_of_clue_cells_occurs_once(num_clues: int) -> None:
+    size = comb(25, num_clues) // 3
+    task = Latin(num_grids=1, num_clues=num_clues, num_train=size, num_validation=size, num_test=size)
+    queries = [example.query.replace("/", "") for split in SPLITS for example in task.examples(split)]
+    choices = {frozenset(i for i in range(25) if query[i] != ".") for query in queries}
+    assert len(choices) == 3 * size
+    assert all(len(choice) == num_clues for choice in choices)

@@ -1,4 +1,4 @@
-"""Rows come out of every format as they went in, and what is wrong with a file is said with file and line."""
+"""Rows of every format survive a round trip, and errors name file and line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.tasks.readers import read_rows, text_field
+from tasks.samples import ROWS
 
 VALUES = st.one_of(st.text(), st.integers(), st.none(), st.lists(st.text(), max_size=2))
 OBJECTS = st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "json.gz", "parquet"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    text = json.dumps(ROWS) if kind in ("json", "json.gz") else "\n".join(map(json.dumps, ROWS))
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    rows = list(read_rows(str(path)))
+    assert [dict(row.values or {}) for row in rows] == ROWS
+    assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
 @given(rows=OBJECTS, ending=st.sampled_from(["", "\n", "\r\n", "\n\n"]), zipped=st.booleans(), mark=st.booleans())
@@ -40,7 +59,7 @@ def test_json_lists_round_trip_and_know_their_lines(
     found = list(read_rows(str(path)))
     assert [row.values for row in found] == rows
     assert [row.line for row in found] == [*range(1, len(rows) + 1)]
-    # What stands before an object is what the list without it and its followers would be written as.
+    # The text before an object is that of a list which ends just before it.
     starts = [before + json.dumps([*rows[:i], 7], indent=indent) for i in range(len(rows))]
     assert [row.starts_on for row in found] == [start[: start.rindex("7")].count("\n") + 1 for start in starts]
 
@@ -55,7 +74,7 @@ def test_json_lists_round_trip_and_know_their_lines(
         ("a.json", b'{"a": 1}', r"a\.json: expected a list of objects, got dict"),
         ("a.json", b'[{"a": 1},\n{"a": }]', r"a\.json:2: broken JSON"),
         ("a.json", b'[{"a": 1},\n{"a": 2}\n', r"a\.json:3: broken JSON"),
-        ("a.json", b'{"a": 1}\n{"a": 2}', r"a\.json:2: broken JSON .* rename it to \.jsonl"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', r"a\.json:2: broken JSON .* if it is JSONL, rename it to \.jsonl"),
         ("a.json", b"[" * 100_000, r"a\.json:1: broken JSON"),
         ("a.json", b'[\n{"a": "\xff"}]', r"a\.json:2: expected UTF-8 text"),
         ("a.jsonl", '{"a": "é"}\n'.encode("utf-16"), r"a\.jsonl:1: expected UTF-8 text"),
@@ -101,7 +120,7 @@ def test_rows_that_cannot_be_read_leave_the_others_alone(
     good, bad = read_rows(str(path))
     assert good.values == {"a": "b"}
     assert bad.values is None
-    assert bad.where == str(tmp_path / where)
+    assert bad.location == str(tmp_path / where)
     assert bad.error.startswith(error)
 
 

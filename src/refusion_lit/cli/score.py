@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import write_lines
 from refusion_lit.tasks import CodeTask, Task
-from refusion_lit.tasks.code import pass_at_k, problem_of
+from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
 
 
@@ -116,7 +116,7 @@ def summarise(
     values = [score or 0.0 for score in scores]
     problems: defaultdict[str, list[float]] = defaultdict(list)
     for line, value in zip(lines, values, strict=True):
-        problems[problem_of(line["id"])].append(value)
+        problems[problem_id(line["id"])].append(value)
     changed = sum(line.get("score") not in (None, score) for line, score in zip(lines, scores, strict=True))
     figures: dict[str, float | int] = {
         "score": sum(values) / len(values),
@@ -142,7 +142,7 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
 
 
 def _check_k(lines: Sequence[dict[str, Any]], ks: Sequence[int]) -> None:
-    fewest = min(Counter(problem_of(line["id"]) for line in lines).values())
+    fewest = min(Counter(problem_id(line["id"]) for line in lines).values())
     if not ks or not all(1 <= k <= fewest for k in ks):
         raise ValueError(
             f"k: expected integers from 1 to {fewest}, the fewest samples of a problem, got {ks}; draw more samples "

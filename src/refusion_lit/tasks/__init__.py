@@ -1,6 +1,6 @@
-"""Tasks: where examples come from and how responses are scored, one file each.
+"""Tasks: the examples to train and test on, and the scoring of responses; one module per task.
 
-Importing this package imports every task class, so that configs can name them by their short names.
+Importing this package imports every task class, so that configs can refer to them by class name.
 """
 
 from __future__ import annotations

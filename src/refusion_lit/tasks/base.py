@@ -1,4 +1,4 @@
-"""What a task is: examples by split, and a checker."""
+"""The interface of tasks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Task(ABC):
-    """Examples to learn from and to be measured on.
+    """Examples to train and test on, and a scoring function for responses.
 
-    A task is one file: where its examples come from (generated or read), and how a response is scored.
-    Generated tasks are deterministic functions of their seed, with splits that never overlap.
+    A task is one module. Its examples are generated (then they are deterministic functions of a seed) or read from
+    files; its splits are disjoint.
     """
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return a split's examples, in a fixed order, with ids unique over the whole task.
+        """Return the examples of a split in a fixed order, with ids that are unique within the task.
 
         Args:
-            split: Which of the non-overlapping splits.
+            split: The split.
 
         Raises:
-            ValueError: If the examples cannot be read, naming file and line.
+            ValueError: If the examples cannot be read; the message names file and line.
         """
 
     @abstractmethod
     def score(self, example: Example, response: str) -> float | None:
-        """Return how right a response is, from 0 to 1; ``None`` if it is not to be scored here.
+        """Return the score of a response in [0, 1]; ``None`` if it is scored later.
 
         Args:
-            example: The example that was asked.
+            example: The example that the response answers.
             response: The decoded response, without end-of-sequence token.
         """
 
     def characters(self) -> str | None:
-        """Return every character that queries and responses use, for a character tokenizer; ``None`` if open."""
+        """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""
         return None

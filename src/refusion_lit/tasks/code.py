@@ -1,4 +1,4 @@
-"""Tasks whose responses are programs, scored by running them."""
+"""Base class of tasks whose responses are programs, which are scored by running them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import comb
 
-from refusion_lit.sandbox import Level, Limits, Outcome, Sandbox
+from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.readers import Row
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require_at_least, require_between, require_choice
 
 _FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask(Task):
-    """Problems from a file or a hub data set; a response passes if its program passes the problem's tests.
+    """Programming problems from a file or a hub data set; a response passes if its program passes the problem's tests.
 
-    Running what a model wrote is off unless ``allow_code_execution``: without it every score is missing, and
-    ``refusion-lit score`` gives it later from the predictions file.
+    Generated code runs only with ``allow_code_execution``. Without it, scores are missing from the predictions, and
+    ``refusion-lit score`` computes them later from the predictions file.
 
     Attributes:
-        files: The benchmark's file or files (JSON, JSONL, also ``.gz``, or Parquet).
-        dataset: Id of a hub data set in their place (``pip install refusion-lit[data]``).
-        dataset_name: Its configuration.
-        dataset_revision: Its pinned revision.
-        num_samples: Responses asked for each problem, for pass@k; with 2 or more use a temperature above 0.
-        allow_code_execution: Run the responses' programs on this machine.
-        minimum_isolation: Refuse to run them with less: resource ``limits`` alone, no ``files`` outside, or ``full``
-            (also no network and no processes).
-        limits: What one run may use.
+        files: File or files of the benchmark (JSON, JSONL, also ``.gz``, or Parquet).
+        dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
+        dataset_name: Configuration of the data set.
+        dataset_revision: Revision of the data set.
+        num_samples: Number of responses per problem, for pass@k; use a temperature above 0 with 2 or more.
+        allow_code_execution: Whether generated code may run on this machine.
+        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, no access to ``files``
+            outside its directory, or ``full`` (also no network and no processes).
+        limits: Resource limits of one run.
     """
 
     files: list[str] | str | None = None
@@ -48,30 +49,28 @@ class CodeTask(Task):
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Refuse options that say nothing or contradict each other."""
         if (self.files is None) == (self.dataset is None):
             raise ValueError(
                 "task.files: expected either files or a hub data set in task.dataset, got "
-                f"{'neither' if self.files is None else 'both'}; give one of them."
+                f"{'neither' if self.files is None else 'both'}; set exactly one."
             )
-        if self.num_samples < 1:
-            raise ValueError(f"task.num_samples: expected an integer of at least 1, got {self.num_samples}; raise it.")
-        Sandbox(minimum=self.minimum_isolation)  # checks the name
+        require_at_least("task.num_samples", self.num_samples, 1)
+        require_choice("minimum_isolation", self.minimum_isolation, LEVELS)
 
     @abstractmethod
     def read(self, row: Row) -> tuple[Split, Example]:
-        """Turn a row into an example, whose id names the problem, and tell its split.
+        """Convert a row to an example, whose id names the problem, and return its split.
 
         Raises:
-            ValueError: If a field is missing, naming file and line.
+            ValueError: If a field is missing; the message names file and line.
         """
 
     @abstractmethod
     def program(self, example: Example, response: str) -> tuple[str, str]:
-        """Return the program that a response makes, and its tests."""
+        """Return the program of a response, and the tests of its problem."""
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return a split's examples; in the test split each problem ``num_samples`` times, for pass@k."""
+        """Return the examples of a split; the test split has each problem ``num_samples`` times."""
         found = self._problems[split]
         if split != "test" or self.num_samples == 1:
             return found
@@ -82,40 +81,41 @@ class CodeTask(Task):
         ]
 
     def score(self, example: Example, response: str) -> float | None:
-        """Return 1 if the response's program passes the tests, else 0; ``None`` where running it is not allowed."""
+        """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
             return float(self.run(example, response).passed)
-        _ = self._said_unscored
+        _ = self._unscored_notice
         return None
 
     def run(self, example: Example, response: str) -> Outcome:
-        """Run a response's program with its problem's tests.
+        """Run the program of a response with its problem's tests.
 
         Raises:
-            ValueError: If this is not allowed, or the machine's isolation is too weak.
+            ValueError: If this is not allowed, or the machine offers too little isolation.
         """
         if not self.allow_code_execution:
             raise ValueError(
-                "allow_code_execution: expected true, because scoring runs programs that a model wrote on this "
-                "machine, got false; add --allow_code_execution if you want that."
+                "allow_code_execution: expected true, because scoring runs generated code on this machine, got false; "
+                "add --allow_code_execution to allow it."
             )
         return self.sandbox.run(*self.program(example, response))
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """What programs run in; says at its first use what isolation it found."""
+        """The sandbox of this task; prints the isolation it found on first access."""
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.isolation.describe()}\n")
         return sandbox
 
     @cached_property
-    def _said_unscored(self) -> bool:
-        """Say once that scores are missing."""
-        sys.stderr.write(
-            f"{type(self).__name__}: programs are not run without allow_code_execution; scores are missing (0 in "
-            "tables) until `refusion-lit score` gives them.\n"
+    def _unscored_notice(self) -> str:
+        """The notice that scores are missing; printed on first access, so once per task."""
+        notice = (
+            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
+            "tables) until `refusion-lit score` computes them.\n"
         )
-        return True
+        sys.stderr.write(notice)
+        return notice
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
@@ -129,43 +129,41 @@ class CodeTask(Task):
         seen: set[str] = set()
         for row in source.rows():
             if row.values is None:
-                raise ValueError(f"{row.where}: {row.error}; mend the line.")
+                raise ValueError(f"{row.location}: {row.error}; fix the line.")
             split, example = self.read(row)
             if example.id in seen:
-                raise ValueError(f"{row.where}: expected each problem once, got {example.id} again; remove one.")
+                raise ValueError(f"{row.location}: expected each problem once, got {example.id} again; remove one.")
             seen.add(example.id)
             problems[split].append(example)
         return problems
 
 
-def code_of(response: str) -> str:
-    """Return the code of a response: its longest fenced block that names Python or nothing, else all of it."""
+def extract_code(response: str) -> str:
+    """Return the longest fenced block of a response that is marked as Python or unmarked; else the whole response."""
     blocks = [match[1] for match in _FENCED.finditer(response)]
     return max(blocks, key=len) if blocks else response
 
 
-def problem_of(identity: str) -> str:
-    """Return the problem that one of several samples belongs to."""
-    return identity.rsplit("#", 1)[0]
+def problem_id(example_id: str) -> str:
+    """Return the id of the problem that a sample belongs to."""
+    return example_id.rsplit("#", 1)[0]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Estimate, without bias, the probability that one of ``k`` samples passes.
+    """Return the unbiased estimate of pass@k, the probability that at least one of ``k`` samples passes.
 
-    It is the share of the subsets of ``k`` samples in which at least one passes (Chen et al., arXiv 2107.03374,
-    equation 1), computed from whole numbers.
+    It is the fraction of the size-``k`` subsets of the samples in which at least one passes (Chen et al., arXiv
+    2107.03374, equation 1), computed with integers.
 
     Args:
-        num_samples: Samples drawn, at least ``k``.
-        num_passed: Samples that passed, from 0 to ``num_samples``.
-        k: At least 1.
+        num_samples: Number of samples of the problem.
+        num_passed: Number of samples that passed, from 0 to ``num_samples``.
+        k: From 1 to ``num_samples``.
 
     Raises:
-        ValueError: If there are fewer samples than ``k``, or a number is impossible.
+        ValueError: If an argument is out of range.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k: expected an integer from 1 to {num_samples} (the samples), got {k}; draw more samples.")
-    if not 0 <= num_passed <= num_samples:
-        raise ValueError(f"num_passed: expected an integer from 0 to {num_samples}, got {num_passed}.")
+    require_between("k", k, 1, num_samples)
+    require_between("num_passed", num_passed, 0, num_samples)
     subsets = comb(num_samples, k)
     return (subsets - comb(num_samples - num_passed, k)) / subsets

@@ -1,4 +1,4 @@
-"""Instruction data from files or a hub data set as a task."""
+"""Instruction data from files or from a Hugging Face hub data set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require
 
-_PRESETS: Mapping[str, tuple[str, str]] = {
+Preset = Literal["query_response", "question_answer", "instruction", "messages"]
+_FIELDS: Mapping[Preset, tuple[str, str]] = {
     "query_response": ("query", "response"),
     "question_answer": ("question", "answer"),
     "instruction": ("instruction", "output"),
@@ -24,31 +26,32 @@ _PRESETS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionFiles(Task):
-    """Queries with responses, read from JSON, JSONL (also ``.gz``) or Parquet files, or from a hub data set.
+    """Queries with responses from JSON, JSONL (also ``.gz``) or Parquet files, or from a hub data set.
 
     Attributes:
-        train: File or files to learn from; with ``dataset``, the name of its split (``train`` by default).
-        validation: Files or split to validate on; ``None`` takes the data set's, if it has one, else
-            ``validation_fraction`` of the training samples.
-        test: Files or split to test and predict on; ``None`` takes the data set's, if it has one, else the
+        train: Training file or files; with ``dataset``, the name of its training split (default ``train``).
+        validation: Validation files or split. ``None`` uses the data set's ``validation`` split if it has one, else
+            holds out ``validation_fraction`` of the training samples.
+        test: Test and prediction files or split. ``None`` uses the data set's ``test`` split if it has one, else the
             validation samples.
-        validation_fraction: Part of the training samples set aside, in [0, 1); which ones depends on their text alone.
-        preset: Names of the fields: ``query``/``response``, ``question``/``answer``,
-            ``instruction``/``input``/``output``, or chat ``messages``, whose last assistant turn is the response.
-        query_field: Another name of the query's field.
-        response_field: Another name of the response's field.
-        dataset: Id of a hub data set, whose splits take the place of files (``pip install refusion-lit[data]``).
-        dataset_name: Its configuration.
-        dataset_revision: Its pinned revision.
-        malformed: Stop with an ``error`` at a sample that cannot be used, or ``skip`` and count it.
-        num_malformed: Samples skipped, by what was read: train, validation, test.
+        validation_fraction: Fraction of the training samples to hold out, in [0, 1). The choice of a sample depends
+            only on its text.
+        preset: Field names: ``query``/``response``, ``question``/``answer``, ``instruction``/``input``/``output``, or
+            chat ``messages`` whose last assistant turn is the response.
+        query_field: Name of the query's field, if it differs from the preset's.
+        response_field: Name of the response's field, if it differs from the preset's.
+        dataset: Id of a hub data set to use instead of files (``pip install refusion-lit[data]``).
+        dataset_name: Configuration of the data set.
+        dataset_revision: Revision of the data set.
+        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
+        num_malformed: Number of skipped samples of each split that has been read.
     """
 
     train: list[str] | str | None = None
     validation: list[str] | str | None = None
     test: list[str] | str | None = None
     validation_fraction: float = 0.05
-    preset: Literal["query_response", "question_answer", "instruction", "messages"] = "query_response"
+    preset: Preset = "query_response"
     query_field: str | None = None
     response_field: str | None = None
     dataset: str | None = None
@@ -56,75 +59,74 @@ class InstructionFiles(Task):
     dataset_revision: str | None = None
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _read: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _samples: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse options that say nothing or contradict each other."""
         if self.train is None and self.test is None and self.dataset is None:
-            raise ValueError("task.train: expected files, or a hub data set in task.dataset, got neither; give one.")
+            raise ValueError("task.train: expected files, or a hub data set in task.dataset, got neither; set one.")
         if self.preset == "messages" and self.response_field is not None:
             raise ValueError(
                 "task.response_field: expected none with preset 'messages', whose last assistant turn is the response, "
                 f"got {self.response_field!r}; remove it (query_field names the field of the turns)."
             )
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(
-                f"task.validation_fraction: expected a number in [0, 1), got {self.validation_fraction}; change it."
-            )
+        in_range = 0 <= self.validation_fraction < 1
+        option, value = "task.validation_fraction", self.validation_fraction
+        require(in_range, option, "a number in [0, 1)", value, "set it to 0.05, for example")
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return a split's examples; files are read once."""
-        if split == "test" and self._source("test") is None:
+        """Return the examples of a split; each file is read once."""
+        if split == "test" and self._sources("test") is None:
             split = "validation"
-        if split == "validation" and self._source("validation") is None:
-            return [e for e in self._all("train") if self._is_set_aside(e)]
-        found = self._all(split)
-        if split == "train" and self._source("validation") is None:
-            return [e for e in found if not self._is_set_aside(e)]
+        if split == "validation" and self._sources("validation") is None:
+            return [e for e in self._read_split("train") if self._is_held_out(e)]
+        found = self._read_split(split)
+        if split == "train" and self._sources("validation") is None:
+            return [e for e in found if not self._is_held_out(e)]
         return found
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 if the response is the reference, white space at the ends aside."""
+        """Return 1 if the response equals the reference except for surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())
 
     def rows(self) -> Iterator[Row]:
-        """Read all rows of the training files, or of all splits of the hub data set, as they are.
+        """Yield all rows of the training files, or of all splits of the hub data set, unprocessed.
 
         Raises:
-            ValueError: If something cannot be read, naming it.
+            ValueError: If a file or split cannot be read; the message names it.
         """
-        sources = self._dataset_splits if self.dataset is not None else self._source("train") or []
+        sources = self._dataset_splits if self.dataset is not None else self._sources("train") or []
         for source in sources:
             yield from self._rows(source)
 
-    def _source(self, split: Split) -> list[str] | None:
+    def _sources(self, split: Split) -> list[str] | None:
+        """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None and self.dataset is not None:
             return [split] if split in self._dataset_splits else None
         return [files] if isinstance(files, str) else files
 
-    def _is_set_aside(self, example: Example) -> bool:
+    def _is_held_out(self, example: Example) -> bool:
         return uniform_scalar("validation", example.query, example.response) < self.validation_fraction
 
-    def _all(self, split: Split) -> list[Example]:
-        if split not in self._read:
-            sources = self._source(split)
+    def _read_split(self, split: Split) -> list[Example]:
+        if split not in self._samples:
+            sources = self._sources(split)
             if sources is None:
-                raise ValueError(f"task.{split}: expected files, got none; name them.")
-            labels = _labels(sources, f"task.{split}")
+                raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
+            labels = _unique_labels(sources, f"task.{split}")
             rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
             examples: list[Example] = []
-            skipped = 0
+            num_skipped = 0
             for row, label in rows:
                 try:
                     examples.append(self._example(row, f"{split}:{label}:{row.line}"))
                 except ValueError:
                     if self.malformed == "error":
                         raise
-                    skipped += 1
-            self.num_malformed[split] = skipped
-            self._read[split] = examples
-        return self._read[split]
+                    num_skipped += 1
+            self.num_malformed[split] = num_skipped
+            self._samples[split] = examples
+        return self._samples[split]
 
     def _rows(self, source: str) -> Iterator[Row]:
         if self.dataset is None:
@@ -132,62 +134,64 @@ class InstructionFiles(Task):
         if source not in self._dataset_splits:
             raise ValueError(
                 f"task.dataset: expected a split of {self.dataset}, got {source!r}; it has "
-                f"{', '.join(self._dataset_splits)}. Name them as task.train, task.validation and task.test."
+                f"{', '.join(self._dataset_splits)}. Choose from these in task.train, task.validation and task.test."
             )
-        with _named_errors(self.dataset):
+        with _hub_errors(self.dataset):
             loaded = _hub().load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
         name = f"{self.dataset}/{source}"
         return (Row(name, number, dict(values)) for number, values in enumerate(loaded, start=1))
 
     @cached_property
     def _dataset_splits(self) -> list[str]:
-        with _named_errors(self.dataset):
+        with _hub_errors(self.dataset):
             return _hub().get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
         if row.values is None:
-            raise ValueError(f"{row.where}: {row.error}; mend the line, or set malformed: skip.")
+            raise ValueError(f"{row.location}: {row.error}; fix the line, or set malformed: skip.")
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
-        query_field, response_field = _PRESETS[self.preset]
+        query_field, response_field = _FIELDS[self.preset]
         query = text_field(row, self.query_field or query_field)
         response = text_field(row, self.response_field or response_field)
         if self.preset == "instruction" and row.values.get("input"):
             query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
-            raise ValueError(f"{row.where}: expected a response, got an empty one; remove it, or set malformed: skip.")
+            raise ValueError(
+                f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip."
+            )
         return Example(id=identity, query=query, response=response)
 
 
 def _from_messages(row: Row, identity: str, name: str) -> Example:
     assert row.values is not None
     turns: Any = row.values.get(name)
-    usable = isinstance(turns, list) and all(
+    is_valid = isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("content"), str) and isinstance(turn.get("role"), str)
         for turn in turns
     )
-    if not usable:
-        raise ValueError(f"{row.where}: expected in field {name!r} a list of turns with role and content.")
+    if not is_valid:
+        raise ValueError(f"{row.location}: expected a list of turns with role and content in field {name!r}.")
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
     if last == 0 or not turns[last]["content"].strip():
-        raise ValueError(f"{row.where}: expected an assistant's turn with text behind another turn.")
+        raise ValueError(f"{row.location}: expected an assistant turn with text after another turn.")
     for turn in turns[: last + 1]:
         unicode_text(row, name, turn["role"] + turn["content"])
     before = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns[:last])
     return Example(id=identity, query=before[-1]["content"], response=turns[last]["content"], messages=before)
 
 
-def _labels(sources: list[str], option: str) -> list[str]:
-    """Return short names that tell sources apart, for ids: file names or, where those repeat, paths."""
+def _unique_labels(sources: list[str], option: str) -> list[str]:
+    """Return a short label of each source for ids: the file names, or the paths if file names repeat."""
     if len(set(sources)) < len(sources):
-        raise ValueError(f"{option}: expected each file once, got {sources}; remove what repeats.")
+        raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")
     names = [Path(source).name for source in sources]
     return names if len(set(names)) == len(names) else sources
 
 
 @contextmanager
-def _named_errors(dataset: str | None) -> Iterator[None]:
-    """Say in one line what the hub has against a data set."""
+def _hub_errors(dataset: str | None) -> Iterator[None]:
+    """Turn errors of the hub into a one-line ``ValueError``."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:

@@ -1,9 +1,8 @@
-"""What generated tasks share: sizes, splits that cannot overlap, and examples made when they are read.
+"""Base class of generated tasks: split sizes, disjoint splits, and examples generated on access.
 
-Every example of a task has a *key* of its own below ``num_keys``, and two keys never give the same
-query. A seeded permutation of the keys deals them out in turn to train, validation and test. So
-examples are distinct, splits are disjoint, example ``i`` of a split depends on no size, and nothing
-is stored or compared to make it so.
+Each example has a unique *key* in ``range(num_keys)``, and different keys always give different queries. A seeded
+permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct and splits disjoint,
+example ``i`` of a split does not depend on the split sizes, and none of this needs stored examples or comparisons.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.types import Example
 
-_NUM_ROUNDS = 4
+_NUM_FEISTEL_ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(Task):
-    """A task whose examples are functions of seed, split and index alone.
+    """A task whose examples are functions of seed, split and index only.
 
-    A subclass says how many keys there are (``num_keys``) and what a key looks like (``draw``).
-    It checks its own options before calling this class's ``__post_init__``.
+    A subclass defines the number of keys (``num_keys``) and the example of a key (``draw``). It validates its own
+    options before it calls this class's ``__post_init__``.
 
     Attributes:
-        num_train: Training examples, all distinct.
-        num_validation: Validation examples, distinct and not among the training examples.
-        num_test: Test examples, distinct and in neither of the other splits.
-        seed: Another seed gives other examples.
+        num_train: Number of training examples, all distinct.
+        num_validation: Number of validation examples, distinct and disjoint from the training examples.
+        num_test: Number of test examples, distinct and disjoint from the other splits.
+        seed: Random seed of the examples.
     """
 
-    grows_with: ClassVar[str]
-    """The option to raise when there are too few keys."""
+    capacity_option: ClassVar[str]
+    """Name of the option that increases ``num_keys``."""
 
     num_train: int = 200_000
     num_validation: int = 500
@@ -45,74 +44,73 @@ class GeneratedTask(Task):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that each split fits into its share of the keys.
+        """Check that each split fits into its third of the keys.
 
         Raises:
-            ValueError: If a size is negative or larger than a third of the keys.
+            ValueError: If a split size is negative or greater than a third of the keys.
         """
         capacity = self.num_keys // len(SPLITS)
         for split in SPLITS:
             size = self.size(split)
             if not 0 <= size <= capacity:
                 raise ValueError(
-                    f"num_{split}: expected 0 to {capacity} (a third of the {self.num_keys} distinct queries that "
-                    f"{type(self).__name__} tells apart with these options), got {size}. "
-                    f"Change num_{split}, or raise {self.grows_with}."
+                    f"num_{split}: expected 0 to {capacity} (a third of the {self.num_keys} distinct queries of "
+                    f"{type(self).__name__} with these options), got {size}. "
+                    f"Change num_{split}, or raise {self.capacity_option}."
                 )
 
     @property
     @abstractmethod
     def num_keys(self) -> int:
-        """How many keys there are; at most 2**1024."""
+        """Number of keys; at most 2**1024."""
 
     @abstractmethod
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
-        """Return query and response of one example.
+        """Return query and response of an example.
 
         Args:
-            key: From 0 to ``num_keys - 1``; whatever ``rng`` yields, two keys give different queries.
-            rng: Chooses what the key leaves open; seeded by the task's seed and the key.
+            key: Key in ``range(num_keys)``. Different keys give different queries, whatever ``rng`` draws.
+            rng: Draws what the key does not determine; seeded with the task's seed and the key.
         """
 
     def size(self, split: Split) -> int:
-        """Return how many examples a split has."""
+        """Return the number of examples of a split."""
         return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[split]
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return a split's examples; each is made when it is read, and none is kept.
+        """Return the examples of a split as a lazy sequence, which generates each example on access.
 
         Args:
-            split: Which of the non-overlapping splits.
+            split: The split.
         """
         return GeneratedExamples(task=self, split=split)
 
     def example(self, split: Split, index: int) -> Example:
-        """Make one example.
+        """Generate one example.
 
         Args:
-            split: Which of the non-overlapping splits.
-            index: From 0 to ``size(split) - 1``.
+            split: The split.
+            index: Index in ``range(size(split))``.
         """
         name = type(self).__name__
-        key = permuted(len(SPLITS) * index + SPLITS.index(split), self.num_keys, f"{name}:{self.seed}")
+        key = permute(len(SPLITS) * index + SPLITS.index(split), self.num_keys, f"{name}:{self.seed}")
         query, response = self.draw(key, Random(stable_key("task", name, self.seed, str(key))))
         return Example(id=f"{split}-{index}", query=query, response=response)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedExamples(Sequence[Example]):
-    """A split of a generated task, a few bytes whatever its length.
+    """The lazy sequence of a split's examples; it pickles to a few bytes for any length.
 
     Attributes:
-        task: Makes the examples.
-        split: Which of its splits.
+        task: The task that generates the examples.
+        split: The split.
     """
 
     task: GeneratedTask
     split: Split
 
     def __len__(self) -> int:
-        """Return the split's size."""
         return self.task.size(self.split)
 
     @overload
@@ -120,31 +118,30 @@ class GeneratedExamples(Sequence[Example]):
     @overload
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        """Make the example at an index, or the list of those in a slice."""
         chosen = range(len(self))[index]
         if isinstance(chosen, range):
             return [self.task.example(self.split, i) for i in chosen]
         return self.task.example(self.split, chosen)
 
 
-def permuted(index: int, size: int, seed: str) -> int:
-    """Return where a seeded permutation of ``range(size)`` sends an index.
+def permute(index: int, size: int, seed: str) -> int:
+    """Return the image of an index under a seeded permutation of ``range(size)``.
 
-    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers of an even number
-    of bits; results outside of the range are sent on until one falls inside ("cycle walking", Black
-    and Rogaway, CT-RSA 2002). Neither time nor memory grows with ``size``.
+    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers with an even number of bits. Images
+    outside the range are permuted again until one is inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
+    memory do not grow with ``size``.
 
     Args:
-        index: From 0 to ``size - 1``.
+        index: Index in ``range(size)``.
         size: From 1 to 2**1024.
-        seed: Another seed gives another permutation.
+        seed: Selects the permutation.
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     value = index
     while True:
         left, right = value >> half, value & mask
-        for number in range(_NUM_ROUNDS):
+        for number in range(_NUM_FEISTEL_ROUNDS):
             digest = hashlib.blake2b(f"{seed}:{number}:{right:x}".encode()).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         value = left << half | right
@@ -153,28 +150,9 @@ def permuted(index: int, size: int, seed: str) -> int:
 
 
 def digits(number: int, base: int, count: int) -> list[int]:
-    """Return the ``count`` lowest digits of a number, lowest first."""
+    """Return the ``count`` lowest digits of a number in a base, lowest first."""
     result: list[int] = []
     for _ in range(count):
         number, digit = divmod(number, base)
         result.append(digit)
     return result
-
-
-def check_range(option: str, value: int, low: int, high: int) -> None:
-    """Refuse an option outside of its range.
-
-    Args:
-        option: The option's name.
-        value: What was given.
-        low: The smallest value allowed.
-        high: The largest value allowed.
-
-    Raises:
-        ValueError: If ``value`` is not between ``low`` and ``high``.
-    """
-    if not low <= value <= high:
-        raise ValueError(
-            f"{option}: expected an integer from {low} to {high}, got {value!r}. "
-            f"Change {option} in the config or on the command line."
-        )

@@ -1,76 +1,75 @@
-"""GSM8K: word problems whose answer is a number (Cobbe et al., arXiv 2110.14168)."""
+"""GSM8K: grade-school math problems with a numeric answer (Cobbe et al., arXiv 2110.14168)."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
-from refusion_lit.tasks.files import InstructionFiles
+from refusion_lit.tasks.files import InstructionFiles, Preset
 from refusion_lit.types import Example
 
 _NUMBER = re.compile(
-    r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<below>\d+))?"
+    r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<denominator>\d+))?"
 )
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
-_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
+_LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8k(InstructionFiles):
-    r"""Questions with worked answers that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
+    r"""Questions with worked solutions that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
 
-    A response is right if its number is the reference's. Its number is the one behind the last ``####`` or in the last
-    ``\boxed{...}``, whichever comes later; commas, signs, currency, decimals, units and a trailing period make no
-    difference. A response with neither is wrong, also if it names the number somewhere. For files and splits see
-    :class:`InstructionFiles`; for the hub: ``dataset: openai/gsm8k`` with ``dataset_name: main``.
+    A response is correct if its final number equals the reference's. The final number is the one after the last
+    ``####`` or in the last ``\boxed{...}``, whichever comes later. Commas, signs, currency, decimals, units and a final
+    period are ignored. A response with neither marker is wrong, even if it contains the number. For files and splits
+    see :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
     """
 
-    preset: Literal["query_response", "question_answer", "instruction", "messages"] = "question_answer"
+    preset: Preset = "question_answer"
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 if the response's number is the reference's, else 0.
+        """Return 1 if the response's final number equals the reference's, else 0.
 
         Raises:
-            ValueError: If the reference has no number.
+            ValueError: If the reference has no final number.
         """
-        expected = answer(example.response)
+        expected = extract_answer(example.response)
         if expected is None:
             raise ValueError(
-                f"example {example.id}: expected a reference with a number behind ####, got "
-                f"{example.response[-60:]!r}; mend the data."
+                f"example {example.id}: expected a reference with a number after ####, got "
+                f"{example.response[-60:]!r}; fix the data."
             )
-        return float(answer(response) == expected)
+        return float(extract_answer(response) == expected)
 
 
-def answer(text: str) -> Fraction | None:
-    """Return the number that a text gives as its answer; ``None`` if it gives none."""
+def extract_answer(text: str) -> Fraction | None:
+    """Return the final number of a solution; ``None`` if it has none."""
     found = [(match.end(), text[match.end() :].split("\n", 1)[0]) for match in re.finditer("####", text)]
-    found += [(match.end(), _boxed(text[match.end() :])) for match in _BOX.finditer(text)]
-    return number(max(found)[1]) if found else None
+    found += [(match.end(), _until_closing_brace(text[match.end() :])) for match in _BOX.finditer(text)]
+    return _first_number(max(found)[1]) if found else None
 
 
-def number(text: str) -> Fraction | None:
-    """Return the first number of a text, exactly; ``None`` if there is none."""
-    text = _LAYOUT.sub("", _FRACTION.sub(r"\1/\2", text.replace("\\$", "$")))
+def _first_number(text: str) -> Fraction | None:
+    """Return the exact value of the first number in a text; ``None`` if there is none."""
+    text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r"\1/\2", text.replace("\\$", "$")))
     match = _NUMBER.search(text)
     if match is None:
         return None
     value = Fraction(match["digits"].replace(",", "").rstrip("."))
-    if match["below"]:
-        if int(match["below"]) == 0:
+    if match["denominator"]:
+        if int(match["denominator"]) == 0:
             return None
-        value /= int(match["below"])
+        value /= int(match["denominator"])
     return -value if match["sign"] in ("-", "\N{MINUS SIGN}") else value
 
 
-def _boxed(text: str) -> str:
-    """Return what stands before the brace that closes a box."""
+def _until_closing_brace(text: str) -> str:
+    """Return the content of a box whose opening brace is already consumed."""
     depth = 1
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[:place]
+            return text[:index]
     return text

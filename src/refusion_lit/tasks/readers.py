@@ -1,4 +1,4 @@
-"""Reads rows of instruction data from files, remembering where each came from."""
+"""Reads rows of instruction data from JSON, JSONL and Parquet files, with their locations for error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-_BETWEEN = re.compile(r"[\s,]*")
+_SEPARATOR = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Row:
     """One object of a file.
 
     Attributes:
-        file: The file's path as it was given.
-        line: Line of a JSONL file, or number of the object in another one; from 1.
-        values: The object; ``None`` with ``error`` set where it cannot be read.
+        file: Path of the file, as given.
+        line: Line number in a JSONL file, number of the object in other files; from 1.
+        values: The object; ``None`` if it cannot be read.
         error: Why it cannot be read.
-        starts_on: Line on which an object of a JSON list starts.
+        starts_on: Line number on which an object of a JSON list starts.
     """
 
     file: str
@@ -34,8 +34,8 @@ class Row:
     starts_on: int | None = None
 
     @property
-    def where(self) -> str:
-        """File and line, for messages."""
+    def location(self) -> str:
+        """File and line, for error messages."""
         if self.starts_on is None:
             return f"{self.file}:{self.line}"
         return f"{self.file}:{self.starts_on} (object {self.line})"
@@ -45,13 +45,13 @@ def read_rows(file: str) -> Iterator[Row]:
     """Read a JSON, JSONL (also ``.gz``) or Parquet file.
 
     Args:
-        file: Its path; the ending says what it is.
+        file: Path of the file; its suffix determines the format.
 
     Yields:
-        One row an object; a broken line of a JSONL file is a row with an error.
+        One row per object. An invalid line of a JSONL file, or an entry that is not an object, is a row with an error.
 
     Raises:
-        ValueError: If the file is missing, empty, in another encoding, or not what its ending says.
+        ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
     """
     path = Path(file)
     if not path.is_file():
@@ -60,56 +60,56 @@ def read_rows(file: str) -> Iterator[Row]:
         )
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
-        rows = _parquet(file)
+        rows = _read_parquet(file)
     elif name.endswith(".jsonl"):
-        rows = _json_lines(file, _text(path))
+        rows = _read_json_lines(file, _read_text(path))
     elif name.endswith(".json"):
-        rows = _json(file, _text(path))
+        rows = _read_json_list(file, _read_text(path))
     else:
         raise ValueError(
             f"{file}: expected a name ending in .json, .jsonl, .json.gz, .jsonl.gz or .parquet; rename it."
         )
-    count = 0
+    is_empty = True
     for row in rows:
-        count += 1
+        is_empty = False
         yield row
-    if count == 0:
+    if is_empty:
         raise ValueError(f"{file}: expected at least one sample, got an empty file.")
 
 
 def text_field(row: Row, field: str) -> str:
-    """Return a field's text.
+    """Return the text in a field of a row.
 
     Raises:
-        ValueError: If it is missing (naming the nearest that exists) or not text.
+        ValueError: If the field is missing (the message suggests the nearest name) or not text.
     """
     assert row.values is not None
     if field not in row.values:
         close = get_close_matches(field, list(row.values), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, row.values)) or 'none'}."
-        raise ValueError(f"{row.where}: expected a field {field!r}; {hint}")
+        raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
     value = row.values[field]
     if not isinstance(value, str):
-        raise ValueError(f"{row.where}: expected text in field {field!r}, got {type(value).__name__}.")
+        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}.")
     return unicode_text(row, field, value)
 
 
 def unicode_text(row: Row, field: str, text: str) -> str:
-    """Return a text.
+    """Return the text of a field after checking that it can be encoded.
 
     Raises:
-        ValueError: If it holds half a surrogate pair (JSON can write one), which no encoding can express.
+        ValueError: If it has half a surrogate pair, which JSON can contain but no encoding can represent.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{row.where}: expected Unicode in field {field!r}, got half a surrogate pair; mend it."
+            f"{row.location}: expected Unicode in field {field!r}, got half a surrogate pair; fix the text."
         ) from error
     return text
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
@@ -122,46 +122,39 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read ({error}).") from error
 
 
-def _json_lines(file: str, text: str) -> Iterator[Row]:
+def _read_json_lines(file: str, text: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _row(file, number, line)
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield Row(file, number, None, f"broken JSON ({error})")
+        else:
+            yield _row(file, number, values)
 
 
-def _row(file: str, number: int, line: str) -> Row:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Row(file, number, None, f"broken JSON ({error})")
-    return _object(file, number, values)
-
-
-def _object(file: str, number: int, values: object, starts_on: int | None = None) -> Row:
-    if not isinstance(values, dict):
-        return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}", starts_on)
-    return Row(file, number, values, starts_on=starts_on)
-
-
-def _json(file: str, text: str) -> Iterator[Row]:
+def _read_json_list(file: str, text: str) -> Iterator[Row]:
     if not text.strip():
         return
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
-        raise ValueError(f"{file}:{line}: broken JSON ({error}); is it JSONL? Then rename it to .jsonl.") from error
+        raise ValueError(f"{file}:{line}: broken JSON ({error}); if it is JSONL, rename it to .jsonl.") from error
     if not isinstance(values, list):
         raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}.")
-    for number, (value, line) in enumerate(zip(values, _lines_of_elements(text), strict=False), start=1):
-        yield _object(file, number, value, line)
+    for number, (value, line) in enumerate(zip(values, _start_lines(text), strict=False), start=1):
+        yield _row(file, number, value, line)
 
 
-def _lines_of_elements(text: str) -> Iterator[int]:
-    """Yield the lines on which the elements of a valid JSON list start, which ``json.loads`` does not tell."""
+def _start_lines(text: str) -> Iterator[int]:
+    """Yield the line number on which each element of a valid JSON list starts; ``json.loads`` does not report it."""
     decoder = json.JSONDecoder()
-    end, line = text.index("[") + 1, text.count("\n", 0, text.index("[") + 1) + 1
+    end = text.index("[") + 1
+    line = text.count("\n", 0, end) + 1
     while True:
-        separator = _BETWEEN.match(text, end)
+        separator = _SEPARATOR.match(text, end)
         assert separator is not None
         line += separator[0].count("\n")
         yield line
@@ -169,7 +162,7 @@ def _lines_of_elements(text: str) -> Iterator[int]:
         line, end = line + text.count("\n", separator.end(), after), after
 
 
-def _parquet(file: str) -> Iterator[Row]:
+def _read_parquet(file: str) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -177,8 +170,13 @@ def _parquet(file: str) -> Iterator[Row]:
     try:
         rows = parquet.read_table(file).to_pylist()
     except (ArrowException, OSError) as error:
-        raise ValueError(
-            f"{file}: expected a Parquet file, got something else ({str(error).splitlines()[0]})."
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{file}: expected a Parquet file, got something else ({reason}).") from error
     for number, values in enumerate(rows, start=1):
         yield Row(file, number, values)
+
+
+def _row(file: str, number: int, values: object, starts_on: int | None = None) -> Row:
+    if not isinstance(values, dict):
+        return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}", starts_on)
+    return Row(file, number, values, starts_on=starts_on)

@@ -1,6 +1,6 @@
-"""Records: sort rows by a column and write them as JSON, long-range and with a fixed form.
+"""Records: sort rows by a column and write them as JSON; the output has long-range dependencies and a fixed format.
 
-``sort by age: eve 82 rome; bob 31 oslo`` asks for
+The response to ``sort by age: eve 82 rome; bob 31 oslo`` is
 ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
 """
 
@@ -13,8 +13,9 @@ from operator import itemgetter
 from random import Random
 from typing import Any, ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, check_range
+from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require_between
 
 _COLUMNS = ("name", "age", "city")
 _NAMES = (
@@ -26,52 +27,51 @@ _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rom
 
 @dataclass(frozen=True, kw_only=True)
 class Records(GeneratedTask):
-    """Two to four people to sort by name, age or city; no two rows share any value, so there are no ties.
+    """Two to four people to sort by name, age or city; the values of a column are distinct, so there are no ties.
 
-    The key is name and age in the first ``min_rows`` rows.
+    The key determines name and age in the first ``min_rows`` rows.
 
     Attributes:
-        min_rows: Fewest rows in a query, 2 to 16.
-        max_rows: Most rows in a query, ``min_rows`` to 16; every number between is equally frequent.
+        min_rows: Minimum number of rows in a query, 2 to 16.
+        max_rows: Maximum number of rows in a query, ``min_rows`` to 16. The number is uniformly distributed.
     """
 
-    grows_with: ClassVar[str] = "min_rows"
+    capacity_option: ClassVar[str] = "min_rows"
 
     min_rows: int = 2
     max_rows: int = 4
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_range("min_rows", self.min_rows, 2, len(_CITIES))
-        check_range("max_rows", self.max_rows, self.min_rows, len(_CITIES))
+        require_between("min_rows", self.min_rows, 2, len(_CITIES))
+        require_between("max_rows", self.max_rows, self.min_rows, len(_CITIES))
         super().__post_init__()
 
     @property
     def num_keys(self) -> int:
-        """Every choice of different names and different ages in ``min_rows`` rows."""
+        """All choices of distinct names and distinct ages in ``min_rows`` rows."""
         return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
-        """Return rows in any order, and the same rows in order as JSON."""
+        """Return unsorted rows, and the sorted rows as JSON."""
         num_rows = rng.randint(self.min_rows, self.max_rows)
         num_more, num_left = num_rows - self.min_rows, (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
         number = key + self.num_keys * rng.randrange(perm(num_left[0], num_more) * perm(num_left[1], num_more))
         names, ages, cities = list(_NAMES), list(_AGES), rng.sample(_CITIES, num_rows)
         rows: list[dict[str, Any]] = []
         for city in cities:
-            number, name_place = divmod(number, len(names))
-            number, age_place = divmod(number, len(ages))
-            rows.append({"name": names.pop(name_place), "age": ages.pop(age_place), "city": city})
+            number, name_index = divmod(number, len(names))
+            number, age_index = divmod(number, len(ages))
+            rows.append({"name": names.pop(name_index), "age": ages.pop(age_index), "city": city})
         column = rng.choice(_COLUMNS)
         listed = "; ".join([f"{row['name']} {row['age']} {row['city']}" for row in rows])
         rows.sort(key=itemgetter(column))
         return f"sort by {column}: {listed}", json.dumps(rows, separators=(",", ":"))
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 for JSON of the same value as the reference, else 0.
+        """Return 1 for JSON with the same value as the reference, else 0.
 
-        Spaces between tokens and the order of an object's keys are free, as JSON has it; the rows'
-        order is not, and a repeated key is wrong.
+        Spaces between JSON tokens and the order of an object's keys do not matter. The order of the rows does, and
+        repeated keys are wrong.
         """
         try:
             return float(_parsed(response) == _parsed(example.response))
@@ -79,11 +79,11 @@ class Records(GeneratedTask):
             return 0.0
 
     def characters(self) -> str:
-        """Return the letters of the columns, names and cities, digits, and JSON's signs."""
+        """Return the letters of columns, names and cities, digits, and the punctuation of JSON."""
         words = "".join((*_COLUMNS, *_NAMES, *_CITIES, "sort by"))
         return "".join(sorted(set(words + '0123456789:;[]{},"')))
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse JSON with objects as lists of pairs, sorted by key, so that repeated keys are seen."""
+    """Parse JSON with each object as a sorted list of pairs, which keeps repeated keys."""
     return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))

@@ -1,7 +1,7 @@
-"""Sheet: independent sums and differences. ``30+75=...;77-47=...;`` asks for ``30+75=105;77-47=030;``.
+"""Sheet: independent sums and differences. The response to ``30+75=...;77-47=...;`` is ``30+75=105;77-47=030;``.
 
-The query is a blank of the answer's width and no cell depends on another, so nothing is lost by
-filling in all cells at once.
+The query has the same length as the response, and no cell depends on another. Decoding all cells in parallel therefore
+loses no accuracy.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from itertools import combinations_with_replacement
 from random import Random
 from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, check_range, digits
+from refusion_lit.tasks.generated import GeneratedTask, digits
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require_between
 
 _PAIRS = tuple(combinations_with_replacement(range(10, 100), 2))  # the smaller number first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet(GeneratedTask):
-    """Eight cells, each a sum or a difference of two two-digit numbers; never a negative difference.
+    """Eight cells, each the sum or the non-negative difference of two two-digit numbers.
 
-    The key is which two numbers, in either order, stand in each cell. Half of the cells are sums.
+    The key determines the unordered pair of numbers in each cell. A cell is a sum with probability 0.5.
 
     Attributes:
-        num_terms: Cells in a query, 1 to 64.
+        num_terms: Number of cells in a query, 1 to 64.
     """
 
-    grows_with: ClassVar[str] = "num_terms"
+    capacity_option: ClassVar[str] = "num_terms"
 
     num_terms: int = 8
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_range("num_terms", self.num_terms, 1, 64)
+        require_between("num_terms", self.num_terms, 1, 64)
         super().__post_init__()
 
     @property
     def num_keys(self) -> int:
-        """4095 unordered pairs in each cell."""
+        """4095 unordered pairs for each cell."""
         return len(_PAIRS) ** self.num_terms
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
-        """Return a sheet with blank results, and the same sheet filled in."""
+        """Return a sheet with blank results, and the sheet with results."""
         questions: list[str] = []
         answers: list[str] = []
         for digit in digits(key, len(_PAIRS), self.num_terms):
@@ -57,9 +57,9 @@ class Sheet(GeneratedTask):
         return "".join(questions), "".join(answers)
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 for exactly the reference, else 0."""
+        """Return 1 if the response equals the reference, else 0."""
         return float(response == example.response)
 
     def characters(self) -> str:
-        """Return digits, signs, blank and separator."""
+        """Return digits, operators, blank and separator."""
         return "0123456789+-=.;"

@@ -1,7 +1,7 @@
-"""Small sudokus: 4x4 grids with exactly one solution, written like Latin squares, ``.13./.3../14../3..4/``.
+"""Small sudokus: 4x4 grids with exactly one solution, written like Latin squares: ``.13./.3../14../3..4/``.
 
-Each row, column and 2x2 box holds each digit once. Unlike a Latin square with few clues, there is one
-right answer; the open question is which cells can be known first.
+Each row, column and 2x2 box contains each digit once. Unlike a Latin square with few clues, a puzzle has one correct
+answer; the difficulty is the order in which its cells can be determined.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from functools import cache
 from random import Random
 from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, check_range, digits
-from refusion_lit.tasks.grids import Square, all_squares, blanked, columns_differ, written
+from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.tasks.grids import Square, all_squares, columns_differ, keep_cells, to_text
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require_between
 
 _SIZE = 4
 _NUM_CELLS = _SIZE**2
@@ -24,27 +25,26 @@ _NUM_GRIDS = 288
 class Sudoku(GeneratedTask):
     """Four 4x4 sudokus with nine holes and one solution each.
 
-    The key is the solutions; as each is the only one, other solutions mean another query.
+    The key determines the solutions. A puzzle has only one solution, so different solutions give different queries.
 
     Attributes:
-        num_grids: Puzzles in a query, 1 to 64.
-        num_holes: Blank cells in each puzzle, 1 to 11.
+        num_grids: Number of puzzles in a query, 1 to 64.
+        num_holes: Number of blank cells in each puzzle, 1 to 11.
     """
 
-    grows_with: ClassVar[str] = "num_grids"
+    capacity_option: ClassVar[str] = "num_grids"
 
     num_grids: int = 4
     num_holes: int = 9
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_range("num_grids", self.num_grids, 1, 64)
-        check_range("num_holes", self.num_holes, 1, 11)
+        require_between("num_grids", self.num_grids, 1, 64)
+        require_between("num_holes", self.num_holes, 1, 11)
         super().__post_init__()
 
     @property
     def num_keys(self) -> int:
-        """Every sequence of solutions."""
+        """All sequences of solutions."""
         return _NUM_GRIDS**self.num_grids
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -55,12 +55,12 @@ class Sudoku(GeneratedTask):
             shown = rng.sample(range(_NUM_CELLS), _NUM_CELLS - self.num_holes)
             while _solutions(cells, shown) != 1 << number:
                 shown = rng.sample(range(_NUM_CELLS), _NUM_CELLS - self.num_holes)
-            query += written(blanked(cells, shown), _SIZE)
-            response += written(cells, _SIZE)
+            query += to_text(keep_cells(cells, shown), _SIZE)
+            response += to_text(cells, _SIZE)
         return query, response
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 for exactly the reference, which is the only solution, else 0."""
+        """Return 1 if the response equals the reference, which is the only solution, else 0."""
         return float(response == example.response)
 
     def characters(self) -> str:
@@ -70,7 +70,7 @@ class Sudoku(GeneratedTask):
 
 @cache
 def _grids() -> list[str]:
-    """Return the 288 filled grids."""
+    """Return the 288 complete grids."""
 
     def fits(above: Square, row: str) -> bool:
         box_rows = above[-1:] if len(above) % 2 else ()
@@ -82,17 +82,17 @@ def _grids() -> list[str]:
 
 @cache
 def _grids_with() -> list[dict[str, int]]:
-    """Return for each cell and digit the set of grids that have it there, as bits of one integer."""
+    """Return for each cell and digit the set of grids with that digit in the cell, as a bit mask over the grids."""
     return [
-        {digit: sum(1 << number for number, cells in enumerate(_grids()) if cells[place] == digit) for digit in "1234"}
-        for place in range(_NUM_CELLS)
+        {digit: sum(1 << number for number, cells in enumerate(_grids()) if cells[cell] == digit) for digit in "1234"}
+        for cell in range(_NUM_CELLS)
     ]
 
 
 def _solutions(cells: str, shown: list[int]) -> int:
-    """Return the set of grids that agree with ``cells`` in the places shown, as bits of one integer."""
+    """Return the set of grids that agree with ``cells`` in the shown cells, as a bit mask over the grids."""
     grids_with = _grids_with()
     solutions = (1 << _NUM_GRIDS) - 1
-    for place in shown:
-        solutions &= grids_with[place][cells[place]]
+    for cell in shown:
+        solutions &= grids_with[cell][cells[cell]]
     return solutions

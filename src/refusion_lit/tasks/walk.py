@@ -1,8 +1,8 @@
-"""Walk: a chain of steps in Z10. ``>7|.~.;.+.;`` asks for ``7~2;2+3;``.
+"""Walk: a chain of steps in Z10. The response to ``>7|.~.;.+.;`` is ``7~2;2+3;``.
 
-``+`` goes from s to s + 1, ``-`` to s - 1 and ``~`` to 9 - s. Each cell is state, step and next state.
-``>`` gives the walk's start, ``<`` its end: every step can be undone, so the cells are best filled in
-from the left or from the right.
+The step ``+`` maps s to s + 1, ``-`` to s - 1 and ``~`` to 9 - s. A cell of the response is a state, the step and the
+next state. The query gives the first state after ``>`` or the last after ``<``. All steps are invertible, so the cells
+are determined one by one from the known end.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, check_range, digits
+from refusion_lit.tasks.generated import GeneratedTask, digits
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require_between
 
 _STEPS = "+-~"
 _NEXT = {"+": "1234567890", "-": "9012345678", "~": "9876543210"}
@@ -20,22 +21,20 @@ _NEXT = {"+": "1234567890", "-": "9012345678", "~": "9876543210"}
 
 @dataclass(frozen=True, kw_only=True)
 class Walk(GeneratedTask):
-    """Sixteen steps of which the start or, half of the time, the end is known.
+    """Sixteen steps with a known first state or, with probability 0.5, a known last state.
 
-    The key is the sequence of steps, so the same steps from another start, or asked from the other
-    end, never appear in another split.
+    The key determines the steps. Walks with the same steps are therefore in the same split, whatever state is known.
 
     Attributes:
-        num_steps: Steps in a walk, 1 to 256.
+        num_steps: Number of steps, 1 to 256.
     """
 
-    grows_with: ClassVar[str] = "num_steps"
+    capacity_option: ClassVar[str] = "num_steps"
 
     num_steps: int = 16
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_range("num_steps", self.num_steps, 1, 256)
+        require_between("num_steps", self.num_steps, 1, 256)
         super().__post_init__()
 
     @property
@@ -44,7 +43,7 @@ class Walk(GeneratedTask):
         return len(_STEPS) ** self.num_steps
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
-        """Return a direction, the known state and blank cells; and the cells filled in."""
+        """Return the known state with blank cells, and the complete cells."""
         steps = [_STEPS[digit] for digit in digits(key, len(_STEPS), self.num_steps)]
         start = state = str(rng.randrange(10))
         cells: list[str] = []
@@ -56,7 +55,7 @@ class Walk(GeneratedTask):
         return f"{known}|" + "".join([f".{step}.;" for step in steps]), "".join(cells)
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 for exactly the reference, else 0."""
+        """Return 1 if the response equals the reference, else 0."""
         return float(response == example.response)
 
     def characters(self) -> str:

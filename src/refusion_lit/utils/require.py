@@ -28,6 +28,12 @@ def require_at_least(option: str, value: float, minimum: float) -> None:
     require(value >= minimum, option, f"{kind} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
+def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
+    """Refuse an integer outside [``minimum``, ``maximum``]."""
+    fix = f"change {option} in the config or on the command line"
+    require(minimum <= value <= maximum, option, f"an integer from {minimum} to {maximum}", value, fix)
+
+
 def require_probability(option: str, value: float) -> None:
     """Refuse a value outside [0, 1]."""
     require(0 <= value <= 1, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
