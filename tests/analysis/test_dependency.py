@@ -18,7 +18,7 @@ MASK, VOCAB = 2, 6
 
 
 class Neighbours(LanguageModel):
-    """Predicts 3 or 4 by the known tokens at given distances: each one that is known raises token 3's logit by 1."""
+    """Predicts token 3 or 4: each known token at one of the given distances adds 1 to the logit of token 3."""
 
     def __init__(self, distances: tuple[int, ...], attention: Any, *, shifted: bool = False) -> None:
         self.distances, self.shifted = distances, shifted
@@ -56,15 +56,15 @@ def bernoulli_kl(after: float, before: float) -> float:
     ("attention", "distances", "shifted"),
     [("bidirectional", (-1, 3), False), ("bidirectional", (-1, 3), True), ("causal", (-2, 1), False)],
 )
-def test_only_places_that_matter_change_the_prediction(
+def test_only_tokens_at_the_given_distances_change_the_prediction(
     attention: Any, distances: tuple[int, ...], shifted: bool
 ) -> None:
     model = Neighbours(distances, attention, shifted=shifted)
     samples = [([5, 5, 5], [3, 4, 3, 4, 3, 4, 3, 4])] * 12
     curve = dependency_curve(model, samples, max_distance=5, mask_ratio=1.0, num_targets=3)
     assert curve.distances == [d for d in range(-5, 6) if d]
-    # Nothing else is known, so one revealed neighbour moves the logit of token 3 from 0 to 1; the prompt's
-    # tokens count as known for targets close to it, which moves it from 1 to 2.
+    # With every response token masked, a revealed neighbour raises the logit of token 3 from 0 to 1; for targets close
+    # to the prompt, whose tokens are known, from 1 to 2.
     for distance, kl, variation in zip(curve.distances, curve.kl, curve.total_variation, strict=True):
         if distance in distances:
             assert bernoulli_kl(2, 1) - 1e-9 <= kl <= bernoulli_kl(1, 0) + 1e-9
@@ -75,7 +75,7 @@ def test_only_places_that_matter_change_the_prediction(
 
 
 @pytest.mark.parametrize("attention", ["causal", "bidirectional", "block_causal"])
-def test_each_pair_in_a_forward_of_its_own_gives_the_same(attention: Any) -> None:
+def test_the_batch_size_does_not_change_the_curve(attention: Any) -> None:
     model = tiny_backbone()
     block = 4 if attention == "block_causal" else None
     model.traits = ModelTraits(attention=attention, block_size=block, predictions=("mask",))
@@ -99,11 +99,11 @@ def test_another_seed_gives_other_masks() -> None:
 def test_a_model_without_mask_prediction_is_refused() -> None:
     model = tiny_backbone()
     model.traits = ModelTraits(predictions=("next_token",))
-    with pytest.raises(ValueError, match="expected one that predicts masks, got one trained for next_token"):
+    with pytest.raises(ValueError, match="expected a model that predicts masks, got 'next_token'"):
         dependency_curve(model, [([5], [6, 7])])
 
 
 @pytest.mark.parametrize("options", [{"max_distance": 0}, {"num_targets": 0}, {"batch_size": 0}, {"mask_ratio": 1.5}])
-def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
         dependency_curve(tiny_backbone(), [([5], [6, 7])], **options)

@@ -93,7 +93,7 @@ def test_weak_isolation_is_refused(
 ) -> None:
     data = _lines(tmp_path / "h.jsonl", [HUMANEVAL])
     predictions = _lines(tmp_path / "p.jsonl", [{"id": "HumanEval/900", "response": "    return x\n"}])
-    monkeypatch.setattr("refusion_lit.sandbox.runner._Worker.layers", lambda worker: [])
+    monkeypatch.setattr("refusion_lit.sandbox.runner._SandboxedProcess.layers", lambda process: [])
     monkeypatch.setattr("refusion_lit.sandbox.isolation.bubblewrap", lambda directory: None)
     arguments = ["score", predictions, "--task=HumanEval", f"--task.files={data}", "--allow_code_execution"]
     assert main(arguments) == 2

@@ -1,4 +1,4 @@
-"""The sandbox against code that wants out, to stay, or to pass without being right."""
+"""The sandbox against code that escapes, outlives its run, or passes without being correct."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return box
 
 
-def test_right_code_passes_and_wrong_code_fails(sandbox: Sandbox) -> None:
+def test_correct_code_passes_and_wrong_code_fails(sandbox: Sandbox) -> None:
     assert sandbox.run("def f(x): return x + 1", "assert f(1) == 2") == Outcome(status="passed")
     wrong = sandbox.run("def f(x): return x", "assert f(1) == 2, 'one more'")
     assert (wrong.passed, wrong.status, wrong.message) == (False, "failed", "tests: AssertionError: one more")
@@ -66,12 +66,12 @@ thread.join()
         "print('passed')\nimport ctypes; ctypes.string_at(0)",
     ],
 )
-def test_an_early_end_never_passes(sandbox: Sandbox, early: str) -> None:
+def test_an_early_exit_never_passes(sandbox: Sandbox, early: str) -> None:
     for program, tests in ((early, ""), (f"def f():\n    exec({early!r})", "f()\nassert False")):
         assert not sandbox.run(program, tests).passed
 
 
-def test_endless_loops_end(sandbox: Sandbox) -> None:
+def test_infinite_loops_are_stopped(sandbox: Sandbox) -> None:
     started = time.monotonic()
     assert sandbox.run("while True: pass", "").status in ("timeout", "exited")
     assert sandbox.run("import time\ntime.sleep(60)", "").status == "timeout"
@@ -125,7 +125,7 @@ def test_files_outside_cannot_be_read_changed_or_deleted(sandbox: Sandbox, tmp_p
     assert (before.st_mode, before.st_mtime_ns) == (after.st_mode, after.st_mtime_ns)
 
 
-def test_nothing_of_the_environment_is_seen(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_hidden(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", "secret")
     program = (
         "import os, sys\nassert 'secret' not in repr(dict(os.environ)) + repr(sys.argv)\nassert os.listdir() == []"
@@ -149,7 +149,7 @@ def test_there_is_no_network(sandbox: Sandbox) -> None:
             server.accept()
 
 
-def test_other_processes_cannot_be_killed_or_slowed(sandbox: Sandbox) -> None:
+def test_other_processes_cannot_be_killed_or_slowed_down(sandbox: Sandbox) -> None:
     for attempt in (f"os.kill({os.getpid()}, 0)", "os.kill(os.getppid(), 9)", "os.killpg(0, 9)",
                     f"resource.prlimit({os.getpid()}, resource.RLIMIT_CPU)", f"os.setpriority(0, {os.getpid()}, 19)",
                     f"os.sched_setaffinity({os.getpid()}, [0])"):  # fmt: skip
@@ -169,12 +169,12 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_children_are_killed_with_their_group_where_they_can_be_started(tmp_path: Path) -> None:
+def test_child_processes_are_killed_with_their_group(tmp_path: Path) -> None:
     file = tmp_path / "child"
     program = (
         f"import os, time\nif not (child := os.fork()):\n    time.sleep(60)\nopen({str(file)!r}, 'w').write(str(child))"
     )
-    limits = replace(QUICK, num_processes=4096)  # counted over all of the user's where there is no namespace
+    limits = replace(QUICK, num_processes=4096)  # without a user namespace, all processes of the user count
     assert Sandbox(limits=limits, layers=(), minimum="limits").run(program, "").passed
     status = Path("/proc") / file.read_text() / "stat"
     deadline = time.monotonic() + 10
@@ -189,7 +189,7 @@ def test_too_weak_isolation_is_refused_before_anything_runs(tmp_path: Path) -> N
     assert Sandbox(limits=QUICK, layers=(), minimum="limits").run("", "").passed
     with pytest.raises(ValueError, match="minimum_isolation: expected one of limits, files, full, got 'most'"):
         Sandbox(minimum="most")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"limits\.memory_mb: expected a number of at least 64"):
+    with pytest.raises(ValueError, match=r"limits\.memory_mb: expected an integer of at least 64"):
         Limits(memory_mb=1)
 
 
@@ -202,7 +202,7 @@ def test_levels(layers: tuple[str, ...], level: str) -> None:
     assert Isolation(wrapper=(), layers=layers).level == level
 
 
-def test_isolation_that_fails_to_take_hold_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_if_the_isolation_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Sandbox(limits=QUICK, minimum="limits")
     box.__dict__["isolation"] = Isolation(wrapper=(), layers=("landlock", "moat"))
     with pytest.raises(ValueError, match="nothing was run"):

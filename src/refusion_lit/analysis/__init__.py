@@ -1,4 +1,4 @@
-"""Measurements on trained models that are not scores."""
+"""Analyses of trained models beyond scores."""
 
 from refusion_lit.analysis.dependency import DependencyCurve, dependency_curve
 

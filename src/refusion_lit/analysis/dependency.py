@@ -1,7 +1,7 @@
-"""How much a hidden token's prediction depends on another hidden token, by their distance.
+"""Measures how strongly the prediction of a masked token depends on other masked tokens, by distance.
 
-The pilot study of ReFusion (arXiv 2512.13586) motivates slots by a dependency that decays with distance. Measured here
-as the change of the predicted distribution at a masked place when one other masked place is revealed.
+The pilot study of ReFusion (arXiv 2512.13586) motivates slots by a dependency that decays with distance. Here the
+dependency is the change of the predicted distribution at a masked position when one other masked position is revealed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require, require_at_least, require_probability
+
+_MIN_PROBABILITY = 1e-300
+"""Keeps logarithms of underflowed probabilities finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DependencyCurve:
-    """Change of a prediction by the distance of the revealed token.
+    """Mean change of a prediction by distance of the revealed token.
 
     Attributes:
-        distances: Position of the revealed token minus position of the predicted one; never 0, ascending.
-        kl: Mean Kullback-Leibler divergence of the prediction after from the one before, nats, at least 0.
-        total_variation: Mean total variation between the two, in [0, 1].
-        num_pairs: Pairs of tokens behind each mean.
+        distances: Position of the revealed token minus that of the predicted token; ascending, without 0.
+        kl: Mean Kullback-Leibler divergence of the prediction after the reveal from that before, in nats.
+        total_variation: Mean total variation distance of the two predictions, in [0, 1].
+        num_pairs: Number of token pairs in each mean.
     """
 
     distances: list[int]
@@ -46,71 +51,68 @@ def dependency_curve(
     batch_size: int = 64,
     seed: int = 0,
 ) -> DependencyCurve:
-    """Measure on clean text how much revealing one masked token changes the prediction of another.
+    """Measure how revealing one masked token changes the prediction of another, on given texts.
 
-    For each sample a ratio is drawn, each response token is masked with that probability, and one more place, the
-    target, is masked in any case. Each other masked place within ``max_distance`` of the target is then revealed alone.
-    Models with causal attention are fed the known tokens first and the masks behind, as in ReFusion's plan, and
-    a single revealed token is then less than a slot: an input such a model was not trained on.
+    For each sample, a mask ratio is drawn, each response token is masked with this probability, and one more position,
+    the target, is masked in any case. Then each other masked position within ``max_distance`` of the target is revealed
+    alone. Models with causal attention get the known tokens first and the masks after them, as in ReFusion's plan
+    forward. A single revealed token is less than a slot, so such a model was not trained on exactly these inputs.
 
     Args:
-        model: Any masked model: its traits say how it attends and where a mask's prediction is read.
+        model: A model that predicts masks; its traits determine the attention and where a prediction is read.
         samples: Prompt and response token ids; responses of at least two tokens.
-        max_distance: Greatest distance, at least 1.
-        mask_ratio: A fixed probability in [0, 1] instead of one drawn uniformly for each sample and target.
-        num_targets: Targets drawn for each sample, at least 1.
-        batch_size: Sequences a forward, at least 1. Changes no figure but by rounding.
-        seed: Seeds ratios, masks and targets.
+        max_distance: Maximum distance; at least 1.
+        mask_ratio: A fixed mask ratio in [0, 1]. By default it is drawn uniformly for each sample and target.
+        num_targets: Number of targets per sample; at least 1.
+        batch_size: Number of sequences per forward; at least 1. Affects the result by rounding only.
+        seed: Seed of ratios, masks and targets.
 
     Raises:
-        ValueError: If the model predicts no masks, or an option is out of range.
+        ValueError: If the model does not predict masks, or an option is out of range.
     """
     for option, value in (("max_distance", max_distance), ("num_targets", num_targets), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{option}: expected an integer of at least 1, got {value}; set it to 1 or more.")
-    if mask_ratio is not None and not 0 <= mask_ratio <= 1:
-        raise ValueError(f"mask_ratio: expected a probability in [0, 1], got {mask_ratio}; choose one, or null.")
-    shift = _shift(model.traits)
+        require_at_least(option, value, 1)
+    if mask_ratio is not None:
+        require_probability("mask_ratio", mask_ratio)
+    shift = _prediction_shift(model.traits)
     mask = model.special_tokens.mask_token_id
     if mask is None:
-        raise ValueError("model: expected one with a mask token, got none; give a model trained to predict masks.")
+        raise ValueError("model: expected a mask token, got none; use a model trained to predict masks.")
     totals = torch.zeros(2 * max_distance + 1, 3, dtype=torch.float64)
     for case in _cases(samples, max_distance, mask_ratio, num_targets, seed):
-        rows = [case.fed(mask, None), *(case.fed(mask, place) for place in case.others)]
-        predictions = torch.cat(
-            [
-                _predict(model, rows[i : i + batch_size], case.target - shift, mask)
-                for i in range(0, len(rows), batch_size)
-            ]
-        )
+        rows = [case.masked(mask, None), *(case.masked(mask, revealed) for revealed in case.others)]
+        batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        predictions = torch.cat([_predict(model, batch, case.target - shift, mask) for batch in batches])
         before, after = predictions[0], predictions[1:]
-        kl = (after * (after.clamp_min(1e-300).log() - before.clamp_min(1e-300).log())).sum(-1)
+        log_ratio = after.clamp_min(_MIN_PROBABILITY).log() - before.clamp_min(_MIN_PROBABILITY).log()
+        kl = (after * log_ratio).sum(-1)
         variation = 0.5 * (after - before).abs().sum(-1)
-        for place, *values in zip(case.others, kl.tolist(), variation.tolist(), strict=True):
-            totals[place - case.target + max_distance] += torch.tensor([*values, 1.0], dtype=torch.float64)
+        for revealed, *values in zip(case.others, kl.tolist(), variation.tolist(), strict=True):
+            totals[revealed - case.target + max_distance] += torch.tensor([*values, 1.0], dtype=torch.float64)
     distances = [d for d in range(-max_distance, max_distance + 1) if totals[d + max_distance, 2] > 0]
-    rows_of = [totals[d + max_distance] for d in distances]
+    measured = [totals[d + max_distance].tolist() for d in distances]
     return DependencyCurve(
         distances=distances,
-        kl=[float(row[0] / row[2]) for row in rows_of],
-        total_variation=[float(row[1] / row[2]) for row in rows_of],
-        num_pairs=[int(row[2]) for row in rows_of],
+        kl=[kl / count for kl, _, count in measured],
+        total_variation=[variation / count for _, variation, count in measured],
+        num_pairs=[int(count) for _, _, count in measured],
     )
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A text with hidden places, the place that is predicted, and those revealed one at a time."""
+    """A text with masked positions, the target among them, and the other positions to reveal one at a time."""
 
     tokens: Sequence[int]
     hidden: frozenset[int]
     target: int
     others: list[int]
 
-    def fed(self, mask: int, revealed: int | None) -> list[int]:
-        """Return the text with masks."""
+    def masked(self, mask: int, revealed: int | None) -> list[int]:
+        """Return the tokens with the mask token at the hidden positions, except the revealed one."""
         return [
-            mask if place in self.hidden and place != revealed else token for place, token in enumerate(self.tokens)
+            mask if position in self.hidden and position != revealed else token
+            for position, token in enumerate(self.tokens)
         ]
 
 
@@ -133,29 +135,32 @@ def _cases(
                 yield _Case([*prompt, *response], frozenset(hidden | {target}), target, others)
 
 
-def _shift(traits: ModelTraits) -> int:
+def _prediction_shift(traits: ModelTraits) -> int:
+    """Return how many positions before a mask its prediction is read."""
     predictions = traits.predictions or ("mask",)
     if "mask" in predictions:
         return 0
-    if "mask_shifted" in predictions:
-        return 1
-    raise ValueError(
-        f"model: expected one that predicts masks, got one trained for {', '.join(predictions)}; "
-        "train with the objective Hybrid, Masked or BlockMasked."
+    require(
+        "mask_shifted" in predictions,
+        "model",
+        "a model that predicts masks",
+        ", ".join(predictions),
+        "train with the objective Hybrid, Masked or BlockMasked",
     )
+    return 1
 
 
-def _predict(model: LanguageModel, rows: list[list[int]], read_at: int, mask: int) -> Tensor:
-    """Return the distributions [row, vocab] read at a position of each text, float64."""
+def _predict(model: LanguageModel, rows: list[list[int]], read_at: int, mask: int) -> Float[Tensor, "row vocab"]:
+    """Return the distributions read at one position of each text, in float64."""
     tokens = torch.tensor(rows)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    if model.traits.attention == "causal":  # known tokens first, masks behind, both in text order
+    if model.traits.attention == "causal":  # known tokens first, then the masks, both in text order
         sequence = (tokens == mask).long().argsort(dim=1, stable=True)
         tokens, positions = tokens.gather(1, sequence), positions.gather(1, sequence)
     order = pattern_order(model.traits, positions)
     visible = order_mask(order, torch.full((len(rows),), tokens.shape[1]))
     device = model.device
     hidden = model.hidden_states(tokens.to(device), positions.to(device), visible.to(device))
-    at = (positions == read_at).long().argmax(dim=1)
-    logits = model.logits(hidden[torch.arange(len(rows), device=device), at.to(device)])
+    index = (positions == read_at).long().argmax(dim=1)
+    logits = model.logits(hidden[torch.arange(len(rows), device=device), index.to(device)])
     return logits.double().softmax(-1).cpu()

@@ -1,15 +1,25 @@
-"""Runs code that a model wrote, apart from everything else.
+"""Runs generated code in a sandboxed process.
 
-Held off, where the isolation is ``full``: reading or changing files outside the run's own folder (but for the Python
-installation and system libraries, which can be read), changing owners, modes and times of files, the network, other
-processes (no signals, no tracing, none can be started), endless loops, and the use of more memory, processor time,
-file size or open files than the limits say. Passing by an early end: a run has passed only if it returns a nonce that
-is drawn after the tests have run, so that nothing the program can read, print or exit with beforehand helps it.
+With ``full`` isolation the sandbox prevents:
 
-Not held off: the program shares its interpreter with its tests, so code that aims at them (objects that equal
-everything, a forged message on the control socket by someone who knows this package) can pass wrongly; it cannot do
-more than pass. Existence, sizes and times of files outside can be seen. Many files below the size limit can fill the
-disk until the run's end. Faults of the kernel. For code from an enemy rather than from a model, use a virtual machine.
+- reading or changing files outside the run's directory, except reading the Python installation and system libraries;
+- changing owners, modes and times of files;
+- network access;
+- starting, signalling or tracing processes;
+- infinite loops, and exceeding the limits on memory, processor time, file size and open files;
+- passing by exiting early: a run passes only if it returns a nonce that is drawn after the tests have finished, so
+  nothing that the program reads, prints or returns before can help.
+
+The sandbox does not prevent:
+
+- wrong passes of code that targets its tests, since both share an interpreter: objects that compare equal to
+  everything, or a forged message on the control socket by code that knows this package. Such code passes, but cannot
+  do more;
+- finding out existence, sizes and times of outside files;
+- filling the disk with many small files until the run ends;
+- kernel exploits.
+
+Use a virtual machine for code that comes from an attacker instead of a model.
 """
 
 from refusion_lit.sandbox.isolation import LEVELS, Isolation, Level

@@ -1,12 +1,12 @@
-"""What runs inside the sandbox: gives up its rights, then runs a program and its tests.
+"""The process inside the sandbox: drops its privileges, then runs a program and its tests.
 
-The source of this file is handed to a fresh ``python -I -S -c``; it therefore imports the standard library alone.
-Arguments: number of the control socket, working directory, JSON with limits and layers.
+The source of this file is passed to a fresh ``python -I -S -c``, so it imports the standard library only. Arguments:
+file descriptor of the control socket, working directory, and JSON with the limits and isolation layers.
 
-On the control socket go JSON lines. Worker: ``{"layers": [...]}`` once nothing more is to be given up. Caller: the
-program and its tests. Worker: ``{"error": ...}``, or ``{"tests": "done"}``. Only then does the caller draw a nonce and
-send it, and only a worker that returns it has passed: nothing that the program could read beforehand, guess, print or
-exit with makes it pass.
+Protocol on the control socket, in JSON lines. Worker: ``{"layers": [...]}`` after all privileges are dropped. Caller:
+the program and its tests. Worker: ``{"error": ...}`` or ``{"tests": "done"}``. Only after the latter the caller draws a
+nonce and sends it, and the run passes only if the worker returns it. So nothing that the program reads, guesses, prints
+or returns before can make it pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-_NO_NEW_PRIVILEGES, _SET_SECCOMP = 38, 22
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ = 0b1100  # read a file, list a directory
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_READ_FILE, _READ_DIR, _WRITE_FILE = 0b0100, 0b1000, 0b0010
 _EPERM, _ENOSYS = 1, 38
 
-# Linux on x86_64: what a program that only computes never needs, and what Landlock and limits leave open.
+# Linux x86_64 system calls that a computation does not need and that Landlock and resource limits leave allowed.
 _DENIED = {
     "processes": (57, 58, 59, 322, 101, 310, 311, 272, 308, 135, 434, 438),
     "signals": (62, 200, 234, 129, 297, 424),
@@ -36,32 +36,32 @@ _DENIED = {
     "owners, modes, times, attributes": (90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280,
                                          188, 189, 190, 463, 197, 198, 199, 466),
     "mounts": (165, 166, 155, 161, 428, 429, 430, 432),
-    "shared memory, queues": (29, 30, 31, 64, 66, 68, 71, 240, 319),
-    "kernel": (425, 426, 427, 321, 248, 249, 250, 298, 323),
-    "others' priorities": (141, 142, 144, 203, 251, 314),
+    "shared memory, message queues": (29, 30, 31, 64, 66, 68, 71, 240, 319),
+    "io_uring, bpf, perf, keys, userfaultfd": (425, 426, 427, 321, 248, 249, 250, 298, 323),
+    "priorities of other processes": (141, 142, 144, 203, 251, 314),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT = 56, 435, 302
+_CLONE, _CLONE3, _PRLIMIT64 = 56, 435, 302
 
 
 def main() -> None:
-    """Give up rights, receive the program, run it, answer."""
+    """Drop privileges, receive the program, run it and answer."""
     control = socket.socket(fileno=int(sys.argv[1]))
     lines = control.makefile("rb")
     options = json.loads(sys.argv[3])
-    limit(options["limits"])
-    _say(control, layers=confine(sys.argv[2], options["readable"], options["layers"]))
+    set_limits(options["limits"])
+    _send(control, layers=apply_layers(sys.argv[2], options["readable"], options["layers"]))
     job = json.loads(lines.readline())
     error = run(job["program"], job["tests"])
     if error is None:
-        _say(control, tests="done")
+        _send(control, tests="done")
         control.sendall(lines.readline())
     else:
-        _say(control, error=error)
+        _send(control, error=error)
     os._exit(0)
 
 
 def run(program: str, tests: str) -> str | None:
-    """Run a program and, in its namespace, its tests; return why they failed, or nothing."""
+    """Run a program and then its tests in the same namespace; return the error, ``None`` if they succeed."""
     module = ModuleType("solution")
     sys.modules["solution"] = module
     sys.argv[:] = ["solution"]
@@ -73,8 +73,8 @@ def run(program: str, tests: str) -> str | None:
     return None
 
 
-def limit(limits: Mapping[str, float]) -> None:
-    """Set what the kernel enforces on this process."""
+def set_limits(limits: Mapping[str, float]) -> None:
+    """Set the resource limits that the kernel enforces on this process."""
     for name, value in (
         ("RLIMIT_CORE", 0),
         ("RLIMIT_CPU", int(limits["cpu_seconds"])),
@@ -86,88 +86,91 @@ def limit(limits: Mapping[str, float]) -> None:
         hard = resource.getrlimit(getattr(resource, name))[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, name), (value, value))
-    # The caller kills at the limit; this is for the case that the caller has died.
+    # The caller kills this process at the time limit; the timer ends it if the caller has died.
     signal.setitimer(signal.ITIMER_REAL, limits["seconds"] + 5)
 
 
-def confine(directory: str, readable: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Apply layers of isolation, in this order, and return those that took hold."""
+def apply_layers(directory: str, readable: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Drop all capabilities and apply the isolation layers; return the names of those that the kernel accepted."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return []
-    # Version 3 of the header, this process; no effective, permitted or inheritable capability.
+    # capset with header version 3 for this process: no effective, permitted or inheritable capability.
     libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
-    held = []
-    if "landlock" in layers and _landlock(libc, directory, readable):
-        held.append("landlock")
-    if "seccomp" in layers and _seccomp(libc):
-        held.append("seccomp")
-    return held
+    applied = []
+    if "landlock" in layers and _apply_landlock(libc, directory, readable):
+        applied.append("landlock")
+    if "seccomp" in layers and _apply_seccomp(libc):
+        applied.append("seccomp")
+    return applied
 
 
-def _landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:  # noqa: ANN401
-    """Forbid all files but a directory (everything) and some paths (reading)."""
-    version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
-    if version < 3:  # older ones cannot forbid truncating
+def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:  # noqa: ANN401
+    """Deny access to all files except a directory (full access) and some paths (read access)."""
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1)
+    if version < 3:  # earlier versions cannot deny truncation
         return False
-    everything = (1 << (16 if version >= 5 else 15)) - 1
+    all_rights = (1 << (16 if version >= 5 else 15)) - 1
     tcp, scopes = (0b11 if version >= 4 else 0), (0b11 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    rules = libc.syscall(_LANDLOCK_CREATE, struct.pack("=QQQ", everything, tcp, scopes), size, 0)
-    if rules < 0:
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, struct.pack("=QQQ", all_rights, tcp, scopes), size, 0)
+    if ruleset < 0:
         return False
     for path in (directory, *readable):
         try:
-            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
-        allowed = everything if path == directory else _READ if os.path.isdir(path) else _READ & 0b0100
-        if path == "/dev/null":
-            allowed |= 0b0010
-        added = libc.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, handle), 0)
-        os.close(handle)
-        if added != 0:
+        rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+        if path == directory:
+            rights = all_rights
+        elif path == "/dev/null":
+            rights |= _WRITE_FILE
+        failed = libc.syscall(_LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+        os.close(descriptor)
+        if failed:
             return False
-    done = libc.syscall(_LANDLOCK_RESTRICT, rules, 0) == 0
-    os.close(rules)
-    return done
+    applied = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return applied
 
 
-def _seccomp(libc: Any) -> bool:  # noqa: ANN401
-    """Forbid new processes, signals, sockets and whatever else a computation has no use for."""
+def _apply_seccomp(libc: Any) -> bool:  # noqa: ANN401
+    """Deny new processes, signals, sockets and the other system calls in ``_DENIED``."""
     if os.uname().machine != "x86_64" or sys.maxsize < 1 << 32:
         return False
+    # Opcodes of classic BPF: load a word, jump if equal / greater or equal / any bit set, return.
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
+    allow, deny, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
     program = [
         (load, 0, 0, 4),
-        (equal, 1, 0, 0xC000003E),  # another architecture's calls have other numbers
+        (equal, 1, 0, 0xC000003E),  # AUDIT_ARCH_X86_64: other architectures number their calls differently
         (answer, 0, 0, kill),
         (load, 0, 0, 0),
-        (at_least, 0, 1, 0x40000000),  # so do those of x32
+        (at_least, 0, 1, 0x40000000),  # the x32 calls
         (answer, 0, 0, kill),
-        (equal, 0, 1, _CLONE3),  # its flags cannot be read here: libraries fall back to clone
+        (equal, 0, 1, _CLONE3),  # its flags are behind a pointer; with ENOSYS libraries fall back to clone
         (answer, 0, 0, 0x00050000 | _ENOSYS),
         (equal, 0, 4, _CLONE),
         (load, 0, 0, 16),
-        (any_bit, 0, 1, 0x10000),  # a thread
+        (any_bit, 0, 1, 0x10000),  # CLONE_THREAD
         (answer, 0, 0, allow),
-        (answer, 0, 0, refuse),
-        (equal, 0, 4, _PRLIMIT),
+        (answer, 0, 0, deny),
+        (equal, 0, 4, _PRLIMIT64),
         (load, 0, 0, 16),
-        (equal, 0, 1, 0),  # its own limits
+        (equal, 0, 1, 0),  # the process's own limits
         (answer, 0, 0, allow),
-        (answer, 0, 0, refuse),
+        (answer, 0, 0, deny),
     ]
     for number in sorted({number for numbers in _DENIED.values() for number in numbers}):
-        program += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+        program += [(equal, 0, 1, number), (answer, 0, 0, deny)]
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
-    return libc.prctl(_SET_SECCOMP, 2, header, 0, 0) == 0
+    return libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) == 0
 
 
-def _say(control: socket.socket, **message: object) -> None:
+def _send(control: socket.socket, **message: object) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
 
 

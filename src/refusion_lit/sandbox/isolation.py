@@ -1,4 +1,4 @@
-"""Which isolation this machine offers, and what it amounts to."""
+"""The isolation layers of this machine, and the level that they reach."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Literal
 
 Level = Literal["limits", "files", "full"]
 LEVELS: tuple[Level, ...] = ("limits", "files", "full")
-"""From weak to strong: resource limits alone; no files of others; also no network and no processes."""
+"""From weak to strong: resource limits only; no access to outside files; also no network and no processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """Layers around a program.
+    """The isolation of a sandboxed process.
 
     Attributes:
-        wrapper: Command that the sandboxed interpreter is started through; empty for none.
-        layers: Names of what holds: ``bubblewrap`` or ``namespaces`` from the wrapper, ``landlock`` and ``seccomp``
-            from the process itself.
+        wrapper: Command through which the interpreter is started; empty for none.
+        layers: Names of the active layers: ``bubblewrap`` or ``namespaces`` from the wrapper, ``landlock`` and
+            ``seccomp`` from the process itself.
     """
 
     wrapper: tuple[str, ...]
@@ -29,34 +29,34 @@ class Isolation:
 
     @property
     def level(self) -> Level:
-        """What the layers amount to."""
-        has = set(self.layers)
-        if not has & {"landlock", "bubblewrap"}:
+        """The level that the layers reach."""
+        active = set(self.layers)
+        if not active & {"landlock", "bubblewrap"}:
             return "limits"
-        # The kernel does not hold the superuser to a number of processes.
-        counts_processes = "seccomp" in has or os.geteuid() != 0
-        is_apart = bool(has & {"namespaces", "bubblewrap", "seccomp"})
-        return "full" if is_apart and counts_processes else "files"
+        # The kernel does not enforce the limit on the number of processes for root.
+        limits_processes = "seccomp" in active or os.geteuid() != 0
+        is_separated = bool(active & {"namespaces", "bubblewrap", "seccomp"})
+        return "full" if is_separated and limits_processes else "files"
 
     def describe(self) -> str:
-        """Return one line for the user."""
-        return f"{self.level} ({', '.join(self.layers) or 'resource limits alone'})"
+        """Return level and layers in one line."""
+        return f"{self.level} ({', '.join(self.layers) or 'resource limits only'})"
 
 
 def readable_paths() -> tuple[str, ...]:
-    """Return what a Python interpreter reads: its own installation and the system's libraries."""
+    """Return the paths that a Python interpreter reads: its installation and the system's libraries."""
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null",
               "/dev/urandom")  # fmt: skip
     return (*(path for path in (sys.base_prefix,) if path != "/"), *system)
 
 
 def interpreter() -> str:
-    """Return the interpreter itself, behind the links of virtual environments."""
+    """Return the path of the Python binary, with the links of a virtual environment resolved."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def bubblewrap(directory: str) -> tuple[str, ...] | None:
-    """Return the command that starts a program under bubblewrap, if it is installed."""
+    """Return the command that starts a program in bubblewrap; ``None`` if it is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         return None
@@ -69,7 +69,7 @@ def bubblewrap(directory: str) -> tuple[str, ...] | None:
 
 
 def namespaces() -> tuple[str, ...] | None:
-    """Return the command that starts a program in namespaces of its own, if ``unshare`` is installed."""
+    """Return the command that starts a program in new namespaces; ``None`` if ``unshare`` is not installed."""
     program = shutil.which("unshare")
     if program is None:
         return None
@@ -77,7 +77,7 @@ def namespaces() -> tuple[str, ...] | None:
 
 
 def works(wrapper: tuple[str, ...]) -> bool:
-    """Return whether the kernel lets this user start a program so."""
+    """Return whether this user can start a program through a wrapper."""
     try:
         command = [*wrapper, interpreter(), "-I", "-S", "-c", ""]
         return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, one fresh process each."""
+"""Runs untrusted programs, each in a fresh sandboxed process."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from typing import Literal
 
 from refusion_lit.sandbox import isolation
 from refusion_lit.sandbox.isolation import LEVELS, Isolation, Level
+from refusion_lit.utils.require import require_at_least, require_choice
 
-_MAX_LINE = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+_START_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one run may use.
+    """Resource limits of one run.
 
     Attributes:
-        seconds: Wall-clock time from the start of the program, above 0; well above ``cpu_seconds``, so that a busy
-            machine scores as an idle one.
-        cpu_seconds: Processor time, start of the interpreter included, at least 1.
+        seconds: Wall-clock time from the start of the program, at least 0.05. Keep it well above ``cpu_seconds``, so
+            that scores do not depend on how busy the machine is.
+        cpu_seconds: Processor time, including the start of the interpreter, at least 1.
         memory_mb: Address space in MiB, at least 64.
         file_mb: Size of a file in MiB, at least 0.
-        num_open_files: Open files, at least 16.
-        num_processes: Processes and threads of the user, at least 1 (of all the user's, where the kernel does not
-            count a user namespace by itself).
+        num_open_files: Number of open files, at least 16.
+        num_processes: Number of processes and threads of the user, at least 1. Where the kernel does not count per
+            user namespace, this includes the user's other processes.
     """
 
     seconds: float = 60.0
@@ -46,23 +48,20 @@ class Limits:
     num_processes: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse limits under which no program could run."""
-        lowest = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0, "num_open_files": 16,
+        minima = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0, "num_open_files": 16,
                   "num_processes": 1}  # fmt: skip
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            if not value >= low:
-                raise ValueError(f"limits.{name}: expected a number of at least {low}, got {value!r}; raise it.")
+        for name, minimum in minima.items():
+            require_at_least(f"limits.{name}", getattr(self, name), minimum)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        status: ``passed``; ``failed`` (an exception, a failed assertion); ``timeout``; ``exited`` (the process ended
-            before its tests, by itself, by a signal or by a limit).
-        message: Why, for people.
+        status: ``passed``; ``failed`` (an exception or a failed assertion); ``timeout``; or ``exited`` (the process
+            ended before its tests: by itself, by a signal or by a limit).
+        message: The reason, for users.
     """
 
     status: Literal["passed", "failed", "timeout", "exited"]
@@ -70,22 +69,22 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the tests ran to their end."""
+        """Whether all tests passed."""
         return self.status == "passed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Runs a program with its tests, apart from everything else.
+    """Runs programs with their tests in isolation.
 
-    Each run is a fresh ``python -I -S`` in an empty temporary folder, with an environment that holds nothing of the
-    caller's, in a session of its own, limited, without rights, and killed as a group at the end. For what the layers
-    hold off and what they do not, see :mod:`refusion_lit.sandbox`.
+    Each run is a fresh ``python -I -S`` in an empty temporary directory and in its own session, with a minimal
+    environment, resource limits and no privileges. Its process group is killed at the end. See
+    :mod:`refusion_lit.sandbox` for what the isolation prevents and what it does not.
 
     Attributes:
-        limits: What one run may use.
-        minimum: Refuse to run with weaker isolation.
-        layers: Layers to use where the machine has them; fewer for comparison and tests.
+        limits: Resource limits of one run.
+        minimum: Minimum isolation; weaker isolation raises an error.
+        layers: Isolation layers to use where the machine has them.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -93,32 +92,28 @@ class Sandbox:
     layers: tuple[str, ...] = ("bubblewrap", "namespaces", "landlock", "seccomp")
 
     def __post_init__(self) -> None:
-        """Check the level's name."""
-        if self.minimum not in LEVELS:
-            raise ValueError(
-                f"minimum_isolation: expected one of {', '.join(LEVELS)}, got {self.minimum!r}; choose one of them."
-            )
+        require_choice("minimum_isolation", self.minimum, LEVELS)
 
     @cached_property
     def isolation(self) -> Isolation:
-        """What this machine offers, found by starting a process with it.
+        """The isolation of this machine, found by starting a process.
 
         Raises:
             ValueError: If it is weaker than the minimum.
         """
         with tempfile.TemporaryDirectory() as directory:
             wrapper, name = self._wrapper(directory)
-            worker = _Worker(wrapper, directory, self.limits, self.layers)
+            process = _SandboxedProcess(wrapper, directory, self.limits, self.layers)
             try:
-                held = worker.layers()
+                applied = process.layers()
             finally:
-                worker.kill()
-        found = Isolation(wrapper=wrapper, layers=(*([name] if name else []), *held))
+                process.kill()
+        found = Isolation(wrapper=wrapper, layers=(*([name] if name else []), *applied))
         if LEVELS.index(found.level) < LEVELS.index(self.minimum):
             raise ValueError(
                 f"minimum_isolation: expected at least {self.minimum!r}, got {found.describe()} on this machine; "
-                "install bubblewrap, use a kernel with Landlock and user namespaces, or lower minimum_isolation "
-                "knowing that generated code then reaches more."
+                "install bubblewrap, use a kernel with Landlock and user namespaces, or lower minimum_isolation, "
+                "which gives generated code more access."
             )
         return found
 
@@ -127,25 +122,25 @@ class Sandbox:
 
         Args:
             program: Python source.
-            tests: Python source that raises where the program is wrong.
+            tests: Python source that raises if the program is wrong.
 
         Raises:
-            ValueError: If the isolation is weaker than the minimum, or did not take hold this time.
+            ValueError: If the isolation is weaker than the minimum or differs from that of :attr:`isolation`.
         """
         expected = self.isolation.layers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             wrapper, name = self._wrapper(directory)
-            worker = _Worker(wrapper, directory, self.limits, self.layers)
+            process = _SandboxedProcess(wrapper, directory, self.limits, self.layers)
             try:
-                held = (*([name] if name else []), *worker.layers())
-                if held != expected:
-                    raise ValueError(f"isolation: expected {expected}, got {held}; nothing was run. Try again.")
-                return worker.run(program, tests)
+                applied = (*([name] if name else []), *process.layers())
+                if applied != expected:
+                    raise ValueError(f"isolation: expected {expected}, got {applied}; nothing was run. Try again.")
+                return process.run(program, tests)
             finally:
-                worker.kill()
+                process.kill()
 
     def _wrapper(self, directory: str) -> tuple[tuple[str, ...], str]:
-        """Return the command to start through, and its layer's name."""
+        """Return the wrapper command and the name of its layer; both empty for none."""
         known = self.__dict__.get("isolation")
         for name in ("bubblewrap", "namespaces"):
             if name not in self.layers or (known is not None and name not in known.layers):
@@ -156,8 +151,8 @@ class Sandbox:
         return (), ""
 
 
-class _Worker:
-    """A started worker and the caller's end of its control socket."""
+class _SandboxedProcess:
+    """A started process, and the caller's end of its control socket."""
 
     def __init__(self, wrapper: Sequence[str], directory: str, limits: Limits, layers: Sequence[str]) -> None:
         self._seconds = limits.seconds
@@ -179,48 +174,45 @@ class _Worker:
             )
 
     def layers(self) -> list[str]:
-        """Return the layers that the process has put on itself."""
-        line = self._receive(time.monotonic() + 30)
+        """Return the layers that the process has applied to itself."""
+        line = self._receive(time.monotonic() + _START_TIMEOUT)
         if not line:
-            raise ValueError("sandbox: expected a Python process to start, got none; is the interpreter readable?")
+            raise ValueError("sandbox: expected a Python process to start, got none; check that Python is readable.")
         return json.loads(line)["layers"]
 
     def run(self, program: str, tests: str) -> Outcome:
-        """Send the program, wait for its end."""
+        """Send the program and wait for its result."""
         deadline = time.monotonic() + self._seconds
         try:
             self._send({"program": program, "tests": tests}, deadline)
-            answer = _message(self._receive(deadline))
+            answer = _parse_message(self._receive(deadline))
             if answer.get("tests") != "done":
                 error = answer.get("error")
-                return Outcome(status="failed", message=str(error)) if error else self._exited()
+                return Outcome(status="failed", message=str(error)) if error else _EXITED
             nonce = secrets.token_hex(16)
             self._send({"nonce": nonce}, deadline)
-            if _message(self._receive(deadline)).get("nonce") == nonce:
-                return Outcome(status="passed")
-            return self._exited()
+            returned = _parse_message(self._receive(deadline)).get("nonce")
+            return Outcome(status="passed") if returned == nonce else _EXITED
         except TimeoutError:
             return Outcome(status="timeout", message=f"still running after {self._seconds} s")
         except OSError:
-            return self._exited()
+            return _EXITED
 
     def kill(self) -> None:
-        """End the whole group; a namespace of processes ends with its first one."""
+        """Kill the process group; a PID namespace ends with its first process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._control.close()
 
-    def _exited(self) -> Outcome:
-        return Outcome(status="exited", message="the process ended before its tests had run")
-
     def _send(self, message: object, deadline: float) -> None:
-        self._control.settimeout(_left(deadline))
+        self._control.settimeout(_remaining(deadline))
         self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self, deadline: float) -> bytes:
-        while b"\n" not in self._buffer and len(self._buffer) < _MAX_LINE:
-            self._control.settimeout(_left(deadline))
+        """Return the next line; empty if the process has closed the socket."""
+        while b"\n" not in self._buffer and len(self._buffer) < _MAX_LINE_BYTES:
+            self._control.settimeout(_remaining(deadline))
             read = self._control.recv(4096)
             if not read:
                 return b""
@@ -229,15 +221,18 @@ class _Worker:
         return line
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+_EXITED = Outcome(status="exited", message="the process ended before its tests had run")
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining
 
 
-def _message(line: bytes) -> dict[str, object]:
-    """Read what the process says, which may be anything."""
+def _parse_message(line: bytes) -> dict[str, object]:
+    """Parse a message of the process, which is untrusted: anything but a JSON object counts as an empty message."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
