@@ -1,4 +1,4 @@
-"""Random decodes of models whose logits are as bad as logits can be, with everything that any decode must keep."""
+"""Random decodes of models with adversarial logits, checked against the contract of every decoder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SPECIALS = [
 ]
 TEMPERATURES = (0.0, 0.0, 1e-30, 1e-6, 0.7, 1.0, 100.0, 1e30)
 CALLS_PER_TOKEN = 12
-"""More than any decoder needs: planned, verified and completed token by token, and drawn again."""
+"""More than any decoder needs, even one that plans, verifies, completes and redraws token by token."""
 
 
 class AdversarialModel(HashModel):
-    """A hash model that spoils its rows of logits, each by an attack that the hash of what it saw chooses.
+    """A hash model that corrupts each row of logits by an attack; the hash of the row's input selects the attack.
 
     Args:
         attacks: The attacks to choose from, of :data:`ATTACKS`.
-        dtype: Type of the logits.
-        max_calls: With more the decode counts as one that does not end.
+        dtype: Data type of the logits.
+        max_calls: More calls than this count as a decode that does not end.
     """
 
     def __init__(self, attacks: tuple[str, ...], dtype: torch.dtype, max_calls: int, **options: object) -> None:
@@ -49,10 +49,10 @@ class AdversarialModel(HashModel):
         logits = super().logits(hidden).to(self.dtype)
         chosen = (hashed_uniform(hidden[:, 0] + 5, 1)[:, 0] * len(self.attacks)).long().tolist()
         for row, index in zip(logits, chosen, strict=True):
-            self.spoil(row, self.attacks[index])
+            self.attack_row(row, self.attacks[index])
         return logits
 
-    def spoil(self, row: Tensor, attack: str) -> None:
+    def attack_row(self, row: Tensor, attack: str) -> None:
         ends, limits = list(self.special_tokens.eos_token_ids), torch.finfo(self.dtype)
         forbidden = [*self.special_tokens.banned_token_ids, *range(self.special_tokens.vocab_size, len(row))]
         if attack in ("nan", "inf", "-inf"):
@@ -63,7 +63,7 @@ class AdversarialModel(HashModel):
             row[ends] = torch.inf
         elif attack == "no ends":
             row[ends] = torch.nan
-        elif attack == "forbidden":  # only what must never be drawn is possible
+        elif attack == "forbidden":  # only ids that must never be drawn have a chance
             row[:] = -torch.inf
             row[forbidden] = torch.inf
         elif attack == "huge":
@@ -79,7 +79,7 @@ class AdversarialModel(HashModel):
 
 @dataclass
 class Counts:
-    """What was decoded."""
+    """Totals over decodes."""
 
     decodes: int = 0
     prompts: int = 0
@@ -98,7 +98,7 @@ class Counts:
 
 @st.composite
 def models(draw: st.DrawFn) -> Callable[[Decoder, int], AdversarialModel]:
-    """Draw a model, given later a decoder and how many calls it may get."""
+    """Draw a factory of models, which takes the decoder and the maximum number of calls."""
     attacks = tuple(draw(st.lists(st.sampled_from(ATTACKS), min_size=1, max_size=4)))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
     options = {
@@ -112,13 +112,13 @@ def models(draw: st.DrawFn) -> Callable[[Decoder, int], AdversarialModel]:
 
 
 def detokenize(token_ids: list[int]) -> str:
-    """Write every id as a letter."""
+    """Map every id to a letter."""
     return "".join(chr(97 + token) for token in token_ids)
 
 
 @st.composite
 def samplings(draw: st.DrawFn, sampling: SamplingParams) -> SamplingParams:
-    """Draw how tokens are drawn, the number of them being given."""
+    """Draw sampling parameters with a given number of tokens."""
     return replace(
         sampling,
         temperature=draw(st.sampled_from(TEMPERATURES)),
@@ -130,7 +130,7 @@ def samplings(draw: st.DrawFn, sampling: SamplingParams) -> SamplingParams:
 
 
 def check_stops(found: list[Prompt], sampling: SamplingParams, output: DecodingOutput) -> None:
-    """Check rows where stop strings are asked for: they show one as late as possible, or none."""
+    """Check rows with stop strings: a row contains one only if its last token completes it."""
     for prompt, row in zip(found, output.rows, strict=True):
         assert row.id == prompt.id
         assert 1 <= row.num_tokens <= sampling.max_new_tokens
@@ -140,13 +140,13 @@ def check_stops(found: list[Prompt], sampling: SamplingParams, output: DecodingO
 
 
 def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = False) -> Counts:
-    """Decode with a decoder at random; nothing but an assertion of a check may come out.
+    """Run random decodes with a decoder and check each; only a failed check raises.
 
     Args:
         cls: The decoder.
-        num: How many decodes, each of one to five prompts.
-        seed: Of the choices.
-        shrink: Look for the simplest decode that fails, which takes minutes.
+        num: Number of decodes, each of one to five prompts.
+        seed: Random seed.
+        shrink: Whether to search for the simplest failing decode, which takes minutes.
     """
     counts = Counts()
 
@@ -164,7 +164,7 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
         sampling = data.draw(samplings(sampling))
         budget = data.draw(st.none() | st.integers(1, 60))
         size = data.draw(st.integers(1, 4))
-        # Canvases are rounded up to whole blocks or slots; schedules may take steps that commit nothing.
+        # Canvases are rounded up to whole blocks or slots, and schedules may have steps that commit nothing.
         max_calls = CALLS_PER_TOKEN * (sampling.max_new_tokens + 64) * len(found)
         model, watcher = make(decoder, max_calls), LastState()
         output = decode(
@@ -178,14 +178,14 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
             check_output(model, found, sampling, output, watcher)
         for row in output.rows:
             values = [value for entry in row.trace for value in (*entry.probabilities, *entry.scores)]
-            assert all(0 <= value <= 1 + 1e-3 for value in values), "a probability is none"
+            assert all(0 <= value <= 1 + 1e-3 for value in values), "a probability is out of range"
         index = data.draw(st.integers(0, len(found) - 1))
-        # Alone, it also reads ahead, as on a device that makes the host wait.
+        # A single prompt also prefetches, as on a device with asynchronous execution.
         other = make(decoder, max_calls)
         [alone] = decode_with_prefetch(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
         assert alone.token_ids == output.rows[index].token_ids
         assert alone.forward_shapes == output.rows[index].forward_shapes
 
-    with contextlib.redirect_stdout(None):  # hypothesis's reports go with the exception as notes
+    with contextlib.redirect_stdout(None):  # the exception's notes have hypothesis's report
         one()
     return counts

@@ -1,4 +1,4 @@
-"""What fuzzing found, one case each."""
+"""Regression tests for the defects that fuzzing found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import QUICKSTART
-from hardness.spoiling import nested
+from hardness.malformed import nested
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import with_component_files
@@ -20,7 +20,7 @@ from refusion_lit.utils.yaml_files import read_yaml
 from traces.samples import random_trace
 
 
-def test_a_prompt_ends_where_its_line_ends_and_nowhere_else(tmp_path: Path) -> None:
+def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
     prompts = ["a\u2028b", "c\x85d\x0be", "f\x0cg"]
     for name, lines in (
         ("p.txt", prompts),
@@ -40,14 +40,14 @@ def test_a_prompt_ends_where_its_line_ends_and_nowhere_else(tmp_path: Path) -> N
         (f'{{"prompt": "a", "id": {"7" * 5000}}}', "is not JSON"),
     ],
 )
-def test_prompts_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_prompts_are_refused_with_their_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(ValueError, match=f"prompts: .*p.jsonl:2.*{message}"):
         list(read_prompts(str(path)))
 
 
-def test_answers_cut_in_the_middle_of_a_character_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_predictions_cut_inside_a_character_can_be_resumed(tmp_path: Path) -> None:
     path, whole = tmp_path / "a.jsonl", '{"id": "é"}\n'.encode()
     path.write_bytes(whole + '{"id": "é'.encode()[:-1])
     assert finished_ids(path) == {"é"}
@@ -92,7 +92,7 @@ def test_seconds_beyond_floats_are_refused(tmp_path: Path, seconds: str) -> None
         (b"- 1", "expected options by name"),
     ],
 )
-def test_yaml_that_holds_no_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"^base: .*{message}") as refused:
@@ -103,7 +103,7 @@ def test_yaml_that_holds_no_options_is_refused(tmp_path: Path, content: bytes, m
 
 
 @pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
-def test_a_config_that_is_no_yaml_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):

@@ -1,4 +1,4 @@
-"""Config files of any content are read, or refused in one sentence."""
+"""Arbitrary config files are read or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.conftest import REPOSITORY
-from hardness.spoiling import NUM_EXAMPLES, PHASES, damaged, outcome
+from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import with_component_files
 from refusion_lit.cli.sweep import read_sweep
@@ -38,7 +38,7 @@ TOKEN_BYTES = [token.encode("utf-8", "surrogatepass") for token in TOKENS]
 
 
 def yamls(valid: bytes) -> st.SearchStrategy[bytes]:
-    """Draw a config with damage, one made of strange parts, or no YAML at all."""
+    """Draw a damaged config, a config of unusual parts, or bytes that are not YAML."""
     part = st.one_of(st.sampled_from(TOKENS), st.text(max_size=5))
     key = st.sampled_from(
         ["data", "model", "trainer", "seed_everything", "grid", "base", "class_path", "init_args", "ckpt_path"]
@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("configs") / "config.yaml"
 
 
-@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 1))  # a parse takes most of a second
+@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 1))  # a parse takes almost a second
 @given(content=yamls((CONFIGS / "quickstart.yaml").read_bytes()), command=st.sampled_from(["fit", "test"]))
 def test_a_config_of_a_run(parser: Any, path: Path, content: bytes, command: str) -> None:
     path.write_bytes(content)

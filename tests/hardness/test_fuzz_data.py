@@ -1,4 +1,4 @@
-"""Data, prompts and predictions of any content are read, or refused in one sentence."""
+"""Arbitrary data, prompt and predictions files are read or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_other_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile, finished_ids
 from refusion_lit.tasks import InstructionFiles
@@ -31,8 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def rows(draw: st.DrawFn, *, as_list: bool) -> bytes:
-    """Draw a file of rows, some with strange values, some no JSON."""
-    row = st.one_of(st.sampled_from(ROWS).flatmap(with_other_values), st.sampled_from(ROWS).map(json.dumps), raw_json())
+    """Draw a file of rows, some with unusual values, some not JSON."""
+    row = st.one_of(
+        st.sampled_from(ROWS).flatmap(with_replaced_values), st.sampled_from(ROWS).map(json.dumps), raw_json()
+    )
     found = draw(st.lists(row, max_size=4))
     text = f"[{draw(st.sampled_from([',', ',' + chr(10)])).join(found)}]" if as_list else "\n".join(found)
     mark = draw(st.sampled_from(["", "", "\ufeff"]))
@@ -83,7 +85,7 @@ LINES = [json.dumps({"id": f"{i}é", "response": text}, ensure_ascii=False) + "\
 
 @FUZZ
 @given(num_bytes=st.integers(0, len("".join(LINES).encode())))
-def test_answers_that_a_kill_cut_off_are_made_again_and_the_others_kept(folder: Path, num_bytes: int) -> None:
+def test_a_truncated_predictions_file_keeps_its_complete_lines(folder: Path, num_bytes: int) -> None:
     path = folder / "answers.jsonl"
     path.write_bytes("".join(LINES).encode()[:num_bytes])
     ids = finished_ids(path)
@@ -95,7 +97,7 @@ def test_answers_that_a_kill_cut_off_are_made_again_and_the_others_kept(folder: 
 
 @FUZZ
 @given(num_done=st.integers(1, len(LINES) - 1), num_more=st.integers(0, 99))
-def test_a_run_goes_on_behind_its_last_whole_batch(folder: Path, num_done: int, num_more: int) -> None:
+def test_a_run_resumes_after_its_last_complete_batch(folder: Path, num_done: int, num_more: int) -> None:
     file = PredictionsFile(folder, "run", {"seed": 0})
     file.write([json.loads(line) for line in LINES[:num_done]])
     file.close()
@@ -109,7 +111,7 @@ def test_a_run_goes_on_behind_its_last_whole_batch(folder: Path, num_done: int, 
 
 @FUZZ
 @given(content=st.one_of(rows(as_list=False), damaged("".join(LINES).encode())))
-def test_answers_to_go_on_with(folder: Path, content: bytes) -> None:
+def test_predictions_to_resume(folder: Path, content: bytes) -> None:
     path = folder / "other.jsonl"
     path.write_bytes(content)
     ids = outcome(lambda: finished_ids(path))
@@ -118,10 +120,10 @@ def test_answers_to_go_on_with(folder: Path, content: bytes) -> None:
 
 @FUZZ
 @given(
-    progress=with_other_values({"settings": {"seed": 0, "num_processes": 1}, "num_lines": 2, "state": None}),
+    progress=with_replaced_values({"settings": {"seed": 0, "num_processes": 1}, "num_lines": 2, "state": None}),
     data=st.data(),
 )
-def test_progress_to_go_on_with(folder: Path, progress: str, data: st.DataObject) -> None:
+def test_progress_files_to_resume(folder: Path, progress: str, data: st.DataObject) -> None:
     (folder / "odd.jsonl").write_bytes(data.draw(damaged("".join(LINES).encode(), max_edits=1)))
     (folder / ".odd.progress.json").write_text(progress)
     message = outcome(lambda: PredictionsFile(folder, "odd", {"seed": 0}, resume=True).close())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_other_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
 from parsed_page import ParsedPage
 from refusion_lit.reports import Bootstrap, compare, read_runs
 from refusion_lit.reports.page import html_page
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predictions(run: Path, data: st.DataObject) -> None:
     for name in ("one", "two"):
         lines = [json.dumps(line(number), ensure_ascii=False) for number in range(len(MARKUP))]
-        lines += data.draw(st.lists(with_other_values(line(20)), max_size=3))
+        lines += data.draw(st.lists(with_replaced_values(line(20)), max_size=3))
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
     comparison = compare(read_runs([run]), None, QUICK)

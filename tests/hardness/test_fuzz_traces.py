@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hardness.spoiling import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_other_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
 from parsed_page import ParsedPage
 from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_statistics, write_trace
 from traces.samples import random_trace
@@ -48,10 +48,10 @@ def check_shown(trace: Trace, folder: Path) -> None:
 
 @FUZZ
 @given(seed=st.integers(0, 99), data=st.data())
-def test_a_trace_with_other_values(folder: Path, seed: int, data: st.DataObject) -> None:
+def test_a_trace_with_replaced_values(folder: Path, seed: int, data: st.DataObject) -> None:
     path = folder / "trace.json"
     write_trace(random_trace(seed), path)
-    path.write_text(data.draw(with_other_values(json.loads(path.read_text()))))
+    path.write_text(data.draw(with_replaced_values(json.loads(path.read_text()))))
     trace = outcome(lambda: read_trace(path))
     if isinstance(trace, str):
         assert trace.startswith("trace_file: ")

@@ -1,4 +1,4 @@
-"""A few hundred random decodes; ``nox -s hard`` makes ten thousand and more."""
+"""A few hundred random decodes; ``nox -s hard`` runs more than ten thousand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from refusion_lit.decoding import Decoder
 
 
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
-def test_random_decodes_keep_every_contract(cls: type[Decoder]) -> None:
+def test_random_decodes_fulfil_the_contract(cls: type[Decoder]) -> None:
     counts = random_decodes(cls, num=50, seed=0)
     assert counts.decodes >= 50
     assert "unfinished" not in counts.finish_reasons

@@ -1,4 +1,4 @@
-"""Files as they should not be: valid ones with damage, and values that parsers trip over."""
+"""Malformed files: valid files with damage, and values that parsers fail on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 
 NUM_EXAMPLES = int(os.environ.get("REFUSION_LIT_HARD_EXAMPLES", "20"))
-"""Examples of each fuzz test; ``nox -s hard`` asks for many."""
+"""Examples per fuzz test; ``nox -s hard`` runs many more."""
 
-PHASES = [Phase.explicit, Phase.generate]  # what failed is small already, and shrinking takes minutes
+PHASES = [Phase.explicit, Phase.generate]  # no shrinking: failing examples are small, and it takes minutes
 
 MARKUP = (
     "</script><script>alert(1)</script>",
@@ -28,19 +28,19 @@ MARKUP = (
     "\x00",
     "é𝄞",
 )
-"""Texts of a model that a page or a terminal must show and never obey."""
+"""Model output that a page or a terminal must display and never interpret."""
 
 NUMBERS = ("1e999", "-1e999", "NaN", "-Infinity", "1e-999", "-0", "9" * 400, "7" * 5000, "0.1e1", "12345678901", "true")
 HALF_PAIR = '"\\ud800"'
 
 
 def nested(depth: int) -> str:
-    """Return lists in lists."""
+    """Return nested lists as JSON."""
     return "[" * depth + "]" * depth
 
 
 def raw_json() -> st.SearchStrategy[str]:
-    """Draw JSON, or nearly JSON: numbers beyond every type, half surrogate pairs, repeated keys, great depth."""
+    """Draw JSON or almost JSON: numbers beyond every type, half surrogate pairs, repeated keys, deep nesting."""
     texts = st.one_of(st.text(max_size=8), st.sampled_from(MARKUP)).map(json.dumps)
     depths = st.sampled_from([3, 100, 300, 400, 480, 490, 900, 960, 970, 980, 985, 990, 995, 1000, 3000, 100_000])
     leaves = st.one_of(
@@ -62,7 +62,7 @@ def raw_json() -> st.SearchStrategy[str]:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), max_edits: int = 3) -> bytes:
-    """Draw a file with pieces cut out, doubled, overwritten or put in."""
+    """Draw a file with parts deleted, duplicated, overwritten or inserted."""
     for _ in range(draw(st.integers(0, max_edits))):
         start = draw(st.integers(0, len(data)))
         stop = min(start + draw(st.sampled_from([0, 1, 1, 2, 8, 100_000])), len(data))
@@ -72,17 +72,17 @@ def damaged(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), max_edit
 
 
 def paths_of(values: Any) -> list[tuple[Any, ...]]:
-    """Return the way to each value inside lists and objects."""
+    """Return the path of every value inside lists and objects."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     return [(), *((key, *path) for key, value in items for path in paths_of(value))]
 
 
 class Raw(str):
-    """JSON that :func:`dumps` writes as it is."""
+    """JSON that :func:`dumps` writes verbatim."""
 
 
 def dumps(values: Any) -> str:
-    """Write JSON with raw parts."""
+    """Return JSON, with raw parts verbatim."""
     if isinstance(values, Raw):
         return str(values)
     if isinstance(values, dict):
@@ -93,8 +93,8 @@ def dumps(values: Any) -> str:
 
 
 @st.composite
-def with_other_values(draw: st.DrawFn, values: Any, max_edits: int = 3) -> str:
-    """Draw JSON whose structure is right but for a few values that are replaced, or left out."""
+def with_replaced_values(draw: st.DrawFn, values: Any, max_edits: int = 3) -> str:
+    """Draw JSON with a valid structure in which a few values are replaced or removed."""
     values = json.loads(json.dumps(values))
     for _ in range(draw(st.integers(0, max_edits))):
         path = draw(st.sampled_from(paths_of(values)))
@@ -111,10 +111,10 @@ def with_other_values(draw: st.DrawFn, values: Any, max_edits: int = 3) -> str:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """Return what some work gives, or the message of its ValueError; any other exception passes.
+    """Return the result of a call or the message of its ValueError; other exceptions propagate.
 
     Raises:
-        AssertionError: If the message is empty, or a codec's, which says nothing of the file.
+        AssertionError: If the message is empty, or a codec's, which does not name the file.
     """
     refused = None
     try:
