@@ -69,7 +69,7 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
     page = _page(files[0]).text
     assert "have different prompts: 3 shared, 3 only in the first, 3 only in the second" in page
-    assert "1 of the differences use only the shared prompts" in (tmp_path / "out" / "table.md").read_text()
+    assert "In 1 of 1 differences the rows have different prompts" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_sweep_has_curves_and_heat_maps(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.utils.files import atomic_writer, write_atomically, write_json_atomically
+from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
 
 
 @pytest.mark.parametrize("content", ["zwölf\n", b"\x00\xff"])
@@ -24,7 +24,15 @@ def test_content_replaces_what_was_there_and_directories_are_created(tmp_path: P
 def test_json_reads_back(tmp_path: Path) -> None:
     values = {"a": [1, 2.5, None], "b": "ü"}
     write_json_atomically(str(tmp_path / "x.json"), values)
-    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == values
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == read_json(tmp_path / "x.json") == values
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, None])
+def test_a_file_without_json_reads_as_none(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_bytes(content)
+    assert read_json(tmp_path / "x.json") is None
+    assert read_json(tmp_path) is None
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])

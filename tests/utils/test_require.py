@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import require, require_at_least, require_between, require_choice, require_probability
 
 
 def test_the_error_names_option_expectation_value_and_fix() -> None:
@@ -37,3 +37,12 @@ def test_probabilities_and_choices() -> None:
     require_choice("mode", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^mode: expected one of a, b, got 'c'; choose one of them\.$"):
         require_choice("mode", "c", ("a", "b"))
+
+
+@pytest.mark.parametrize("value", [1, 6])
+def test_integers_outside_a_range_are_refused(value: int) -> None:
+    for inside in (2, 5):
+        require_between("n", inside, 2, 5)
+    message = f"n: expected an integer from 2 to 5, got {value}; change n in the config or on the command line."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        require_between("n", value, 2, 5)

@@ -73,7 +73,7 @@ class Comparison:
 
     Attributes:
         collection: The runs and rows.
-        bootstrap: The bootstrap behind the intervals.
+        bootstrap: Settings of the intervals.
         measured: All rows with their intervals.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.

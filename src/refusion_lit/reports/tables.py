@@ -150,9 +150,8 @@ def _caption(comparison: Comparison, escape: Callable[[str], str], mark: str) ->
     text = f"{level} % bootstrap intervals over prompts. Differences from {comparison.baseline} are paired by prompt."
     uneven = sum(1 for d in comparison.differences if d.num_only_row or d.num_only_baseline)
     if uneven:
-        text += (
-            f" {uneven} of the differences use only the shared prompts, because the two rows have different prompts."
-        )
+        total = len(comparison.differences)
+        text += f" In {uneven} of {total} differences the rows have different prompts; these use the shared ones only."
     marked = f" {mark}: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
     return escape(text) + marked
 
