@@ -179,7 +179,6 @@ class Chat:
         self.last = trace_of(
             row,
             prompt=question,
-            response=answer,
             prompt_length=len(ids),
             decoder=type(options.decoder).__name__,
             slot_size=slot_size_of(options.decoder),

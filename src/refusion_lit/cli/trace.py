@@ -96,7 +96,6 @@ def _decode(options: Namespace) -> Trace:
     return trace_of(
         row,
         prompt=options.prompt,
-        response=row.text,
         prompt_length=len(ids),
         decoder=type(options.decoder).__name__,
         slot_size=slot_size_of(options.decoder),

@@ -66,21 +66,19 @@ class Trace:
 
 
 def trace_of(
-    row: Generation,
+    generation: Generation,
     *,
     prompt: str,
-    response: str,
     prompt_length: int,
     decoder: str,
     slot_size: int,
     piece: Callable[[int], str],
 ) -> Trace:
-    """Build a trace from the output of ``decode(..., trace=True)`` for one prompt.
+    """Build a trace of one prompt from the result of ``decode(..., trace=True)``.
 
     Args:
-        row: The prompt's output.
+        generation: The prompt's generation.
         prompt: The query, before any template.
-        response: The decoded text.
         prompt_length: Number of prompt tokens, template included.
         decoder: Class name of the decoder.
         slot_size: Tokens per slot; 1 for decoders without slots.
@@ -89,22 +87,22 @@ def trace_of(
     Raises:
         ValueError: If the decode recorded no trace.
     """
-    if len(row.trace) != row.num_forwards:
+    if len(generation.trace) != generation.num_forwards:
         raise ValueError(
-            f"trace: expected one entry for each of {row.num_forwards} forwards, got {len(row.trace)}; "
+            f"trace: expected one entry for each of {generation.num_forwards} forwards, got {len(generation.trace)}; "
             "decode with trace=True."
         )
-    ids = {token for entry in row.trace for token in entry.tokens} | set(row.token_ids)
+    ids = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
     return Trace(
         decoder=decoder,
         prompt=prompt,
-        response=response,
+        response=generation.text,
         prompt_length=prompt_length,
-        token_ids=tuple(row.token_ids),
+        token_ids=tuple(generation.token_ids),
         slot_size=slot_size,
-        finish_reason=row.finish_reason,
-        seconds=row.seconds,
-        rounds=tuple(row.trace),
+        finish_reason=generation.finish_reason,
+        seconds=generation.seconds,
+        rounds=tuple(generation.trace),
         pieces={token: piece(token) for token in sorted(ids)},
     )
 
