@@ -14,7 +14,6 @@ from rich.console import Console
 from refusion_lit.api import load
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser, order_line
-from refusion_lit.data import encoding
 from refusion_lit.traces import read_trace
 from traces.samples import plan_and_verify
 
@@ -56,9 +55,8 @@ def test_questions_are_answered_in_turn_with_their_order(
 def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = make_chat(TEMPLATE, "--system=1")
     prompts = []
-    monkeypatch.setattr(
-        encoding, "encode_prompt", lambda *args, real=encoding.encode_prompt: prompts.append(real(*args)) or prompts[-1]
-    )
+    encode = chat.model.encode
+    monkeypatch.setattr(chat.model, "encode", lambda *args: prompts.append(encode(*args)) or prompts[-1])
     first = chat.ask("12+34")
     second = chat.ask("5+6")
     decoded = [chat.model.tokenizer.decode(ids).replace(" ", "") for ids in prompts]

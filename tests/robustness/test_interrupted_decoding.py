@@ -137,7 +137,7 @@ def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit import predictions
+        from refusion_lit.evaluation import predictions
 
         write, count = predictions.write_line, 0
 
