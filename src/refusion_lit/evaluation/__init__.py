@@ -1,1 +1,1 @@
-"""Adapters for other projects' evaluation programs."""
+"""Evaluation: test and prediction loops, predictions files, likelihoods, the adapter for the lm-evaluation-harness."""

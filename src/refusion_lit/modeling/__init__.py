@@ -1,1 +1,1 @@
-"""Models: the backbone adapter over transformers, attention patterns, the slot cache."""
+"""Models: the adapter over transformers, attention patterns, key/value cache, the lean body, weight sharding."""
