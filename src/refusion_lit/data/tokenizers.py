@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from refusion_lit.modeling.loading import ensure_mask_token, warn_of_remote_code
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require
 
 _PAD, _EOS, _MASK = "<|pad|>", "<|eos|>", "<|mask|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -78,10 +79,8 @@ class TrainedBPE(TokenizerSource):
 
     def __post_init__(self) -> None:
         """Refuse a vocabulary that cannot hold all bytes."""
-        if self.vocab_size < 260:
-            raise ValueError(
-                f"tokenizer.vocab_size: expected at least 260 (256 bytes and special tokens), got {self.vocab_size}."
-            )
+        expected = "at least 260 (256 bytes and special tokens)"
+        require(self.vocab_size >= 260, "tokenizer.vocab_size", expected, self.vocab_size, "set it to 260 or more")
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:
         """Train it."""
