@@ -13,14 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import (
-    BackboneConfig,
-    LoraOptions,
-    architecture_of,
-    ensure_mask_token,
-    save_directory,
-    special_tokens_of,
-)
+from refusion_lit.modeling.loading import BackboneConfig, architecture_of
+from refusion_lit.modeling.lora import LoraOptions
+from refusion_lit.modeling.saving import save_model
+from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
 
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
@@ -124,7 +120,7 @@ def test_decoding_is_lean_unless_told_otherwise_and_no_directory_says_so(lean: b
     backbone = BackboneConfig(source=str(MID), lean=lean).build(tokenizer)
     assert backbone.lean is lean
     assert (backbone.make_cache(1).body is not None) is lean
-    save_directory(backbone, tokenizer, tmp_path / "saved")
+    save_model(backbone, tokenizer, tmp_path / "saved")
     assert "lean" not in (tmp_path / "saved" / "config.json").read_text()
     assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).lean
 
@@ -238,7 +234,7 @@ def test_traits_come_from_the_option_then_the_directory(tmp_path: Path) -> None:
     asked = BackboneConfig(source=str(MID), attention="block_causal", block_size=4).build(tokenizer)
     assert asked.traits == ModelTraits(attention="block_causal", block_size=4)
     asked.traits = replace(asked.traits, predictions=("mask", "next_token"))
-    save_directory(asked, tokenizer, tmp_path / "blocks")
+    save_model(asked, tokenizer, tmp_path / "blocks")
     source = str(tmp_path / "blocks")
     assert BackboneConfig(source=source).build(tokenizer).traits == asked.traits
     causal = BackboneConfig(source=source, attention="causal").build(tokenizer).traits
@@ -252,7 +248,7 @@ def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> N
     backbone = config.build(tokenizer, seed=2).eval()
     backbone.traits = ModelTraits(predictions=("mask", "next_token_in_slot"))
     path = tmp_path / "new" / "model"
-    save_directory(backbone, tokenizer, path)
+    save_model(backbone, tokenizer, path)
     library = AutoModelForCausalLM.from_pretrained(path).eval()
     assert type(library).__name__ == "Qwen3ForCausalLM"
     with torch.no_grad():
@@ -277,7 +273,7 @@ def test_an_added_mask_token_survives_an_export(tmp_path: Path, maskless_directo
     backbone = BackboneConfig(source=str(maskless_directory)).build(tokenizer)
     with torch.no_grad():
         backbone.model.get_input_embeddings().weight[11] = 7.0  # trained
-    save_directory(backbone, tokenizer, tmp_path / "out")
+    save_model(backbone, tokenizer, tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     ensure_mask_token(loaded, json.loads((tmp_path / "out" / "config.json").read_text())["mask_token_id"])
     again = BackboneConfig(source=str(tmp_path / "out")).build(loaded)
@@ -290,10 +286,10 @@ def test_a_used_directory_is_not_written_to(tmp_path: Path) -> None:
     backbone = BackboneConfig(config=ARCHITECTURE).build(tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"old")
     with pytest.raises(ValueError, match=r"^output: expected a new or empty directory, got .*which holds files"):
-        save_directory(backbone, tokenizer, tmp_path)
+        save_model(backbone, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     (tmp_path / "empty").mkdir()
-    save_directory(backbone, tokenizer, tmp_path / "empty")
+    save_model(backbone, tokenizer, tmp_path / "empty")
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
@@ -348,7 +344,7 @@ def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> No
             value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     expected = logits_of(adapted, IDS)
     assert (expected - logits_of(plain, IDS)).abs().max() > 0.01
-    save_directory(adapted, tokenizer, tmp_path / "merged")
+    save_model(adapted, tokenizer, tmp_path / "merged")
     with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
         assert not any("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
     merged = BackboneConfig(source=str(tmp_path / "merged")).build(tokenizer).eval()

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import QUICKSTART
-from refusion_lit.checkpoints.metadata import load_model, read_checkpoint
+from refusion_lit.checkpoints.loading import load_model
+from refusion_lit.checkpoints.reading import read_checkpoint
 from refusion_lit.cli import main
 
 SMALL = [
