@@ -179,6 +179,17 @@ def test_an_added_mask_token_starts_as_the_mean(tmp_path: Path, tied: bool) -> N
     assert (embeddings is head) == tied
 
 
+@pytest.mark.parametrize("random_init", [False, True])
+def test_every_added_row_starts_as_the_mean(tmp_path: Path, random_init: bool) -> None:
+    path = stored(tmp_path / "model", {})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["x1", "x2"])
+    backbone = BackboneConfig(source=str(path), random_init=random_init).build(tokenizer, seed=4)
+    for weight in (backbone.model.get_input_embeddings().weight, backbone.head.weight):
+        assert len(weight) == 13
+        torch.testing.assert_close(weight[11:], weight[:11].mean(0).expand(2, -1))
+
+
 def test_a_new_mask_token_in_a_spare_row_starts_as_the_mean_too(tmp_path: Path) -> None:
     path = stored(tmp_path / "model", {"vocab_size": 20})
     old = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
@@ -349,6 +360,19 @@ def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> No
         assert not any("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
     merged = BackboneConfig(source=str(tmp_path / "merged")).build(tokenizer).eval()
     torch.testing.assert_close(logits_of(merged, IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, r"^backbone\.lora\.rank: expected an integer of at least 1, got 0"),
+        ({"dropout": 1.0}, r"^backbone\.lora\.dropout: expected a number in \[0, 1\), got 1\.0"),
+        ({"dropout": -0.1}, r"^backbone\.lora\.dropout: expected a number in \[0, 1\), got -0\.1"),
+    ],
+)
+def test_impossible_adapters_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraOptions(**options)
 
 
 @peft_on_transformers

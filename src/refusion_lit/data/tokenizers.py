@@ -208,7 +208,7 @@ def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
             if name in files:
                 (Path(folder) / name).write_text(files[name], encoding="utf-8")
         try:
-            return _without_truncation(AutoTokenizer.from_pretrained(folder))
+            return _without_truncation(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 "tokenizer: the checkpoint's tokenizer files cannot be read; it may be damaged."
