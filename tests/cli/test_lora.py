@@ -20,7 +20,6 @@ from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 CHARACTERS = "0123456789+=,;>"
 NUM_TOKENS = 2 + len(CHARACTERS)  # without a mask token, which training adds
@@ -227,6 +226,7 @@ def test_export_merges_by_default(checkpoint: Path, base: Path, tmp_path: Path) 
     assert (tmp_path / "adapters" / "t" / "results.json").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in the example
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_rows", [NUM_TOKENS, NUM_TOKENS + 5])
 def test_exported_adapters_on_the_base_have_the_checkpoints_logits(tmp_path: Path, tied: bool, num_rows: int) -> None:

@@ -334,10 +334,8 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 LORA = LoraOptions(rank=2, alpha=8.0)
-peft_on_transformers = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-@peft_on_transformers
 @pytest.mark.parametrize("lora", [LORA, LoraOptions(rank=3, target_modules=["q_proj", "down_proj"])])
 def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> None:
     tokenizer = masked_tokenizer()
@@ -375,7 +373,6 @@ def test_impossible_adapters_are_refused(options: dict[str, Any], message: str) 
         LoraOptions(**options)
 
 
-@peft_on_transformers
 def test_adapters_learn_under_checkpointing() -> None:
     config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.5}, lora=LORA)
     plain, saved = gradients(config), gradients(replace(config, gradient_checkpointing=True))
@@ -385,7 +382,6 @@ def test_adapters_learn_under_checkpointing() -> None:
         torch.testing.assert_close(saved[name], value)
 
 
-@peft_on_transformers
 def test_an_adapted_model_decodes_with_a_cache() -> None:
     backbone = BackboneConfig(config=ARCHITECTURE, lora=LORA).build(masked_tokenizer(), seed=1).eval()
     cache = backbone.make_cache(1)

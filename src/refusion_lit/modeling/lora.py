@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -93,7 +95,16 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
         lora_dropout=options.dropout,
         target_modules=options.target_modules,
     )
-    return get_peft_model(model, config)
+    with quiet_peft():
+        return get_peft_model(model, config)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence a deprecation that peft 0.21 causes in transformers 5.23, about which users can do nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class

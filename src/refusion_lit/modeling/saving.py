@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.lora import merged
+from refusion_lit.modeling.lora import merged, quiet_peft
 
 _TEMPLATE = "prompt_template"
 
@@ -88,7 +88,8 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:  # noqa: ANN401 -
     if layers[0].weight is layers[1].weight:  # peft ties them too
         layers.pop()
     names = [name.rpartition(".")[2] for name, module in base.named_modules() if module in layers]
-    extended = get_peft_model(base, replace(config, trainable_token_indices=dict.fromkeys(names, token_ids)))
+    with quiet_peft():
+        extended = get_peft_model(base, replace(config, trainable_token_indices=dict.fromkeys(names, token_ids)))
     rows = get_peft_model_state_dict(extended, save_embedding_layers=False)
     set_peft_model_state_dict(extended, {**rows, **adapters})
     return extended
