@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.lora import merged, quiet_peft
@@ -83,7 +83,9 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:  # noqa: ANN401 -
 
     config = model.peft_config[model.active_adapter]
     adapters = get_peft_model_state_dict(model, save_embedding_layers=False)
-    base: PreTrainedModel = model.unload()
+    base: Any = model.unload()
+    if hasattr(base, "peft_config"):  # peft 0.18 leaves it there and then takes the base for a model with adapters
+        del base.peft_config
     layers = [base.get_input_embeddings(), base.get_output_embeddings()]
     if layers[0].weight is layers[1].weight:  # peft ties them too
         layers.pop()
