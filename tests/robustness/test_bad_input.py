@@ -161,7 +161,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a checkpoint of a newer version": lambda p: p.changed_checkpoint(
         lambda values: values["refusion_lit"].update(format=99, version="9.0")
     ),
-    "a checkpoint whose description is damaged": lambda p: p.changed_checkpoint(
+    "a checkpoint whose metadata are damaged": lambda p: p.changed_checkpoint(
         lambda values: values["refusion_lit"].update(traits="{")
     ),
     "going on from a checkpoint of another architecture": lambda p: p.fit(
