@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.checkpoints.loading import load_model
+from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone

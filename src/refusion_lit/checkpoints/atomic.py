@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from refusion_lit.checkpoints.reading import read_checkpoint
+from refusion_lit.checkpoints.stored import read_checkpoint
 from refusion_lit.utils.errors import write_failure
 from refusion_lit.utils.files import atomic_writer
 

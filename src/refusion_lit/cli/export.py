@@ -28,8 +28,8 @@ def run(args: list[str]) -> int:
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
     options = parser.parse_args(args)
 
-    from refusion_lit.checkpoints.loading import load_checkpoint, load_model
-    from refusion_lit.checkpoints.reading import is_checkpoint_file
+    from refusion_lit.checkpoints.models import load_checkpoint, load_model
+    from refusion_lit.checkpoints.stored import is_checkpoint_file
     from refusion_lit.modeling.saving import save_adapters, save_model
     from refusion_lit.reports.model_card import model_card
 

@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
-from refusion_lit.checkpoints.reading import is_checkpoint_file, newest_checkpoint, read_checkpoint
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
+from refusion_lit.checkpoints.stored import is_checkpoint_file, newest_checkpoint, read_checkpoint
 from refusion_lit.cli.messages import shorten
 from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
-from refusion_lit.checkpoints.loading import merged_weights
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
-from refusion_lit.checkpoints.reading import check_weights
+from refusion_lit.checkpoints.models import merged_weights
+from refusion_lit.checkpoints.stored import check_weights
 from refusion_lit.decoding import Decoder, ReFusion, check_context, check_model
 from refusion_lit.evaluation.loop import Answerer, Evaluation, check_decoder_name, described
 from refusion_lit.modeling.backbone import Backbone

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
-from refusion_lit.checkpoints.reading import check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
+from refusion_lit.checkpoints.stored import check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
