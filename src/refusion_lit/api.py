@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.checkpoints.metadata import load_model
+from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig, DType, reason_of
+from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.errors import reason_of
 
 
 class TextModel:

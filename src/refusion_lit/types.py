@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from refusion_lit.utils.require import require, require_at_least
+
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 Prediction = Literal["mask", "mask_shifted", "next_token_in_slot", "next_token"]
 
@@ -148,19 +150,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse what no decoder could do."""
-        _require(self.max_new_tokens >= 1, "max_new_tokens", "an integer of at least 1", self.max_new_tokens)
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
         in_range = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30
-        _require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature)
-        _require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
-        _require(self.top_k is None or self.top_k >= 1, "top_k", "an integer of at least 1, or null", self.top_k)
+        require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")
+        require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "use 1 to keep every token")
+        holds = self.top_k is None or self.top_k >= 1
+        require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
 
     def greedy(self) -> SamplingParams:
         """Return the same parameters at temperature 0."""
         return replace(self, temperature=0.0)
-
-
-def _require(holds: bool, option: str, expected: str, got: object) -> None:
-    if not holds:
-        raise ValueError(
-            f"{option}: expected {expected}, got {got!r}. Change {option} in the config or on the command line."
-        )

@@ -195,10 +195,10 @@ def test_a_failed_upload_leaves_the_directory_and_says_how_to_go_on(
 
 
 def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_path: Path) -> None:
-    from refusion_lit.modeling.loading import save_directory
+    from refusion_lit.modeling.saving import save_model
 
     model = refusion_lit.load(checkpoint)
-    save_directory(model.backbone, model.tokenizer, tmp_path / "exported", prompt_template="{query}>")
+    save_model(model.backbone, model.tokenizer, tmp_path / "exported", prompt_template="{query}>")
     assert refusion_lit.load(tmp_path / "exported").prompt_template == "{query}>"
     assert model.prompt_template == "{query}"
 

@@ -16,7 +16,7 @@ from refusion_lit.data.tokenizers import (
     TrainedBPE,
     tokenizer_files,
 )
-from refusion_lit.modeling.loading import special_tokens_of
+from refusion_lit.modeling.vocabulary import special_tokens_of
 from refusion_lit.tasks import Additions
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
@@ -131,7 +131,7 @@ def test_errors_name_the_option(tmp_path) -> None:
         TrainedBPE(vocab_size=100)
     with pytest.raises(ValueError, match=r"tokenizer\.source"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
-    with pytest.raises(ValueError, match="needs a task"):
+    with pytest.raises(ValueError, match="expected a task for TrainedBPE"):
         TrainedBPE().build(None)
 
 

@@ -13,14 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import (
-    BackboneConfig,
-    LoraOptions,
-    architecture_of,
-    ensure_mask_token,
-    save_directory,
-    special_tokens_of,
-)
+from refusion_lit.modeling.loading import BackboneConfig, architecture_of
+from refusion_lit.modeling.lora import LoraOptions
+from refusion_lit.modeling.saving import save_model
+from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
 
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
@@ -124,7 +120,7 @@ def test_decoding_is_lean_unless_told_otherwise_and_no_directory_says_so(lean: b
     backbone = BackboneConfig(source=str(MID), lean=lean).build(tokenizer)
     assert backbone.lean is lean
     assert (backbone.make_cache(1).body is not None) is lean
-    save_directory(backbone, tokenizer, tmp_path / "saved")
+    save_model(backbone, tokenizer, tmp_path / "saved")
     assert "lean" not in (tmp_path / "saved" / "config.json").read_text()
     assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).lean
 
@@ -183,6 +179,17 @@ def test_an_added_mask_token_starts_as_the_mean(tmp_path: Path, tied: bool) -> N
     assert (embeddings is head) == tied
 
 
+@pytest.mark.parametrize("random_init", [False, True])
+def test_every_added_row_starts_as_the_mean(tmp_path: Path, random_init: bool) -> None:
+    path = stored(tmp_path / "model", {})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["x1", "x2"])
+    backbone = BackboneConfig(source=str(path), random_init=random_init).build(tokenizer, seed=4)
+    for weight in (backbone.model.get_input_embeddings().weight, backbone.head.weight):
+        assert len(weight) == 13
+        torch.testing.assert_close(weight[11:], weight[:11].mean(0).expand(2, -1))
+
+
 def test_a_new_mask_token_in_a_spare_row_starts_as_the_mean_too(tmp_path: Path) -> None:
     path = stored(tmp_path / "model", {"vocab_size": 20})
     old = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
@@ -238,7 +245,7 @@ def test_traits_come_from_the_option_then_the_directory(tmp_path: Path) -> None:
     asked = BackboneConfig(source=str(MID), attention="block_causal", block_size=4).build(tokenizer)
     assert asked.traits == ModelTraits(attention="block_causal", block_size=4)
     asked.traits = replace(asked.traits, predictions=("mask", "next_token"))
-    save_directory(asked, tokenizer, tmp_path / "blocks")
+    save_model(asked, tokenizer, tmp_path / "blocks")
     source = str(tmp_path / "blocks")
     assert BackboneConfig(source=source).build(tokenizer).traits == asked.traits
     causal = BackboneConfig(source=source, attention="causal").build(tokenizer).traits
@@ -252,7 +259,7 @@ def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> N
     backbone = config.build(tokenizer, seed=2).eval()
     backbone.traits = ModelTraits(predictions=("mask", "next_token_in_slot"))
     path = tmp_path / "new" / "model"
-    save_directory(backbone, tokenizer, path)
+    save_model(backbone, tokenizer, path)
     library = AutoModelForCausalLM.from_pretrained(path).eval()
     assert type(library).__name__ == "Qwen3ForCausalLM"
     with torch.no_grad():
@@ -277,7 +284,7 @@ def test_an_added_mask_token_survives_an_export(tmp_path: Path, maskless_directo
     backbone = BackboneConfig(source=str(maskless_directory)).build(tokenizer)
     with torch.no_grad():
         backbone.model.get_input_embeddings().weight[11] = 7.0  # trained
-    save_directory(backbone, tokenizer, tmp_path / "out")
+    save_model(backbone, tokenizer, tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     ensure_mask_token(loaded, json.loads((tmp_path / "out" / "config.json").read_text())["mask_token_id"])
     again = BackboneConfig(source=str(tmp_path / "out")).build(loaded)
@@ -290,10 +297,10 @@ def test_a_used_directory_is_not_written_to(tmp_path: Path) -> None:
     backbone = BackboneConfig(config=ARCHITECTURE).build(tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"old")
     with pytest.raises(ValueError, match=r"^output: expected a new or empty directory, got .*which holds files"):
-        save_directory(backbone, tokenizer, tmp_path)
+        save_model(backbone, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     (tmp_path / "empty").mkdir()
-    save_directory(backbone, tokenizer, tmp_path / "empty")
+    save_model(backbone, tokenizer, tmp_path / "empty")
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
@@ -327,10 +334,8 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 LORA = LoraOptions(rank=2, alpha=8.0)
-peft_on_transformers = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-@peft_on_transformers
 @pytest.mark.parametrize("lora", [LORA, LoraOptions(rank=3, target_modules=["q_proj", "down_proj"])])
 def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> None:
     tokenizer = masked_tokenizer()
@@ -348,14 +353,26 @@ def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> No
             value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     expected = logits_of(adapted, IDS)
     assert (expected - logits_of(plain, IDS)).abs().max() > 0.01
-    save_directory(adapted, tokenizer, tmp_path / "merged")
+    save_model(adapted, tokenizer, tmp_path / "merged")
     with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
         assert not any("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
     merged = BackboneConfig(source=str(tmp_path / "merged")).build(tokenizer).eval()
     torch.testing.assert_close(logits_of(merged, IDS), expected, rtol=1e-4, atol=1e-5)
 
 
-@peft_on_transformers
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, r"^backbone\.lora\.rank: expected an integer of at least 1, got 0"),
+        ({"dropout": 1.0}, r"^backbone\.lora\.dropout: expected a number in \[0, 1\), got 1\.0"),
+        ({"dropout": -0.1}, r"^backbone\.lora\.dropout: expected a number in \[0, 1\), got -0\.1"),
+    ],
+)
+def test_impossible_adapters_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraOptions(**options)
+
+
 def test_adapters_learn_under_checkpointing() -> None:
     config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.5}, lora=LORA)
     plain, saved = gradients(config), gradients(replace(config, gradient_checkpointing=True))
@@ -365,7 +382,6 @@ def test_adapters_learn_under_checkpointing() -> None:
         torch.testing.assert_close(saved[name], value)
 
 
-@peft_on_transformers
 def test_an_adapted_model_decodes_with_a_cache() -> None:
     backbone = BackboneConfig(config=ARCHITECTURE, lora=LORA).build(masked_tokenizer(), seed=1).eval()
     cache = backbone.make_cache(1)

@@ -161,7 +161,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a checkpoint of a newer version": lambda p: p.changed_checkpoint(
         lambda values: values["refusion_lit"].update(format=99, version="9.0")
     ),
-    "a checkpoint whose description is damaged": lambda p: p.changed_checkpoint(
+    "a checkpoint whose metadata are damaged": lambda p: p.changed_checkpoint(
         lambda values: values["refusion_lit"].update(traits="{")
     ),
     "going on from a checkpoint of another architecture": lambda p: p.fit(
@@ -188,8 +188,8 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
 
 
 def _short_context(values: dict) -> None:
-    bundle = values["refusion_lit"]
-    bundle["architecture"] = json.dumps(json.loads(bundle["architecture"]) | {"max_position_embeddings": 16})
+    metadata = values["refusion_lit"]
+    metadata["architecture"] = json.dumps(json.loads(metadata["architecture"]) | {"max_position_embeddings": 16})
 
 
 def test_the_tables_and_the_cases_have_the_same_rows() -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.dynamic_module_utils
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from transformers import AutoTokenizer
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
 from refusion_lit.cli import main
-from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.loading import BackboneConfig
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -99,3 +105,62 @@ def test_trusting_code_is_off_and_says_what_it_means() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         BackboneConfig(source=str(MODEL)).build(tokenizer)
+
+
+ARCHITECTURE_IN_CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+open({trace!r}, "w").close()
+
+
+class TinyConfig(Qwen3Config):
+    model_type = "tiny_of_the_tests"
+
+
+class TinyForCausalLM(Qwen3ForCausalLM):
+    config_class = TinyConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Yield a directory whose architecture is Python code of its own, and the trace that running it leaves."""
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(sys, "path", [*sys.path, modules])
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": (questions.append(question), "n")[1])
+    directory, trace = tmp_path / "directory", tmp_path / "ran"
+    BackboneConfig(source=str(MODEL)).build(AutoTokenizer.from_pretrained(MODEL)).model.save_pretrained(directory)
+    code = {"AutoConfig": "tiny.TinyConfig", "AutoModelForCausalLM": "tiny.TinyForCausalLM"}
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "tiny_of_the_tests", "auto_map": code}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tiny.py").write_text(ARCHITECTURE_IN_CODE.format(trace=str(trace)))
+    yield directory, trace
+    assert questions == [], "a prompt on standard input"
+
+
+@pytest.mark.parametrize("random_init", [False, True])
+def test_code_of_a_directory_runs_only_where_it_is_trusted_and_nobody_is_asked(
+    with_code: tuple[Path, Path], random_init: bool
+) -> None:
+    directory, trace = with_code
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = BackboneConfig(source=str(directory), random_init=random_init)
+    with pytest.raises(ValueError, match=r"^backbone\.source: .*in Python code.*Set trust_remote_code: true"):
+        config.build(tokenizer)
+    assert not trace.exists()
+    with pytest.warns(UserWarning, match="will run on this machine"):
+        backbone = replace(config, trust_remote_code=True).build(tokenizer)
+    assert trace.exists()
+    assert type(backbone.model).__name__ == "TinyForCausalLM"
+
+
+def test_a_stored_tokenizer_asks_nobody_for_trust(with_code: tuple[Path, Path]) -> None:
+    files = tokenizer_files(AutoTokenizer.from_pretrained(MODEL))
+    config = json.loads(files["tokenizer_config.json"])
+    code = {"auto_map": {"AutoTokenizer": [None, "tiny.TinyTokenizer"]}, "tokenizer_class": "TinyTokenizer"}
+    files["tokenizer_config.json"] = json.dumps(config | code)
+    with pytest.raises(ValueError, match="the checkpoint's tokenizer files cannot be read"):
+        tokenizer_from_files(files)
+    assert not with_code[1].exists()

@@ -1,1 +1,1 @@
-"""Checkpoints: metadata that describes a model, atomic files, sharded files."""
+"""Lightning checkpoints that need no config: their metadata, atomic and sharded files, and models from them."""

@@ -1,4 +1,4 @@
-"""``refusion-lit export``: a checkpoint becomes a Hugging Face directory."""
+"""``refusion-lit export``: write a checkpoint as a Hugging Face directory, or its adapters as peft's."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ import sys
 from pathlib import Path
 
 from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require
 
 
 def run(args: list[str]) -> int:
-    """Write the directory with its model card, and upload it if asked to.
+    """Write the directory with its model card, and upload it with ``--push_to_hub``.
 
     Raises:
-        ValueError: If the checkpoint cannot be read, the directory is not empty, or the upload is refused.
+        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the directory is not empty, or
+            the upload fails.
     """
     parser = OneLineParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
+    parser.add_argument("--adapter_only", type=bool, default=False,
+                        help="write low-rank adapters alone, in peft's layout; they are merged by default")  # fmt: skip
     parser.add_argument("--results", type=list[str], default=[], help="directories of test runs, for the model card")
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
     options = parser.parse_args(args)
 
-    from refusion_lit.checkpoints.metadata import load_model
-    from refusion_lit.modeling.loading import save_directory
+    from refusion_lit.checkpoints.models import load_checkpoint, load_model
+    from refusion_lit.checkpoints.stored import is_checkpoint_file
+    from refusion_lit.modeling.saving import save_adapters, save_model
     from refusion_lit.reports.model_card import model_card
 
-    backbone, tokenizer, template = load_model(options.ckpt_path)
+    source = options.ckpt_path
+    if options.adapter_only:
+        require(is_checkpoint_file(source), "adapter_only", "the checkpoint of a run with model.backbone.lora", source,
+                "give its .ckpt, or drop --adapter_only")  # fmt: skip
+        backbone, tokenizer, metadata = load_checkpoint(source)
+        template = metadata.prompt_template
+    else:
+        backbone, tokenizer, template = load_model(source)
     name = options.push_to_hub or options.output
-    card = model_card(name, backbone.traits, _run_of(options.ckpt_path), [Path(path) for path in options.results])
-    save_directory(backbone, tokenizer, options.output, prompt_template=template)
-    (Path(options.output) / "README.md").write_text(card, encoding="utf-8")
+    results = [Path(path) for path in options.results]
+    card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
+    if options.adapter_only:
+        save_adapters(backbone, tokenizer, options.output)
+    else:
+        save_model(backbone, tokenizer, options.output, prompt_template=template)
+    write_atomically(Path(options.output) / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if options.push_to_hub:
         _upload(options.output, options.push_to_hub, private=options.private)
@@ -39,7 +57,7 @@ def run(args: list[str]) -> int:
 
 
 def _run_of(source: str) -> Path | None:
-    """Return the run's directory that a checkpoint lies in, if it lies in one."""
+    """Return the directory of the run that wrote a checkpoint, ``None`` if the file was moved out of it."""
     run = Path(source).parent.parent
     return run if source.endswith(".ckpt") and (run / "config.yaml").is_file() else None
 
@@ -54,7 +72,6 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
         api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload from refusion-lit")
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
         raise ValueError(
-            f"push_to_hub: the upload to {repository!r} failed ({str(error).splitlines()[0]}); {directory} is "
-            "complete. "
+            f"push_to_hub: the upload to {repository!r} failed ({reason_of(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."
         ) from error

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from argparse import SUPPRESS
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
-from refusion_lit.checkpoints.atomic import AtomicCheckpointIO, newest_checkpoint
-from refusion_lit.checkpoints.metadata import CheckpointMetadata, is_checkpoint_file, read_checkpoint
+from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
+from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
+from refusion_lit.checkpoints.stored import is_checkpoint_file, newest_checkpoint, read_checkpoint
 from refusion_lit.cli.messages import shorten
 from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
 from refusion_lit.data.module import InstructionDataModule
@@ -174,13 +176,17 @@ class RefusionCLI(LightningCLI):
         """Let a checkpoint decide what model it is; everything else stays with config and command line."""
         if is_checkpoint_file(source):
             _check_sharding(config, source)
-            bundle = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
+            metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
             config.data.tokenizer = Namespace(
                 class_path="refusion_lit.data.tokenizers.StoredTokenizer",
-                init_args=Namespace(files=bundle.tokenizer_files),
+                init_args=Namespace(files=metadata.tokenizer_files),
             )
+            stored = metadata.backbone_config()
             config.model.backbone.source = None
-            config.model.backbone.config = bundle.backbone_config().config
+            config.model.backbone.config = stored.config
+            # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
+            lora = stored.lora if is_sharded_checkpoint(source) else None
+            config.model.backbone.lora = None if lora is None else Namespace(**asdict(lora))
             return
         if source == "best":
             raise ValueError(
@@ -195,6 +201,7 @@ class RefusionCLI(LightningCLI):
         config.model.backbone.source = source
         config.model.backbone.config = {}
         config.model.backbone.random_init = False
+        config.model.backbone.lora = None
         config.ckpt_path = None
 
 

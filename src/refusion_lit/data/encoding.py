@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.modeling.loading import special_tokens_of
+from refusion_lit.modeling.vocabulary import special_tokens_of
 from refusion_lit.types import Example
 
 

@@ -30,6 +30,7 @@ from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
 from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.types import Example, PromptBatch
+from refusion_lit.utils.require import require, require_at_least
 
 _Encode = Callable[[Example], tuple[list[int], list[int]]]
 _LAZY_ABOVE = 20_000
@@ -131,15 +132,12 @@ class InstructionDataModule(L.LightningDataModule):
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
         for option, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"data.{option}: expected an integer of at least 1, got {value}; set it to 1 or more.")
-        if pack_length is not None and pack_length < max_length:
-            raise ValueError(
-                f"data.pack_length: expected at least max_length, which is {max_length}, got {pack_length}; "
-                "raise it, lower max_length, or set it to null."
-            )
-        if "{query}" not in prompt_template:
-            raise ValueError(f"data.prompt_template: expected a text with {{query}} in it, got {prompt_template!r}.")
+            require_at_least(f"data.{option}", value, 1)
+        expected = f"at least max_length, which is {max_length}"
+        require(pack_length is None or pack_length >= max_length, "data.pack_length", expected, pack_length,
+                "raise it, lower max_length, or set it to null")  # fmt: skip
+        holds = "{query}" in prompt_template
+        require(holds, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
         self.task = task
         self.tokenizer_source = tokenizer
         self.batch_size, self.eval_batch_size, self.max_length = batch_size, eval_batch_size, max_length

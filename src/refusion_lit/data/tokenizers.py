@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: the backbone's own, trained on the data, plain characters, or a checkpoint."""
+"""Tokenizers from a pretrained model, trained on the task's data, of single characters, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,41 +12,48 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from refusion_lit.modeling.loading import ensure_mask_token, warn_of_remote_code
+from refusion_lit.modeling.architecture import warn_of_remote_code
+from refusion_lit.modeling.vocabulary import ensure_mask_token
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
+from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
 
 _PAD, _EOS, _MASK = "<|pad|>", "<|eos|>", "<|mask|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class TokenizerSource(ABC):
-    """Makes a tokenizer that has padding, end-of-sequence and mask tokens."""
+    """Builds a tokenizer with padding, end-of-sequence and mask tokens."""
 
     @abstractmethod
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Args:
-            task: What it is for; sources that learn from data need it.
+            task: The task that it encodes; sources that learn from data need it.
 
         Raises:
-            ValueError: If it cannot be made.
+            ValueError: If it cannot be built.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterTokenizer(TokenizerSource):
-    """One token a character: 0 pads, 1 ends, 2 masks, then the characters in order.
+    """One token per character: ids 0, 1 and 2 are padding, end of sequence and mask, then the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's.
+        characters: The alphabet; ``None`` takes the task's own.
     """
 
     characters: str | None = None
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:
-        """Return the tokenizer."""
+        """Return the tokenizer.
+
+        Raises:
+            ValueError: If there is no alphabet.
+        """
         characters = self.characters if self.characters is not None else task and task.characters()
         if not characters:
             raise ValueError(
@@ -62,12 +69,12 @@ class CharacterTokenizer(TokenizerSource):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBPE(TokenizerSource):
-    """Byte-level BPE trained on the task's training split; every text round-trips.
+    """Byte-level BPE trained on the task's training split; it encodes every text without loss.
 
     Attributes:
-        vocab_size: Number of tokens, special ones included; at least 260.
-        min_frequency: Merges rarer than this are not learnt.
-        max_examples: Training examples it learns from at most; ``None`` for all.
+        vocab_size: Maximum number of tokens, special ones included; at least 260.
+        min_frequency: Minimum number of occurrences of a merge.
+        max_examples: Maximum number of training examples to learn from; ``None`` for all.
         chat_template: Jinja template of a chat; ``None`` for none.
     """
 
@@ -78,17 +85,21 @@ class TrainedBPE(TokenizerSource):
 
     def __post_init__(self) -> None:
         """Refuse a vocabulary that cannot hold all bytes."""
-        if self.vocab_size < 260:
-            raise ValueError(
-                f"tokenizer.vocab_size: expected at least 260 (256 bytes and special tokens), got {self.vocab_size}."
-            )
+        expected = "at least 260 (256 bytes and special tokens)"
+        require(self.vocab_size >= 260, "tokenizer.vocab_size", expected, self.vocab_size, "set it to 260 or more")
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:
-        """Train it."""
+        """Train the tokenizer.
+
+        Raises:
+            ValueError: If there is no task to learn from.
+        """
         if task is None:
-            raise ValueError("tokenizer: TrainedBPE needs a task to learn from; give one, or use StoredTokenizer.")
+            raise ValueError(
+                "tokenizer: expected a task for TrainedBPE to learn from, got none; give one, or use another tokenizer."
+            )
         examples = task.examples("train")
-        count = len(examples) if self.max_examples is None else min(len(examples), self.max_examples)
+        num_examples = len(examples) if self.max_examples is None else min(len(examples), self.max_examples)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -99,7 +110,7 @@ class TrainedBPE(TokenizerSource):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_texts(examples[i] for i in range(count)), trainer)
+        tokenizer.train_from_iterator(_texts(examples[i] for i in range(num_examples)), trainer)
         wrapped = _wrap(tokenizer)
         if self.chat_template is not None:
             wrapped.chat_template = self.chat_template
@@ -108,7 +119,7 @@ class TrainedBPE(TokenizerSource):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTokenizer(TokenizerSource):
-    """The tokenizer of a Hugging Face directory or hub id; a mask token is added if it has none.
+    """The tokenizer of a Hugging Face directory or hub id; it gets a mask token if it has none.
 
     Attributes:
         source: Directory or hub id.
@@ -121,11 +132,11 @@ class PretrainedTokenizer(TokenizerSource):
     trust_remote_code: bool = False
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
-        """Load it.
+        """Load the tokenizer.
 
         Raises:
-            ValueError: If it cannot be loaded, has no end-of-sequence token, comes without a ``tokenizer.json``, or
-                names another mask token than the ``mask_token_id`` of the config beside it.
+            ValueError: If it cannot be loaded, has no end-of-sequence token or no ``tokenizer.json``, or if its mask
+                token is not the ``mask_token_id`` of the source's config.
         """
         if self.trust_remote_code:
             warn_of_remote_code(self.source)
@@ -133,9 +144,8 @@ class PretrainedTokenizer(TokenizerSource):
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.source, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason}). "
+                f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason_of(error)}). "
                 "Check the path, or the id and the network; a model directory needs tokenizer.json."
             ) from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -157,26 +167,30 @@ class PretrainedTokenizer(TokenizerSource):
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        return _whole(tokenizer)
+        return _without_truncation(tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTokenizer(TokenizerSource):
-    """The tokenizer that a checkpoint carries.
+    """The tokenizer stored in a checkpoint.
 
     Attributes:
-        files: Its files' texts, by name.
+        files: Contents of its files by name.
     """
 
     files: dict[str, str]
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
-        """Rebuild it."""
+        """Rebuild the tokenizer.
+
+        Raises:
+            ValueError: If the files are not a tokenizer's.
+        """
         return tokenizer_from_files(self.files)
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return a tokenizer's files as texts, enough for :func:`tokenizer_from_files`."""
+    """Return the contents of a tokenizer's files by name, for :func:`tokenizer_from_files`."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [Path(folder) / name for name in _FILES]
@@ -184,7 +198,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """Rebuild a tokenizer.
+    """Rebuild a tokenizer from the contents of its files.
 
     Raises:
         ValueError: If the files are not a tokenizer's.
@@ -194,7 +208,7 @@ def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
             if name in files:
                 (Path(folder) / name).write_text(files[name], encoding="utf-8")
         try:
-            return _whole(AutoTokenizer.from_pretrained(folder))
+            return _without_truncation(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 "tokenizer: the checkpoint's tokenizer files cannot be read; it may be damaged."
@@ -217,15 +231,15 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _whole(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Make it leave texts at their length: a ``tokenizer.json`` may store that they are cut or padded."""
+def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Switch off truncation and padding, which a ``tokenizer.json`` may store as switched on."""
     tokenizer.backend_tokenizer.no_truncation()  # type: ignore[attr-defined]
     tokenizer.backend_tokenizer.no_padding()  # type: ignore[attr-defined]
     return tokenizer
 
 
 def _configured_mask_id(source: str, options: dict[str, Any]) -> int | None:
-    """Return the mask id in the config beside a tokenizer; ``None`` where config or id are missing."""
+    """Return ``mask_token_id`` of the source's config, ``None`` where config or id are missing."""
     try:
         values, _ = PreTrainedConfig.get_config_dict(source, revision=options["revision"])
     except (OSError, ValueError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from refusion_lit.decoding import Generation
+from refusion_lit.utils.files import atomic_writer, write_atomically, write_json_atomically
 
 KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
         "forward_shapes", "seconds")  # fmt: skip
@@ -134,16 +135,15 @@ class PredictionsFile:
         Raises:
             ValueError: If they cannot be written (no space); the batches before stay done.
         """
-        unfinished = self._progress.with_suffix(".unfinished")
         try:
             for values in lines:
                 write_line(self._file, values)
                 self.done.add(str(values["id"]))
                 self._num_lines += 1
+            os.fsync(self._file.fileno())  # the progress must not reach the disk before the lines that it counts
             self.state = state
             progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
-            unfinished.write_text(json.dumps(progress), encoding="utf-8")
-            os.replace(unfinished, self._progress)
+            write_json_atomically(self._progress, progress)
         except OSError as error:
             raise ValueError(
                 f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then go on with "
@@ -159,12 +159,10 @@ class PredictionsFile:
         missing = [part.name for part in self._parts if not part.is_file()]
         if not self._parts or missing:  # machines without a common directory keep their shares
             return
-        unfinished = self._whole.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
+        with atomic_writer(self._whole) as file:
             for part in self._parts:
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file)
-        os.replace(unfinished, self._whole)
         for part in self._parts:
             part.unlink()
 
@@ -199,6 +197,4 @@ class PredictionsFile:
                 f"{', '.join(differing)}; set them as they were, or start anew without resume."
             )
         self._num_lines = len(lines)
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_bytes(b"".join(line + b"\n" for line in lines))
-        os.replace(unfinished, self.path)
+        write_atomically(self.path, b"".join(line + b"\n" for line in lines))

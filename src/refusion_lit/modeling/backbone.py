@@ -16,6 +16,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
+from refusion_lit.modeling.lora import Adapters
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 
@@ -51,6 +52,8 @@ class Backbone(nn.Module, LanguageModel):
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        self.adapters: Adapters | None = None
+        """Options and base of low-rank adapters that the model holds unmerged."""
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - every architecture has its own config class

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from refusion_lit.modeling.lora import Adapters
 from refusion_lit.reports.environment import described_environment
 from refusion_lit.reports.results import RESULTS, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
@@ -17,7 +18,14 @@ from refusion_lit.version import __version__
 _DECODERS = {"bidirectional": "LLaDA", "block_causal": "BlockDiffusion"}
 
 
-def model_card(name: str, traits: ModelTraits, run: Path | None, results: Sequence[Path] = ()) -> str:
+def model_card(
+    name: str,
+    traits: ModelTraits,
+    run: Path | None,
+    results: Sequence[Path] = (),
+    *,
+    adapters: Adapters | None = None,
+) -> str:
     """Return a model card in Markdown, with the front matter that the Hugging Face hub reads.
 
     Args:
@@ -26,13 +34,15 @@ def model_card(name: str, traits: ModelTraits, run: Path | None, results: Sequen
         run: Directory of the training run, whose ``config.yaml`` and ``environment.json`` are included where they
             exist; ``None`` if it is unknown.
         results: Directories of test runs, each with a ``results.json``.
+        adapters: The low-rank adapters, if the directory holds them alone.
 
     Raises:
         ValueError: If a file is damaged or a test run has no results.
     """
     config = (run and read_config(run)) or {}
     environment = (run and read_environment(run)) or {}
-    parts = [_front_matter(config), f"# {Path(name).name}", _summary(traits), _loading(name, traits)]
+    loading = _loading(name, traits) if adapters is None else _adapter_loading(name, adapters)
+    parts = [_front_matter(config), f"# {Path(name).name}", _summary(traits), loading]
     if config:
         parts.append(_training(config))
     if results:
@@ -84,6 +94,29 @@ print(model.generate(["..."], decoder={decoder}({options}), max_new_tokens=64)[0
 ```
 
 or `refusion-lit generate --ckpt_path {name} --decoder {decoder} --prompt "..."`."""
+
+
+def _adapter_loading(name: str, adapters: Adapters) -> str:
+    options = {"revision": adapters.revision} if adapters.revision is not None else {}
+    options |= adapters.config_overrides
+    arguments = "".join(f", {option}={value!r}" for option, value in options.items())
+    resizing = """
+if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # the adapters bring the rows of new tokens
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)"""
+    return f"""## Loading
+
+These are low-rank adapters for `{adapters.base}`, in peft's layout.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+base = AutoModelForCausalLM.from_pretrained({adapters.base!r}{arguments}){resizing if adapters.new_token_ids else ""}
+model = PeftModel.from_pretrained(base, {name!r})
+```
+
+`refusion-lit generate` takes the training's checkpoint, or a directory exported without `--adapter_only`."""
 
 
 def _training(config: Mapping[str, Any]) -> str:

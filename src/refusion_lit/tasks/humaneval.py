@@ -9,6 +9,7 @@ from refusion_lit.tasks.base import Split
 from refusion_lit.tasks.code import CodeTask, extract_code
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require
 
 # Start of a top-level statement: a model that continues the function's body has finished it here.
 _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|assert\s|```|<\|)")
@@ -29,8 +30,8 @@ class HumanEval(CodeTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "{prompt}" not in self.template:
-            raise ValueError(f"task.template: expected a text with {{prompt}} in it, got {self.template!r}; add it.")
+        holds = "{prompt}" in self.template
+        require(holds, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""

@@ -8,6 +8,7 @@ from refusion_lit.tasks.base import Split
 from refusion_lit.tasks.code import CodeTask, extract_code
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,7 @@ class Mbpp(CodeTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "{text}" not in self.template:
-            raise ValueError(f"task.template: expected a text with {{text}} in it, got {self.template!r}; add it.")
+        require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""

@@ -11,11 +11,14 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
-from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, check_weights, describe
+from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
+from refusion_lit.checkpoints.models import merged_weights
+from refusion_lit.checkpoints.stored import check_weights
 from refusion_lit.decoding import Decoder, ReFusion, check_context, check_model
 from refusion_lit.evaluation.loop import Answerer, Evaluation, check_decoder_name, described
 from refusion_lit.modeling.backbone import Backbone
@@ -143,16 +146,19 @@ class SlotDiffusionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what it takes to generate from the checkpoint alone. Test-time options are not stored."""
         assert self.tokenizer is not None
-        checkpoint[METADATA_KEY] = describe(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
+        checkpoint[METADATA_KEY] = collect_metadata(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.num_positions)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what the stored weights were trained for; refuse those of another model."""
         if METADATA_KEY in checkpoint:
-            bundle = CheckpointMetadata.from_checkpoint(checkpoint, "the checkpoint")
+            metadata = CheckpointMetadata.from_checkpoint(checkpoint, "the checkpoint")
             if self.tokenizer is not None:
-                bundle.check_tokenizer(self.tokenizer)
-            self.model.traits = bundle.traits
+                metadata.check_tokenizer(self.tokenizer)
+            self.model.traits = metadata.traits
+            is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+            if metadata.adapters is not None and self.model.adapters is None and not is_fit:
+                checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
         if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))

@@ -1,0 +1,81 @@
+"""Checkpoint files: finding them, reading them as data only, and comparing their weights with a model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refusion_lit.checkpoints.sharded import is_complete_sharded, is_sharded_checkpoint, read_without_tensors
+from refusion_lit.utils.errors import reason_of
+
+
+def is_checkpoint_file(source: str | Path) -> bool:
+    """Whether a source is a Lightning checkpoint rather than a Hugging Face directory or a hub id."""
+    return str(source).endswith(".ckpt") or Path(source).is_file() or is_sharded_checkpoint(source)
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Load a checkpoint to the CPU without running anything in it; a sharded one without its tensors.
+
+    Raises:
+        ValueError: If the file is missing, truncated or not a checkpoint.
+    """
+    if is_sharded_checkpoint(path):
+        return read_without_tensors(path)
+    if Path(path).is_dir():
+        raise ValueError(
+            f"ckpt_path: expected a checkpoint file, got the directory {path}; a Hugging Face directory to start from "
+            "goes into model.backbone.source."
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"ckpt_path: expected a checkpoint file, got {path}, which does not exist. Check the path.")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Use another one."
+        ) from error
+
+
+def newest_checkpoint(folders: Sequence[Path]) -> Path | None:
+    """Return the newest readable checkpoint in some directories and below, ``None`` if there is none."""
+    found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if _is_readable(path):
+            return path
+    return None
+
+
+def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], option: str) -> None:
+    """Refuse weights whose names or shapes are not a model's.
+
+    Args:
+        stored: Weights by name.
+        expected: The model's weights by name.
+        option: The option that named the weights, for the message.
+
+    Raises:
+        ValueError: Naming the first weight that is missing, unexpected, or of another shape.
+    """
+    for name in sorted({*stored, *expected}):
+        got = tuple(stored[name].shape) if name in stored else None
+        wanted = tuple(expected[name].shape) if name in expected else None
+        if got != wanted:
+            raise ValueError(
+                f"{option}: expected weights that fit the architecture in the config, got {name} of shape {got}, not "
+                f"{wanted}. Take the config that the checkpoint was trained with."
+            )
+
+
+def _is_readable(path: Path) -> bool:
+    if path.is_dir():
+        return is_complete_sharded(path)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # a damaged file can raise anything
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""Transformers configs: from a model type, a local directory or a hub id, with checked option names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from refusion_lit.utils.errors import reason_of
+
+
+def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
+    """Make the config of a model type; vocabulary size and special ids default to the tokenizer's.
+
+    Args:
+        options: The config's options, ``model_type`` among them.
+        tokenizer: Gives the defaults.
+
+    Raises:
+        ValueError: If transformers does not know the model type, or an option is misspelt.
+    """
+    _check_names(options)
+    defaults = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    return AutoConfig.for_model(**(defaults | dict(options)))
+
+
+def config_of_source(
+    source: str, overrides: Mapping[str, Any], *, revision: str | None, trust_remote_code: bool
+) -> Any:  # noqa: ANN401 - one class per architecture
+    """Load the config of a directory or hub id.
+
+    Args:
+        source: Where it is.
+        overrides: Options to replace.
+        revision: Pinned revision of a hub id.
+        trust_remote_code: Let the source run Python code of its own; warns before it does.
+
+    Raises:
+        ValueError: If it cannot be loaded, or has no such option.
+    """
+    if trust_remote_code:
+        warn_of_remote_code(source)
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
+        )
+    except (OSError, ValueError) as error:
+        if (Path(source) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
+                "the checkpoint again without --adapter_only."
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"backbone.source: expected an architecture of transformers, got one in Python code that comes with "
+                f"{source!r}. Set trust_remote_code: true if you trust its authors."
+            ) from error
+        raise ValueError(
+            f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
+            f"({reason_of(error)}). Check the path, or the id and the network."
+        ) from error
+    for name in unknown:
+        raise _unknown_option(name, config)
+    return config
+
+
+def warn_of_remote_code(source: str) -> None:
+    """Warn that ``trust_remote_code`` runs code of the source."""
+    warnings.warn(
+        f"trust_remote_code: Python code that comes with {source} will run on this machine with all your rights.",
+        stacklevel=3,
+    )
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
+
+    Names that resemble none of the architecture's options pass, because some are accepted under other names. So do
+    configs that transformers wrote itself, perhaps in another version.
+
+    Raises:
+        ValueError: Naming the most similar option.
+    """
+    model_type = options["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        near = get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; take one such as 'qwen3' or 'llama'."
+        raise ValueError(f"backbone.config.model_type: expected one that transformers knows, got {model_type!r}{hint}")
+    if "transformers_version" in options:
+        return
+    config = CONFIG_MAPPING[model_type]()
+    for name in options:
+        is_token = name.endswith("_token_id")  # these resemble one another, and ours is new to the architecture
+        if not hasattr(config, name) and not is_token and get_close_matches(name, config.to_dict(), n=1, cutoff=0.8):
+            raise _unknown_option(name, config)
+
+
+def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one class per architecture
+    near = get_close_matches(name, config.to_dict(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")

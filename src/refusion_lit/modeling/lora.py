@@ -1,0 +1,112 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from refusion_lit.utils.require import require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Options of low-rank adapters (``pip install refusion-lit[peft]``).
+
+    Attributes:
+        rank: Rank of the update (``r`` in peft).
+        alpha: The update is scaled by alpha / rank (``lora_alpha`` in peft).
+        dropout: Dropout probability on the adapters' input, in [0, 1).
+        target_modules: Names of the linear layers to adapt; ``all-linear`` adapts every linear layer but the head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] | str = "all-linear"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        require_at_least("backbone.lora.rank", self.rank, 1)
+        require(0 <= self.dropout < 1, "backbone.lora.dropout", "a number in [0, 1)", self.dropout, "use 0.05, say")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters of a model and the base model that they were trained on.
+
+    Attributes:
+        options: The adapters' options.
+        base: Directory or hub id of the base model; ``None`` if its weights were random.
+        revision: Pinned revision of the base.
+        config_overrides: Options of the base's config that were overridden.
+        new_token_ids: Tokens whose rows of embedding and head are not the base's: rows that were added, and the spare
+            row that a new mask token got.
+    """
+
+    options: LoraOptions
+    base: str | None = None
+    revision: str | None = None
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    new_token_ids: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        return cls(
+            options=LoraOptions(**values["options"]),
+            base=values["base"],
+            revision=values["revision"],
+            config_overrides=dict(values["config_overrides"]),
+            new_token_ids=tuple(map(int, values["new_token_ids"])),
+        )
+
+
+def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - transformers' and peft's classes
+    """Wrap a model with adapters; its own weights no longer require gradients.
+
+    Args:
+        model: A transformers model.
+        options: The adapters' options.
+
+    Returns:
+        The ``PeftModel``; its logits are the model's until the adapters are trained.
+
+    Raises:
+        ValueError: If peft is not installed, or no layer has a name in ``target_modules``.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("backbone.lora: needs the peft package; install refusion-lit[peft].") from error
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType] - it takes any number
+        lora_dropout=options.dropout,
+        target_modules=options.target_modules,
+    )
+    with quiet_peft():
+        return get_peft_model(model, config)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence a deprecation that peft 0.21 causes in transformers 5.23, about which users can do nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
+def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
+    """Return a model with its adapters merged into its weights, in place; a model without adapters as it is."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

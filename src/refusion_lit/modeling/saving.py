@@ -1,0 +1,111 @@
+"""Directories that other libraries load: whole models for transformers, adapters for peft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.lora import merged, quiet_peft
+
+_TEMPLATE = "prompt_template"
+
+
+def save_model(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    *,
+    prompt_template: str = "{query}",
+) -> None:
+    """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
+
+    Adapters are merged into the backbone's weights first.
+
+    Raises:
+        ValueError: If the directory holds files already; an old ``model.safetensors`` could win when loading.
+    """
+    path = _empty_directory(directory)
+    model = merged(backbone.model)
+    model.config.mask_token_id = backbone.special_tokens.mask_token_id
+    model.config.refusion_lit = {**backbone.traits.to_dict(), _TEMPLATE: prompt_template}
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def stored_prompt_template(backbone: Backbone) -> str:
+    """Return the prompt template in the config of the directory that a backbone was loaded from."""
+    return (getattr(backbone.config, "refusion_lit", None) or {}).get(_TEMPLATE, "{query}")
+
+
+def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    """Write the adapters alone in peft's layout, for ``PeftModel.from_pretrained`` with the base model.
+
+    Rows of embedding and head that the base lacks, such as a new mask token's, are written as peft's trainable tokens
+    (``trainable_token_indices``): the base with these adapters has the backbone's logits. A base with fewer rows than
+    tokens must be resized before it is given to peft.
+
+    Args:
+        backbone: A model with adapters, not merged; the adapters are taken off it.
+        tokenizer: Written along; it knows the mask token.
+        directory: New or empty.
+
+    Raises:
+        ValueError: If there are no adapters, they have no base, or the directory holds files already.
+    """
+    adapters = backbone.adapters
+    if adapters is None:
+        raise ValueError(
+            "adapter_only: expected a model with low-rank adapters, got one without; export it without adapter_only."
+        )
+    if adapters.base is None:
+        raise ValueError(
+            "adapter_only: expected adapters of a base model with weights of its own, got a base with random weights, "
+            "which exist in the checkpoint alone; export it without adapter_only, which merges the adapters."
+        )
+    path = _empty_directory(directory)
+    model: Any = backbone.model
+    if adapters.new_token_ids:
+        model = _with_token_rows(model, list(adapters.new_token_ids))
+    config = model.peft_config[model.active_adapter]
+    config.base_model_name_or_path = adapters.base
+    config.revision = adapters.revision
+    model.save_pretrained(path, save_embedding_layers=False)  # whole matrices are not needed, see above
+    tokenizer.save_pretrained(path)
+
+
+def _with_token_rows(model: Any, token_ids: list[int]) -> Any:  # noqa: ANN401 - peft's class
+    """Return a ``PeftModel`` with the same adapters that also holds some tokens' rows of embedding and head."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    config = model.peft_config[model.active_adapter]
+    adapters = get_peft_model_state_dict(model, save_embedding_layers=False)
+    base: Any = model.unload()
+    if hasattr(base, "peft_config"):  # peft 0.18 leaves it there and then takes the base for a model with adapters
+        del base.peft_config
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if layers[0].weight is layers[1].weight:  # peft ties them too
+        layers.pop()
+    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module in layers]
+    with quiet_peft():
+        extended = get_peft_model(base, replace(config, trainable_token_indices=dict.fromkeys(names, token_ids)))
+    rows = get_peft_model_state_dict(extended, save_embedding_layers=False)
+    set_peft_model_state_dict(extended, {**rows, **adapters})
+    return extended
+
+
+def _empty_directory(directory: str | Path) -> Path:
+    """Return the path of a directory that is new or empty.
+
+    Raises:
+        ValueError: If it holds files.
+    """
+    path = Path(directory)
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(
+            f"output: expected a new or empty directory, got {path}, which holds files. Choose another one."
+        )
+    return path

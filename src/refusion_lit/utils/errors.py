@@ -1,0 +1,28 @@
+"""Reasons of failed reads and writes, in one line for users."""
+
+from __future__ import annotations
+
+from pickle import UnpicklingError
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error's message.
+
+    Of an error of ``torch.load`` with ``weights_only`` it says what is wrong with the file instead, because torch's own
+    message advises to load the file with code execution.
+    """
+    if isinstance(error, UnpicklingError):
+        if "unsupported" in str(error).lower():
+            return "it holds more than tensors and plain values, which could run code when it is loaded"
+        return "it is not what torch.save writes"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def write_failure(error: BaseException) -> str:
+    """Return the operating system's reason for a failed write, which a library may have wrapped in its own error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return reason_of(error)
