@@ -72,8 +72,8 @@ def drawing() -> str:
         x, y = LEFT + STEP * place[imported] + STEP / 2, TOP + STEP * place[importer] + STEP / 2
         title = f"<title>{importer} imports {imported} in {count} modules</title>"
         parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="#20504a">{title}</circle>')
-    parts.append(text(12, height - 10, "A dot: the room of the row imports the room of the column. All dots lie right of "
-                      "the diagonal, so imports run one way.", 12))  # fmt: skip
+    legend = "A dot: the row's room imports the column's. All dots lie right of the diagonal: imports run one way."
+    parts.append(text(12, height - 10, legend, 12))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="Rooms of the package and their imports" font-family="system-ui, sans-serif">'

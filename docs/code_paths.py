@@ -2,9 +2,9 @@
 
 usage: python docs/code_paths.py
 
-A file counts, with all its lines, if one of its functions runs between the start and the end of the way. Loading a model
-(modeling/loading, checkpoints, tokenizers) and the lean body are counted apart; what runs while modules are imported is
-left out.
+A file counts, with all its lines, if one of its functions runs between the start and the end of the way. Loading a
+model (modeling/loading, checkpoints, tokenizers) and the lean body are counted apart; what runs while modules are
+imported is left out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refusion_lit.decoding.batching import BatchLayout, write_indices
 from refusion_lit.decoding.prefetch import Prefetch
-from refusion_lit.decoding.reading import LogitReader, Read, draft_read
+from refusion_lit.decoding.reading import LogitReader, Read
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device
@@ -104,7 +104,7 @@ class Executor:
             length = row.hidden.shape[1]
             parts = zip(forward.branches, request.draft_at, forward.starts(length), strict=True)
             own = [
-                draft_read(branch, request.draw, at, prompt_id=row.prompt_id, start=base + start, length=length)
+                Read.drafts(branch, request.draw, at, prompt_id=row.prompt_id, start=base + start, length=length)
                 for branch, at, start in parts
             ]
             reads += own
@@ -158,7 +158,7 @@ class Executor:
         readings: list[Reading] = []
         reads: list[Read] = []
         for number, (branch, start) in enumerate(zip(forward.branches, starts, strict=True)):
-            read = draft_read(
+            read = Read.drafts(
                 branch, forward.draw, branch.draft_at, prompt_id=row.prompt_id, start=start, length=length
             )
             readings.append(read.reading)

@@ -49,21 +49,22 @@ class Read:
     guide: int = 0
     prefetch: Prefetch | None = None
 
+    @classmethod
+    def drafts(
+        cls, branch: Branch, draw: Draw, offsets: Sequence[int], *, prompt_id: str, start: int, length: int
+    ) -> Read:
+        """Return the read that drafts tokens at offsets of a branch.
 
-def draft_read(branch: Branch, draw: Draw, offsets: Sequence[int], *, prompt_id: str, start: int, length: int) -> Read:
-    """Return the read that drafts tokens at offsets of a branch.
-
-    Args:
-        branch: The branch.
-        draw: How tokens are drawn.
-        offsets: Offsets into the branch.
-        prompt_id: Keys the noise.
-        start: Index of the branch's first hidden state.
-        length: Hidden states a row; the unconditional branch is the conditional one's next row.
-    """
-    keys = noise_keys(branch.positions, offsets, draw, prompt_id)
-    index = [start + offset for offset in offsets]
-    return Read(Reading(), draw, index, noise_keys=keys, guide=0 if draw.guidance is None else length)
+        Args:
+            branch: The branch.
+            draw: How tokens are drawn.
+            offsets: Offsets into the branch.
+            prompt_id: Keys the noise.
+            start: Index of the branch's first hidden state.
+            length: Hidden states a row; the unconditional branch is the row after the conditional one.
+        """
+        keys, index = noise_keys(branch.positions, offsets, draw, prompt_id), [start + offset for offset in offsets]
+        return cls(Reading(), draw, index, noise_keys=keys, guide=0 if draw.guidance is None else length)
 
 
 class LogitReader:
@@ -91,31 +92,31 @@ class LogitReader:
         for read in reads:
             groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
         launched = [_Group(self, hidden, group) for group in groups.values()]
-        if not launched:
-            return
         values = [group.launch() for group in launched]
-        numbers = to_host(values[0] if len(values) == 1 else torch.cat(values))
-        stops = list(accumulate(map(len, values)))
-        for group, stop, length in zip(launched, stops, map(len, values), strict=True):
-            group.fill(numbers[stop - length : stop])
+        if not values:
+            return
+        numbers, start = to_host(values[0] if len(values) == 1 else torch.cat(values)), 0
+        for group, part in zip(launched, values, strict=True):
+            group.fill(numbers[start : start + len(part)])
+            start += len(part)
 
     def wants_probability(self, read: Read) -> bool:
-        """Whether a read's probabilities are used."""
+        """Whether a read's probabilities are used; without them it is silent, and costs no softmax."""
         return read.given is not None or read.draw.with_probability or self._all_probabilities
 
     def draw(
-        self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " draft"],
-        given: Int[Tensor, " given"], *, num_silent: int, guide: int = 0, careful: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " key"],
+        given: Int[Tensor, " given"], *, num_silent: int, guide: int = 0, careful: bool,
+    ) -> list[Tensor]:  # fmt: skip
         """Draw tokens and read probabilities, chunk by chunk.
 
         Args:
             hidden: Hidden states [position, hidden].
             draw: How to draw.
-            rows: Indices into ``hidden``: drafts without a probability, other drafts, then given tokens.
+            rows: Indices into ``hidden``: silent drafts, other drafts, then given tokens.
             keys: Noise key of each draft; empty for greedy draws.
             given: The given tokens.
-            num_silent: Number of drafts without a probability.
+            num_silent: Number of silent drafts.
             guide: Distance to the unconditional rows.
             careful: Replace NaN and infinities first. Plain greedy reads skip this: a non-finite value shows up in the
                 result, and the group is then read again.
@@ -129,20 +130,20 @@ class LogitReader:
         for logits in self._logit_chunks(hidden, draw, rows, guide, careful=careful):
             stop = at + len(logits)
             silent, drafts = (min(max(number - at, 0), len(logits)) for number in (num_silent, num_drafts))
-            own = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
+            chosen = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
             if drafts:
                 drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=silent < len(logits))
                 tokens.append(drawn)
                 statistics.append(more)
-                own = torch.cat((drawn, own)) if len(own) else drawn
+                chosen = torch.cat((drawn, chosen)) if len(chosen) else drawn
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
             if silent:
-                values.append(logits[:silent].gather(-1, own[:silent, None])[:, 0])
+                values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
             if silent < len(logits):
-                values.append(logits[silent:].softmax(-1).gather(-1, own[silent:, None])[:, 0])
+                values.append(logits[silent:].softmax(-1).gather(-1, chosen[silent:, None])[:, 0])
             at = stop
-        return _joined(tokens, rows[:0]), _joined(values, hidden[:0, 0]), _joined(statistics, hidden[:0])
+        return [torch.cat(parts, -1) if parts else rows[:0] for parts in (tokens, values, statistics)]
 
     def _logit_chunks(
         self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
@@ -166,7 +167,9 @@ class LogitReader:
         self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, *, restore: bool
     ) -> tuple[Tensor, Tensor]:
         """Draw a token from each of the first rows, and compute the requested statistics [statistic, draft]."""
-        banned, rows = self._banned_tensor(draw, logits.device), logits[:num_drafts]
+        if draw.forbidden not in self._banned_on_device:
+            self._banned_on_device[draw.forbidden] = to_device(sorted(self.banned(draw)), logits.device)
+        banned, rows = self._banned_on_device[draw.forbidden], logits[:num_drafts]
         if not is_plain(draw):
             allowed = rows.index_fill(-1, banned, -math.inf)
             allowed[:, self._vocab_size :] = -math.inf
@@ -177,11 +180,6 @@ class LogitReader:
         if kept is not None:  # probabilities are over all ids
             rows.index_copy_(-1, banned, kept)
         return tokens, logits.new_zeros(0, num_drafts)
-
-    def _banned_tensor(self, draw: Draw, device: torch.device) -> Tensor:
-        if draw.forbidden not in self._banned_on_device:
-            self._banned_on_device[draw.forbidden] = to_device(sorted(self.banned(draw)), device)
-        return self._banned_on_device[draw.forbidden]
 
     def banned(self, draw: Draw) -> frozenset[int]:
         """Return the ids that a draw never produces."""
@@ -198,7 +196,7 @@ class _Group:
         index = [i for read in self._reads for i in read.index]
         given = [token for read in self._reads for token in read.given or ()]
         keys = [key for read in self._reads for key in read.noise_keys]
-        self.size, self._num_drafts = len(index), len(index) - len(given)
+        self._num_rows, self._num_drafts = len(index), len(index) - len(given)
         self._num_silent = sum(len(read.index) for read in self._reads if not reader.wants_probability(read))
         sent = to_device([*index, *given, *keys], hidden.device)
         self._rows, self._given, self._keys = sent.split((len(index), len(given), len(keys)))
@@ -206,29 +204,26 @@ class _Group:
 
     def launch(self) -> Tensor:
         """Queue all work on the device; return tokens, values, statistics and what is prefetched as one vector."""
-        parts = self._read(careful=not is_plain(self._draw))
-        if any(read.prefetch is not None for read in self._reads):
-            first = list(accumulate((len(read.index) for read in self._reads), initial=0))
-            reads = zip(first, self._reads, strict=False)
-            wanted = [(at, len(read.index), read.prefetch) for at, read in reads if read.prefetch is not None]
-            self._prefetched = PrefetchedGroups(wanted, parts[1])
-            rows, keys = self._prefetched.rows, self._prefetched.keys
-            careful = not is_plain(self._draw)
-            drawn = self._reader.draw(
-                self._hidden, self._draw, rows, keys, rows[:0], num_silent=len(rows), careful=careful
-            )
-            parts = (*parts, self._prefetched.chosen, *drawn[:2])
+        careful = not is_plain(self._draw)
+        parts = self._read(careful=careful)
+        firsts = accumulate((len(read.index) for read in self._reads), initial=0)
+        reads = zip(firsts, self._reads, strict=False)
+        wanted = [(at, len(read.index), read.prefetch) for at, read in reads if read.prefetch is not None]
+        if wanted:
+            self._prefetched = likely = PrefetchedGroups(wanted, parts[1])
+            options = {"num_silent": len(likely.rows), "careful": careful}
+            drawn = self._reader.draw(self._hidden, self._draw, likely.rows, likely.keys, likely.rows[:0], **options)
+            parts += [likely.chosen, *drawn[:2]]
         return self._flat(parts)
 
     def fill(self, numbers: list[float]) -> None:
         """Hand the transferred numbers out to the readings."""
-        size = self._num_drafts + self.size + self._num_drafts * len(self._draw.statistics)
+        num_drafts, num_rows = self._num_drafts, self._num_rows
         if self._prefetched is not None:
-            self._prefetched.fill(numbers[size:])
+            self._prefetched.fill(numbers[num_drafts * (1 + len(self._draw.statistics)) + num_rows :])
         if is_plain(self._draw) and self._is_broken(numbers):
             numbers = to_host(self._flat(self._read(careful=True)))
-        tokens, values = numbers[: self._num_drafts], numbers[self._num_drafts : self._num_drafts + self.size]
-        start = 0
+        tokens, values, start = numbers[:num_drafts], numbers[num_drafts : num_drafts + num_rows], 0
         for read in self._reads:
             stop, reading = start + len(read.index), read.reading
             if read.given is not None:
@@ -238,15 +233,13 @@ class _Group:
                 if self._reader.wants_probability(read):
                     reading.probabilities.extend(values[start:stop])
                 for number, name in enumerate(self._draw.statistics):
-                    at = self._num_drafts + self.size + number * self._num_drafts
+                    at = num_drafts * (1 + number) + num_rows
                     reading.statistics.setdefault(name, []).extend(numbers[at + start : at + stop])
             start = stop
 
-    def _read(self, *, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return self._reader.draw(
-            self._hidden, self._draw, self._rows, self._keys, self._given,
-            num_silent=self._num_silent, guide=self._reads[0].guide, careful=careful,
-        )  # fmt: skip
+    def _read(self, *, careful: bool) -> list[Tensor]:
+        rows, options = (self._rows, self._keys, self._given), {"num_silent": self._num_silent, "careful": careful}
+        return self._reader.draw(self._hidden, self._draw, *rows, guide=self._reads[0].guide, **options)
 
     def _flat(self, parts: Sequence[Tensor]) -> Tensor:
         """Return all parts as one vector; ids are exact in any of its types."""
@@ -255,10 +248,8 @@ class _Group:
 
     def _is_broken(self, numbers: list[float]) -> bool:
         """Whether NaN or infinities among the logits may have spoilt the result."""
-        values = numbers[self._num_drafts : self._num_drafts + self.size]
-        if not math.isfinite(sum(values)):
-            return True
-        return not set(numbers[: self._num_drafts]).isdisjoint(self._reader.banned(self._draw))
+        is_finite = math.isfinite(sum(numbers[self._num_drafts : self._num_drafts + self._num_rows]))
+        return not (is_finite and self._reader.banned(self._draw).isdisjoint(numbers[: self._num_drafts]))
 
 
 def is_plain(draw: Draw) -> bool:
@@ -274,10 +265,6 @@ def _kind(draw: Draw) -> tuple[object, ...]:
         return (draw.forbidden,)
     return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
             draw.confidence_forbidden, draw.statistics)  # fmt: skip
-
-
-def _joined(parts: list[Tensor], empty: Tensor) -> Tensor:
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else empty
 
 
 def _finite(logits: Tensor) -> Tensor:

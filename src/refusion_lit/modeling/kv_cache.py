@@ -23,67 +23,6 @@ _CHUNK = 128
 """Entries by which a row's storage grows."""
 
 
-class _StoredLayer(DynamicLayer):
-    """Keys and values of one layer, written where the owning cache was prepared to write."""
-
-    def __init__(self, owner: KVCache) -> None:
-        super().__init__()
-        self._owner = ref(owner)  # a weak reference: without a cycle, storage is freed together with the cache
-        self.stored_keys: Tensor | None = None
-        self.stored_values: Tensor | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate storage [row, entry, head, dim] for states [sequence, head, token, dim]."""
-        owner = self._owner()
-        assert owner is not None, "the cache must outlive its past_key_values"
-        self.dtype, self.device = key_states.dtype, key_states.device
-        size = (owner.num_rows, owner.capacity)
-        self.stored_keys = key_states.new_zeros(*size, key_states.shape[1], key_states.shape[3])
-        self.stored_values = value_states.new_zeros(*size, value_states.shape[1], value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
-        **kwargs: Any,  # noqa: ANN401, ARG002
-    ) -> tuple[Tensor, Tensor]:
-        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
-        owner = self._owner()
-        assert owner is not None, "the cache must outlive its past_key_values"
-        plan = owner.prepared
-        flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        keys, values = self.store(plan, *(plan.stored_of(states) for states in flat))
-        return plan.visible(keys).transpose(1, 2), plan.visible(values).transpose(1, 2)
-
-    def store(self, plan: _Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [token, head, dim] states of the tokens to store and return the whole storage."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
-        assert self.stored_keys is not None
-        assert self.stored_values is not None
-        self.stored_keys.flatten(0, 1).index_copy_(0, plan.write_index, keys)
-        self.stored_values.flatten(0, 1).index_copy_(0, plan.write_index, values)
-        return self.stored_keys, self.stored_values
-
-    def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` entries a row."""
-        if self.stored_keys is not None and self.stored_values is not None:
-            missing = (0, 0, 0, 0, 0, capacity - self.stored_keys.shape[1])
-            self.stored_keys, self.stored_values = F.pad(self.stored_keys, missing), F.pad(self.stored_values, missing)
-
-    def compact(self, row: int, indices: Tensor, start: int) -> None:
-        """Move the entries at ``indices`` of a row to ``start`` and after, in the given order."""
-        for stored in (self.stored_keys, self.stored_values):
-            assert stored is not None
-            stored[row, start : start + len(indices)] = stored[row, indices]
-
-    def get_seq_length(self) -> int:
-        """Return 0: masks and positions are always explicit, so nothing may be derived from a length."""
-        return 0
-
-
 @dataclass(slots=True)
 class _Plan:
     """What :meth:`KVCache.prepare` was told.
@@ -102,16 +41,14 @@ class _Plan:
     source_index: Tensor | None
     write_index: Tensor
 
-    def stored_of(self, states: Tensor) -> Tensor:
-        return states if self.source_index is None else states[self.source_index]
-
     def visible(self, stored: Tensor) -> Tensor:
+        """Return the entries [sequence, key, head, dim] that each sequence may attend to."""
         seen = stored[:, : self.num_keys]
         return seen if self.rows is None else seen[self.rows]
 
 
 class KVCache:
-    """Preallocated keys and values of several rows; works as transformers' ``past_key_values``.
+    """Preallocated keys and values of several rows.
 
     Args:
         num_layers: Layers of the model.
@@ -127,8 +64,8 @@ class KVCache:
         self.num_rows, self.capacity = num_rows, capacity
         self.body: Callable[..., Tensor] | None = None
         self._plan: _Plan | None = None
-        self._layers = [_StoredLayer(self) for _ in range(num_layers)]
-        self.past_key_values = Cache(layers=list(self._layers))
+        self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
+        self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])
 
     @property
     def prepared(self) -> _Plan:
@@ -154,11 +91,10 @@ class KVCache:
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
-        capacity = self._capacity_for(num_keys)
-        if capacity > self.capacity:
-            self.capacity = capacity
-            for layer in self._layers:
-                layer.grow(capacity)
+        missing = self._capacity_for(num_keys) - self.capacity
+        if missing > 0:
+            self.capacity += missing
+            self._stored = [[F.pad(states, (0, 0, 0, 0, 0, missing)) for states in layer] for layer in self._stored]
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else to_device(rows, cache_index.device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
@@ -167,18 +103,30 @@ class KVCache:
         """Return how many entries a row needs to hold ``num_keys``."""
         return self.capacity if num_keys <= self.capacity else -(-num_keys // _CHUNK) * _CHUNK
 
+    def storage(
+        self, layer: int, like: Float[Tensor, "token head dim"]
+    ) -> list[Float[Tensor, "row entry head dim"]]:  # fmt: skip
+        """Return the tensors that store a layer's keys and values, allocated for states ``like`` these at first use."""
+        if not self._stored[layer]:
+            size = (self.num_rows, self.capacity, *like.shape[1:])
+            self._stored[layer] = [like.new_zeros(size), like.new_zeros(size)]
+        return self._stored[layer]
+
+    def store(
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
+    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
+        """Write a layer's keys and values as prepared and return the whole storage."""
+        stored_keys, stored_values = self.storage(layer, keys)
+        stored_keys.flatten(0, 1).index_copy_(0, self.prepared.write_index, keys)
+        stored_values.flatten(0, 1).index_copy_(0, self.prepared.write_index, values)
+        return stored_keys, stored_values
+
     def update(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "sequence key head dim"], Float[Tensor, "sequence key head dim"]]:
         """Write a layer's keys and values as prepared and return what each sequence may attend to."""
         stored_keys, stored_values = self.store(layer, keys, values)
         return self.prepared.visible(stored_keys), self.prepared.visible(stored_values)
-
-    def store(
-        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
-    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
-        """Write a layer's keys and values as prepared and return the whole storage."""
-        return self._layers[layer].store(self.prepared, keys, values)
 
     def compact(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in this order; other entries are discarded.
@@ -188,11 +136,36 @@ class KVCache:
             indices: Cache indices to keep; a leading run that is in place already is not moved.
         """
         start = next((i for i, index in enumerate(indices) if index != i), len(indices))
-        stored = [layer for layer in self._layers if layer.stored_keys is not None]
-        if start == len(indices) or not stored:
-            return
         index: Tensor | None = None
-        for layer in stored:
-            if index is None or index.device != layer.device:  # layers may be on several devices
-                index = to_device(indices[start:], layer.device)
-            layer.compact(row, index, start)
+        for states in (states for layer in self._stored for states in layer if start < len(indices)):
+            if index is None or index.device != states.device:  # layers may be on several devices
+                index = to_device(indices[start:], states.device)
+            states[row, start : len(indices)] = states[row, index]
+
+
+class _LibraryLayer(DynamicLayer):
+    """One layer of a cache as transformers takes it."""
+
+    def __init__(self, owner: KVCache, number: int) -> None:
+        super().__init__()
+        self._owner = ref(owner)  # a weak reference: without a cycle, storage is freed together with the cache
+        self._number = number
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
+        owner = self._owner()
+        assert owner is not None, "the cache must outlive its past_key_values"
+        source = owner.prepared.source_index
+        flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
+        keys, values = owner.update(self._number, *(flat if source is None else [states[source] for states in flat]))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        """Return 0: masks and positions are always explicit, so nothing may be derived from a length."""
+        return 0

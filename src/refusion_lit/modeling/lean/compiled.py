@@ -50,25 +50,15 @@ class StaticKVCache(KVCache):
     def _capacity_for(self, num_keys: int) -> int:
         return self.capacity if num_keys < self.capacity else 1 << num_keys.bit_length()
 
-    def storage(
-        self, num_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
-    ) -> tuple[list[Float[Tensor, "row entry head dim"]], list[Float[Tensor, "row entry head dim"]]]:
+    def all_storage(self, like: Float[Tensor, "token head dim"]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that store keys and values, one a layer, for a program that writes them itself."""
-        none = torch.empty(1, num_heads, 0, head_dim, dtype=dtype, device=device)
-        keys, values = [], []
-        for layer in self._layers:
-            if not layer.is_initialized:
-                layer.lazy_initialization(none, none)
-            keys.append(layer.stored_keys)
-            values.append(layer.stored_values)
-        return keys, values
+        stored = [self.storage(layer, like) for layer in range(len(self._stored))]
+        return [keys for keys, _ in stored], [values for _, values in stored]
 
     def adopt(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Reuse the storage of a released cache with the same number of rows; nothing has been stored yet."""
         self.capacity = keys[0].shape[1]
-        for layer, *stored in zip(self._layers, keys, values, strict=True):
-            layer.stored_keys, layer.stored_values = (states.zero_() for states in stored)
-            layer.dtype, layer.device, layer.is_initialized = keys[0].dtype, keys[0].device, True
+        self._stored = [[states.zero_() for states in pair] for pair in zip(keys, values, strict=True)]
 
 
 class CompiledBody:
@@ -110,7 +100,8 @@ class CompiledBody:
             return self.lean(input_ids, position_ids, attention_mask, cache)
         assert isinstance(cache, StaticKVCache)
         shape = _Shape(cache, length, num_tokens)
-        stored = cache.storage(*self.lean.entry_shape, dtype=self.lean.dtype, device=input_ids.device)
+        like = torch.empty(0, *self.lean.entry_shape, dtype=self.lean.dtype, device=input_ids.device)
+        stored = cache.all_storage(like)
         key = (*shape.key, torch.is_inference_mode_enabled(), torch.get_num_threads())
         arguments = (
             self.lean, shape.tokens(input_ids), shape.tokens(position_ids), shape.mask(attention_mask),
