@@ -164,8 +164,7 @@ class Executor:
             readings.append(read.reading)
             if row.prefetched is not None and branch.prefetch_at and not read.guide:
                 read.prefetch = Prefetch.of(branch, forward.draw, row.prompt_id, start, tokens=row.prefetched[number])
-            if read.index or read.prefetch is not None:
-                reads.append(read)
+            reads.append(read)
             if branch.score_at:
                 offsets, given = zip(*branch.score_at, strict=True)
                 reads.append(Read(read.reading, forward.draw, [start + o for o in offsets], given, guide=read.guide))

@@ -90,15 +90,17 @@ class LogitReader:
         """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
-            groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
+            if read.index or read.prefetch is not None:
+                groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
         launched = [_Group(self, hidden, group) for group in groups.values()]
         values = [group.launch() for group in launched]
         if not values:
             return
         numbers, start = to_host(values[0] if len(values) == 1 else torch.cat(values)), 0
         for group, part in zip(launched, values, strict=True):
-            group.fill(numbers[start : start + len(part)])
-            start += len(part)
+            stop = start + part.shape[0]
+            group.fill(numbers[start:stop])
+            start = stop
 
     def wants_probability(self, read: Read) -> bool:
         """Whether a read's probabilities are used; without them it is silent, and costs no softmax."""
@@ -107,7 +109,7 @@ class LogitReader:
     def draw(
         self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " key"],
         given: Int[Tensor, " given"], *, num_silent: int, guide: int = 0, careful: bool,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Draw tokens and read probabilities, chunk by chunk.
 
         Args:
@@ -123,39 +125,40 @@ class LogitReader:
 
         Returns:
             The drafts' tokens; a value for each row, its probability or, for a silent draft, its logit; the requested
-            statistics [statistic, draft].
+            statistics [statistic, draft]. ``None`` for what is empty.
         """
-        num_drafts, at = len(rows) - len(given), 0
+        num_drafts, at = rows.shape[0] - given.shape[0], 0
         tokens, values, statistics = [], [], []
         for logits in self._logit_chunks(hidden, draw, rows, guide, careful=careful):
-            stop = at + len(logits)
-            silent, drafts = (min(max(number - at, 0), len(logits)) for number in (num_silent, num_drafts))
+            size = logits.shape[0]
+            stop = at + size
+            silent, drafts = min(max(num_silent - at, 0), size), min(max(num_drafts - at, 0), size)
             chosen = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
             if drafts:
-                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=silent < len(logits))
+                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=silent < size)
                 tokens.append(drawn)
-                statistics.append(more)
-                chosen = torch.cat((drawn, chosen)) if len(chosen) else drawn
+                statistics += more
+                chosen = torch.cat((drawn, chosen)) if drafts < size else drawn
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
             if silent:
                 values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
-            if silent < len(logits):
+            if silent < size:
                 values.append(logits[silent:].softmax(-1).gather(-1, chosen[silent:, None])[:, 0])
             at = stop
-        return [torch.cat(parts, -1) if parts else rows[:0] for parts in (tokens, values, statistics)]
+        return _joined(tokens), _joined(values), _joined(statistics)
 
     def _logit_chunks(
         self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
     ) -> Iterator[Float[Tensor, "position vocab"]]:
         """Yield logits in chunks: bounded memory for the head, and on CPUs a softmax that stays in the cache."""
-        for some in rows.split(self.num_rows_at_a_time):
+        for some in _split(rows, self.num_rows_at_a_time):
             logits = self._logits(hidden, some, careful=careful)
             if draw.guidance is not None:
                 unconditional = self._logits(hidden, some + guide, careful=True)
                 logits = _finite(unconditional + (draw.guidance + 1.0) * (logits - unconditional))
-            step = max(1, _MAX_SOFTMAX // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
-            yield from logits.split(step) if step < len(logits) else (logits,)
+            is_cached = logits.device.type == "cpu"
+            yield from _split(logits, max(1, _MAX_SOFTMAX // logits.shape[1])) if is_cached else (logits,)
 
     def _logits(self, hidden: Tensor, rows: Tensor, *, careful: bool) -> Tensor:
         """Return logits in float32 or higher precision, in a tensor that may be changed in place."""
@@ -165,8 +168,8 @@ class LogitReader:
 
     def _choose(
         self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, *, restore: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Draw a token from each of the first rows, and compute the requested statistics [statistic, draft]."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Draw a token from each of the first rows, and compute the requested statistics [statistic, draft], if any."""
         if draw.forbidden not in self._banned_on_device:
             self._banned_on_device[draw.forbidden] = to_device(sorted(self.banned(draw)), logits.device)
         banned, rows = self._banned_on_device[draw.forbidden], logits[:num_drafts]
@@ -174,12 +177,12 @@ class LogitReader:
             allowed = rows.index_fill(-1, banned, -math.inf)
             allowed[:, self._vocab_size :] = -math.inf
             tokens, filtered = draw_tokens(allowed, draw.sampling, keys)
-            return tokens, filtered_statistics(draw.statistics, filtered, tokens)
+            return tokens, [filtered_statistics(draw.statistics, filtered, tokens)] if draw.statistics else []
         kept = rows.index_select(-1, banned) if restore else None
         tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
         if kept is not None:  # probabilities are over all ids
             rows.index_copy_(-1, banned, kept)
-        return tokens, logits.new_zeros(0, num_drafts)
+        return tokens, []
 
     def banned(self, draw: Draw) -> frozenset[int]:
         """Return the ids that a draw never produces."""
@@ -198,8 +201,8 @@ class _Group:
         keys = [key for read in self._reads for key in read.noise_keys]
         self._num_rows, self._num_drafts = len(index), len(index) - len(given)
         self._num_silent = sum(len(read.index) for read in self._reads if not reader.wants_probability(read))
-        sent = to_device([*index, *given, *keys], hidden.device)
-        self._rows, self._given, self._keys = sent.split((len(index), len(given), len(keys)))
+        sent, stop = to_device([*index, *given, *keys], hidden.device), len(index) + len(given)
+        self._rows, self._given, self._keys = sent[: len(index)], sent[len(index) : stop], sent[stop:]
         self._prefetched: PrefetchedGroups | None = None
 
     def launch(self) -> Tensor:
@@ -210,10 +213,11 @@ class _Group:
         reads = zip(firsts, self._reads, strict=False)
         wanted = [(at, len(read.index), read.prefetch) for at, read in reads if read.prefetch is not None]
         if wanted:
-            self._prefetched = likely = PrefetchedGroups(wanted, parts[1])
-            options = {"num_silent": len(likely.rows), "careful": careful}
+            values = self._hidden.new_zeros(0, dtype=torch.float32) if parts[1] is None else parts[1]
+            self._prefetched = likely = PrefetchedGroups(wanted, values)
+            options = {"num_silent": likely.rows.shape[0], "careful": careful}
             drawn = self._reader.draw(self._hidden, self._draw, likely.rows, likely.keys, likely.rows[:0], **options)
-            parts += [likely.chosen, *drawn[:2]]
+            parts = (*parts, likely.chosen, *drawn[:2])
         return self._flat(parts)
 
     def fill(self, numbers: list[float]) -> None:
@@ -237,14 +241,17 @@ class _Group:
                     reading.statistics.setdefault(name, []).extend(numbers[at + start : at + stop])
             start = stop
 
-    def _read(self, *, careful: bool) -> list[Tensor]:
+    def _read(self, *, careful: bool) -> tuple[Tensor | None, ...]:
         rows, options = (self._rows, self._keys, self._given), {"num_silent": self._num_silent, "careful": careful}
         return self._reader.draw(self._hidden, self._draw, *rows, guide=self._reads[0].guide, **options)
 
-    def _flat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return all parts as one vector; ids are exact in any of its types."""
-        dtype = torch.promote_types(parts[1].dtype, torch.float32) if is_plain(self._draw) else torch.float64
-        return torch.cat([part.flatten().to(dtype) for part in parts])
+    def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """Return all parts as one vector of a type that holds ids exactly."""
+        values = parts[1]
+        is_single = is_plain(self._draw) and (values is None or values.dtype != torch.float64)
+        dtype = torch.float32 if is_single else torch.float64
+        return torch.cat([part.flatten() if part.dtype == dtype else part.flatten().to(dtype)
+                          for part in parts if part is not None])  # fmt: skip
 
     def _is_broken(self, numbers: list[float]) -> bool:
         """Whether NaN or infinities among the logits may have spoilt the result."""
@@ -271,3 +278,11 @@ def _finite(logits: Tensor) -> Tensor:
     """Replace NaN by the lowest number and clamp infinities; -inf stays free to mark ids that are left out."""
     lowest, highest = torch.finfo(logits.dtype).min, torch.finfo(logits.dtype).max
     return logits.nan_to_num(nan=lowest, posinf=highest, neginf=lowest)
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
+
+
+def _split(values: Tensor, size: int) -> Sequence[Tensor]:
+    return values.split(size) if size < values.shape[0] else (values,)
