@@ -20,6 +20,11 @@ class LastToken(Objective):
         """Causal attention; a mask predicts itself."""
         return ModelTraits(attention="causal", predictions=("mask",))
 
+    @property
+    def terms(self) -> dict[str, float]:
+        """One term with coefficient 1."""
+        return {"last": 1.0}
+
     def corrupt(
         self,
         batch: ResponseBatch,
@@ -29,18 +34,16 @@ class LastToken(Objective):
         mask_ratio: Tensor | None = None,  # noqa: ARG002 - nothing is drawn
     ) -> CorruptedBatch:
         """Mask the last token of every response."""
-        places = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         last = batch.prompt_lengths + batch.response_lengths - 1
-        is_masked = places == last[:, None]
+        is_masked = positions == last[:, None]
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, special_tokens.mask_token_id),
-            position_ids=places.expand_as(labels),
+            position_ids=positions.expand_as(labels),
             labels=labels,
             weights=is_masked.float(),
             terms=torch.zeros_like(labels),
-            term_names=("last",),
             counts=torch.full((1,), float(len(labels))),
-            coefficients=(1.0,),
             is_masked=is_masked,
         )

@@ -27,7 +27,7 @@ def main() -> None:
     for model, own in TRAINED_FOR.items():
         of_model = [row for row in rows if f"_{model}_" in row["ckpt_path"]]
         for decoder in dict.fromkeys(row["decoder"] for row in of_model):
-            by_size = {row["model.max_batch_size"]: row for row in of_model if row["decoder"] == decoder}
+            by_size = {row["model.decoding.max_batch_size"]: row for row in of_model if row["decoder"] == decoder}
             first = by_size[1]
             speeds = " | ".join(f"{by_size[size]['tokens_per_second']:.0f}" for size in (1, 4, 16))
             mark = "" if decoder in own else " *"

@@ -115,15 +115,21 @@ class Prompt:
     id: str
 
 
-@dataclass(kw_only=True)
 class PromptBatch:
-    """Prompts to decode with the examples that they come from, in the same order."""
+    """Prompts to decode with the examples that they come from, in the same order.
 
-    prompts: list[Prompt]
-    examples: list[Example]
+    Not a dataclass: Lightning looks for tensors in the fields of dataclasses, which it copies, and refuses frozen ones.
+
+    Args:
+        prompts: The prompts.
+        examples: Their examples.
+    """
+
+    def __init__(self, *, prompts: list[Prompt], examples: list[Example]) -> None:
+        self.prompts, self.examples = prompts, examples
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
-        """Return the batch: it holds no tensors, and Lightning would otherwise walk through its examples."""
+        """Return the batch itself: it holds no tensors."""
         return self
 
 

@@ -72,7 +72,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(checkpoint: str, tmp_path:
 
 
 def test_random_weights_are_told_of(tmp_path: Path) -> None:
-    args = ["validate", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.warmup_steps=1"]
+    args = ["validate", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.schedule.warmup_steps=1"]
     with pytest.warns(UserWarning, match="ckpt_path: none given, so that the model has random weights"):
         assert main([option for option in args if "max_steps" not in option]) == 0
 
@@ -81,7 +81,11 @@ def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> No
     texts = []
     for size in (1, 5):
         args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-        args += [f"--model.max_batch_size={size}", f"--run_version=b{size}", "--trainer.enable_progress_bar=false"]
+        args += [
+            f"--model.decoding.max_batch_size={size}",
+            f"--run_version=b{size}",
+            "--trainer.enable_progress_bar=false",
+        ]
         assert main(args) == 0
         lines = (tmp_path / "quickstart" / f"b{size}" / "predictions_refusion.jsonl").read_text().splitlines()
         values = [json.loads(line) for line in lines]
@@ -92,7 +96,7 @@ def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("record", [False, True])
 def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: Path, record: bool) -> None:
     args = ["predict", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-    args += [f"--model.record_forwards={record}", "--trainer.enable_progress_bar=false"]
+    args += [f"--model.decoding.record_forwards={record}", "--trainer.enable_progress_bar=false"]
     assert main(args) == 0
     lines = (tmp_path / "quickstart" / "version_0" / "predictions.jsonl").read_text().splitlines()
     expected = [key for key in KEYS if record or key != "forward_shapes"]

@@ -74,7 +74,7 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
 def test_the_qwen_config_converts_with_the_published_hyper_parameters() -> None:
     config = yaml.safe_load((CONFIGS / "refusion_qwen3_0_6b.yaml").read_text())
     assert config["model"]["optimizer"]["init_args"] == {"lr": 2.0e-5, "weight_decay": 0.0}
-    assert (config["model"]["warmup_steps"], config["trainer"]["max_epochs"]) == (0, 4)
+    assert (config["model"]["schedule"]["warmup_steps"], config["trainer"]["max_epochs"]) == (0, 4)
     assert config["model"]["objective"]["init_args"]["slot_sizes"] == [4, 8, 16, 32]
     assert (config["data"]["batch_size"], config["data"]["max_length"]) == (4, 4096)
     assert config["model"]["backbone"]["gradient_checkpointing"] is True

@@ -1,6 +1,6 @@
 """What every objective promises, checked for all concrete ones, also those added later.
 
-An objective may return several views of the batch (rows ``sample + view * batch``) and several copies of a
+An objective may return several views of the batch (rows ``(view sample)``, view-major) and several copies of a
 sequence in a row; what it says about its logits (``traits.predictions``) must agree with its labels.
 """
 
@@ -120,19 +120,20 @@ def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epo
     shape = corrupted.input_ids.shape
     for name in ("position_ids", "labels", "weights", "terms", "is_masked"):
         assert getattr(corrupted, name).shape == shape, name
-    assert len(corrupted.term_names) == len(corrupted.counts) == len(corrupted.coefficients)
+    assert len(objective.terms) == len(corrupted.counts)
+    assert shape[0] == corrupted.num_views * len(sizes)
     assert corrupted.attention_mask is None or corrupted.attention_mask.shape == (*shape, shape[1])
     assert corrupted.attention_mask is not None or objective.traits.attention == "causal"
 
     is_labelled = corrupted.labels != IGNORE_INDEX
     labels, terms = corrupted.labels[is_labelled], corrupted.terms[is_labelled]
     assert ((labels >= 0) & (labels < SPECIAL.vocab_size)).all()
-    assert ((terms >= 0) & (terms < len(corrupted.term_names))).all()
+    assert ((terms >= 0) & (terms < len(objective.terms))).all()
     assert corrupted.weights.isfinite().all()
     assert (corrupted.weights >= 0).all()
     assert (corrupted.weights[~is_labelled] == 0).all()
     assert corrupted.counts.isfinite().all()
-    for term in range(len(corrupted.term_names)):
+    for term in range(len(objective.terms)):
         assert corrupted.counts[term] > 0 or not (terms == term).any()
 
 
@@ -229,7 +230,7 @@ def test_micro_batches_add_up_to_the_batch(
     torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(sum(part.counts for part in parts), whole.counts)
     assert whole.total.isfinite()
-    for name, mean, count in zip(whole.names, whole.means, whole.counts, strict=True):
+    for name, mean, count in zip(whole.terms, whole.means, whole.counts, strict=True):
         assert count > 0 or mean == 0, f"{name}: an empty term is zero"
 
 

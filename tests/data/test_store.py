@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.data import module as module_file
+from refusion_lit.data.cache import load_store, save_store, store_key
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.store import EncodedStore, encode_all, store_key
+from refusion_lit.data.store import encode_all
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
 from refusion_lit.tasks import Additions, InstructionFiles
 from refusion_lit.types import Example
@@ -39,10 +40,10 @@ def test_what_goes_in_comes_out(
     stores = [store]
     if expected:  # no data module keeps a store of nothing
         folder = tmp_path_factory.mktemp("store") / "below" / "key"
-        store.save(folder)
-        store.save(folder)  # what is there stays
+        save_store(store, folder)
+        save_store(store, folder)  # what is there stays
         assert [path.name for path in folder.parent.iterdir()] == ["key"]
-        stores.append(EncodedStore.load(folder))
+        stores.append(load_store(folder))
     for kept in stores:
         samples = [kept[i] for i in range(len(kept))]
         assert [(s.id, s.prompt_ids, s.response_ids) for s in samples] == expected
@@ -187,11 +188,14 @@ def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(
 def test_a_lazy_task_with_too_long_samples_is_refused() -> None:
     task = Additions(num_train=20_001, num_validation=2, num_test=2)
     data = InstructionDataModule(task, CharacterTokenizer(), max_length=10)
-    with pytest.raises(ValueError, match=r"data\.max_length: expected samples of at most 10 tokens, got \d+ in train-"):
+    with pytest.raises(
+        ValueError, match=r"data\.max_length: expected at most 10 tokens in the sample train-\d+, got \d+"
+    ):
         next(iter(data.train_dataloader()))
 
 
 def test_tokens_of_a_loaded_store_stay_on_disk(tmp_path: Path) -> None:
     examples = [Example(id="a", query="", response="")]
-    encode_all(examples, lambda _: ([1, 2], [3]), max_length=3, skip_malformed=False).save(tmp_path / "store")
-    assert isinstance(EncodedStore.load(tmp_path / "store").tokens, np.memmap)
+    store = encode_all(examples, lambda _: ([1, 2], [3]), max_length=3, skip_malformed=False)
+    save_store(store, tmp_path / "store")
+    assert isinstance(load_store(tmp_path / "store").tokens, np.memmap)

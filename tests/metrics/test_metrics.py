@@ -14,6 +14,8 @@ from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.objectives.batch import LossOutput
 from refusion_lit.reports.tables import decoder_table
 
+TERMS = {"ar": 1.0, "mdm": 0.5}
+
 
 def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str = "eos") -> Generation:
     return Generation(
@@ -105,23 +107,6 @@ def test_cold_batches_of_two_processes_are_timed_where_there_are_no_others() -> 
     assert second.compute()["tokens_per_second"] == pytest.approx(30 / 5)
 
 
-def test_states_add_up_over_processes() -> None:
-    first, second, both = DecodingMetrics(warm_up=0), DecodingMetrics(warm_up=0), DecodingMetrics(warm_up=0)
-    one, other = _output([_row(4, 2)], seconds=1.0), _output([_row(6, 1), _row(2, 2)], seconds=3.0)
-    first.update(one, [1.0])
-    second.update(other, [0.0, 1.0])
-    both.update(one, [1.0])
-    both.update(other, [0.0, 1.0])
-    merged = DecodingMetrics(warm_up=0)
-    merged.update(one, [1.0])
-    merged.reset()
-    for name in ("totals", "timed", "num_batches", "latencies"):
-        assert merged._reductions[name] is torch.sum or merged._reductions[name].__name__ == "dim_zero_sum"
-        setattr(merged, name, getattr(first, name) + getattr(second, name))
-    merged._update_count = 2
-    assert merged.compute() == both.compute()
-
-
 def test_nothing_counted_gives_zeros() -> None:
     metrics = DecodingMetrics()
     metrics.update(_output([], seconds=0.0, num_calls=0), [])
@@ -129,11 +114,9 @@ def test_nothing_counted_gives_zeros() -> None:
 
 
 def test_term_means_are_totals_over_totals() -> None:
-    means = TermMeans(("ar", "mdm"), (1.0, 0.5))
+    means = TermMeans(TERMS)
     for sums, counts in (((2.0, 1.0), (4.0, 2.0)), ((10.0, 3.0), (1.0, 2.0))):
-        loss = LossOutput(
-            sums=torch.tensor(sums), counts=torch.tensor(counts), coefficients=(1.0, 0.5), names=("ar", "mdm")
-        )
+        loss = LossOutput(sums=torch.tensor(sums), counts=torch.tensor(counts), terms=TERMS)
         means.update(loss)
     values = {name: float(value) for name, value in means.compute().items()}
     assert values == pytest.approx({"ar": 12 / 5, "mdm": 1.0, "total": 12 / 5 + 0.5})

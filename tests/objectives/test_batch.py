@@ -11,10 +11,8 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutp
 
 
 def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:
-    names = tuple(f"term{i}" for i in range(len(sums)))
-    return LossOutput(
-        sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts), coefficients=coefficients, names=names
-    )
+    terms = {f"term{i}": coefficient for i, coefficient in enumerate(coefficients)}
+    return LossOutput(sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts), terms=terms)
 
 
 def test_a_loss_without_targets_is_zero_with_gradients() -> None:
@@ -66,13 +64,11 @@ def test_batches_move_as_a_whole(mask: torch.Tensor | None) -> None:
         labels=ids.fill_(IGNORE_INDEX),
         weights=ids.float(),
         terms=ids,
-        term_names=("a",),
         counts=torch.ones(1),
-        coefficients=(1.0,),
         attention_mask=mask,
         is_masked=ids.bool(),
     ).to("meta")
     for name, value in vars(corrupted).items():
         assert not isinstance(value, torch.Tensor) or value.device.type == "meta", name
     assert (corrupted.attention_mask is None) == (mask is None)
-    assert corrupted.term_names == ("a",)
+    assert corrupted.num_views == 1

@@ -147,7 +147,7 @@ def toy_backbone(corrupted: CorruptedBatch) -> Tensor:
 def test_one_block_is_the_masked_objective(
     make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, shifted: bool
 ) -> None:
-    """Spec 03: with L' = L the second and third part of the mask are empty, and the loss is the masked one."""
+    """With one block (L' = L) the mask's second and third part are empty, and the loss is the masked one."""
     batch = make_batch([(4, 12), (7, 9)])
     noise, ratio = make_noise(batch), torch.tensor([0.5, 0.8])
     block, masked = BlockMasked(block_size=16, shifted=shifted), Masked(shifted=shifted)
@@ -188,9 +188,7 @@ def test_clean_half_gives_what_a_block_causal_model_gives_on_the_text(
                 labels=ids[None],
                 weights=torch.ones(1, block + 4),
                 terms=torch.zeros(1, block + 4),
-                term_names=("mdm",),
                 counts=torch.ones(1),
-                coefficients=(1.0,),
                 attention_mask=(order[None] <= order[:, None])[None],
             )
             torch.testing.assert_close(toy_backbone(alone)[0, block:], hidden[row, block : block + 4])

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from refusion_lit.objectives import Hybrid, cross_entropy
 from refusion_lit.objectives.batch import IGNORE_INDEX, LossOutput
-from refusion_lit.objectives.cross_entropy import check_kernel, chunked_cross_entropy
+from refusion_lit.objectives.cross_entropy import chunked_cross_entropy
+from refusion_lit.objectives.liger import check_kernel
 
 VOCAB, HIDDEN = 11, 6
 
@@ -105,7 +106,7 @@ def test_no_labels_give_zero_and_zero_gradients(chunk_size: int | None) -> None:
     head = CountingHead()
     sums = chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=chunk_size)
     assert sums.tolist() == [0.0, 0.0]
-    loss = LossOutput(sums=sums, counts=torch.zeros(2), coefficients=(1.0, 1.0), names=("ar", "mdm"))
+    loss = LossOutput(sums=sums, counts=torch.zeros(2), terms={"ar": 1.0, "mdm": 1.0})
     loss.total.backward()
     assert loss.total.item() == 0.0
     assert hidden.grad is not None
@@ -142,7 +143,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
     check_kernel("liger", torch.device("cuda"))
     with pytest.raises(ValueError, match="needs a GPU, got the device cpu"):
         check_kernel("liger", torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"objective\.kernel: expected 'torch' or 'liger', got 'lion'"):
+    with pytest.raises(ValueError, match=r"objective\.kernel: expected one of torch, liger, got 'lion'"):
         Hybrid(kernel="lion")  # type: ignore[arg-type]
 
 

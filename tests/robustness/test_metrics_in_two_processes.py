@@ -16,6 +16,7 @@ from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.objectives.batch import LossOutput
 
 NUM_BATCHES = 7
+TERMS = {"ar": 1.0, "mdm": 0.5}
 SHARES = {  # which batches each of two processes has
     "even": ([0, 1, 2, 3], [4, 5, 6]),
     "uneven": ([0, 1, 2, 3, 4, 6], [5]),
@@ -45,14 +46,15 @@ def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
     loss = LossOutput(
         sums=torch.tensor([draw.randint(0, 99) / 8, draw.randint(0, 99) / 8]),
         counts=torch.tensor([float(draw.randint(0, 9)), float(draw.randint(1, 9))]),
-        coefficients=(1.0, 0.5),
-        names=("ar", "mdm"),
+        terms=TERMS,
     )
     return output, [draw.randint(0, 4) / 4 for _ in rows], loss
 
 
 def _figures(batches: list[int], warm_up: int) -> dict[str, Any]:
-    decoding, means = DecodingMetrics(warm_up=warm_up), TermMeans(("ar", "mdm"), (1.0, 0.5))
+    decoding, means = DecodingMetrics(warm_up=warm_up), TermMeans(TERMS)
+    decoding.restore({})  # as every process does at its start, also one that gets no batch
+    means.update(None)
     for output, scores, loss in map(_batch, batches):
         decoding.update(output, scores)
         means.update(loss)

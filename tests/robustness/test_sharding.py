@@ -20,9 +20,10 @@ from refusion_lit.cli import main
 
 SMALL = [
     "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",
-    "--data.task.num_train=64", "--data.task.num_validation=3", "--data.task.num_test=3", "--model.warmup_steps=1",
-    "--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=2",
-    "--trainer.enable_progress_bar=false", "--num_threads=1", "--run_name=r",
+    "--data.task.num_train=64", "--data.task.num_validation=3", "--data.task.num_test=3",
+    "--model.schedule.warmup_steps=1", "--model.backbone.config.hidden_size=16",
+    "--model.backbone.config.num_hidden_layers=2", "--trainer.enable_progress_bar=false",
+    "--num_threads=1", "--run_name=r",
 ]  # fmt: skip
 SHARDED = [
     "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",

@@ -16,13 +16,13 @@ from torch.multiprocessing import ProcessRaisedException
 
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.data.eval_batches import EvaluationBatches
+from refusion_lit.data.evaluation import EvaluationBatches
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 OPTIONS = [
     "--config", QUICKSTART, "--trainer.enable_progress_bar=false", "--model.sampling.max_new_tokens=48",
     "--model.decoders.refusion.num_serial_blocks=1", "--model.decoders.other=Autoregressive",
-    "--model.allow_mismatch=true", "--data.task.num_train=16", "--data.eval_batch_size=2", "--num_threads=1",
+    "--model.decoding.allow_mismatch=true", "--data.task.num_train=16", "--data.eval_batch_size=2", "--num_threads=1",
 ]  # fmt: skip
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp_fork"]
 

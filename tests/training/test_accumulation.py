@@ -14,7 +14,7 @@ from torch import Tensor
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.collate import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.sampler import StepLoader
+from refusion_lit.data.sampler import TrainingLoader
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
@@ -39,13 +39,13 @@ class FixedBatches(InstructionDataModule):
         super().__init__(Additions(num_train=1, num_validation=1, num_test=1), CharacterTokenizer(), batch_size)
         self.rows = rows
 
-    def train_dataloader(self) -> StepLoader:
+    def train_dataloader(self) -> TrainingLoader:
         mine = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
         batches = [
             collate_responses(mine[i : i + self.batch_size], pad_token_id=0, rows=self.rows)
             for i in range(0, len(mine), self.batch_size)
         ]
-        loader = StepLoader(batches, batch_size=None)
+        loader = TrainingLoader(batches, batch_size=None)
         loader.num_left_in_step = self._num_left_in_step
         return loader
 

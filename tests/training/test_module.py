@@ -16,11 +16,11 @@ from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
+from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
-from refusion_lit.training.module import parameter_groups
-from refusion_lit.training.schedule import warmup_cosine
+from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
 
 TINY = {
@@ -56,7 +56,7 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
 
 def test_warm_up_then_cosine() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = warmup_cosine(optimizer, num_warmup_steps=4, num_steps=24, final_ratio=0.1)
+    schedule = WarmupCosine(warmup_steps=4, final_lr_ratio=0.1)(optimizer, num_steps=24)
     rates = []
     for _ in range(26):
         rates.append(schedule.get_last_lr()[0])
@@ -80,7 +80,9 @@ def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> No
 
 
 def test_training_lowers_the_validation_loss_and_validation_is_repeatable(tmp_path: Path) -> None:
-    module, data = _parts(warmup_steps=1, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+    module, data = _parts(
+        schedule=WarmupCosine(warmup_steps=1), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2)
+    )
     trainer = _trainer(tmp_path, max_steps=30)
     (before,) = trainer.validate(module, data, verbose=False)
     (again,) = trainer.validate(module, data, verbose=False)
@@ -127,7 +129,7 @@ def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), num_logged_samples=2)
+    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), decoding=DecodingOptions(num_logged_samples=2))
     logger = TensorBoardLogger(str(tmp_path), name="run", version="v")
     _trainer(tmp_path, logger=logger, max_steps=2, val_check_interval=2, num_sanity_val_steps=0).fit(module, data)
     logger.experiment.flush()
@@ -168,6 +170,7 @@ def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objec
 EVERY_OBJECTIVE = [Hybrid(slot_sizes=(4,)), Autoregressive(), Masked(cart_p=0.3), BlockMasked(block_size=4)]
 
 
+@pytest.mark.filterwarnings("ignore:trainer.precision")
 @pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=lambda objective: type(objective).__name__)
 def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path, objective: Objective) -> None:
     class Watch(L.Callback):
@@ -177,7 +180,9 @@ def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path
     runs = []
     for precision in ("32-true", "bf16-true", "bf16-mixed"):
         seen: list[dict[str, float]] = []
-        module, data = _parts(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2), warmup_steps=0)
+        module, data = _parts(
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2), schedule=WarmupCosine(warmup_steps=0)
+        )
         module.objective = objective
         options = {"precision": precision, "max_steps": 4, "log_every_n_steps": 1, "limit_val_batches": 0}
         _trainer(tmp_path, **options, callbacks=[Watch()]).fit(module, data)

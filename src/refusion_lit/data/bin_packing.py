@@ -1,4 +1,4 @@
-"""Which samples share a row."""
+"""Bin packing: distributes samples over rows of bounded length."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
 
 _GROUP = 4096
-"""Samples that are packed with one another; larger groups waste less, smaller ones mix lengths more."""
+"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
 
 
 def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
-    """Share samples out over rows: best fit, longest first, within groups of samples drawn by lot.
+    """Distribute samples over rows: best fit, longest first, within random groups of samples.
 
     Args:
-        lengths: Tokens of each sample, none above ``pack_length``.
-        pack_length: Tokens a row at most.
-        seed: Seeds the lot; the rows are the same in every epoch.
+        lengths: Number of tokens of each sample, none above ``pack_length``.
+        pack_length: Maximum number of tokens in a row.
+        seed: Seeds the groups; the rows are the same in every epoch.
 
     Returns:
         The indices of each row's samples; every sample is in one row.
@@ -30,31 +30,31 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
     rows: list[list[int]] = []
     for first in range(0, len(order), _GROUP):
-        room: list[tuple[int, int]] = []  # (tokens left, number of the row), in order
+        room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
         for sample in sorted(order[first : first + _GROUP], key=lambda i: -lengths[i]):
-            place = bisect_left(room, (lengths[sample], -1))
-            left, row = room.pop(place) if place < len(room) else (pack_length, len(rows))
+            best = bisect_left(room, (lengths[sample], -1))
+            free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
             if row == len(rows):
                 rows.append([])
             rows[row].append(sample)
-            insort(room, (left - lengths[sample], row))
+            insort(room, (free - lengths[sample], row))
     return rows
 
 
 class PackedBatches(Dataset[ResponseBatch]):
-    """Batches by the numbers of their rows.
+    """Maps a list of row indices to the batch of the rows' samples.
 
     Args:
-        samples: What is packed.
-        rows: The samples of each row.
-        pad_token_id: Fills up batches.
+        samples: The samples.
+        rows: Indices of each row's samples.
+        pad_token_id: The padding token.
     """
 
     def __init__(self, samples: Dataset[EncodedExample], rows: list[list[int]], pad_token_id: int) -> None:
         self._samples, self._rows, self._pad_token_id = samples, rows, pad_token_id
 
     def __getitem__(self, index: list[int]) -> ResponseBatch:
-        """Return a batch of rows."""
+        """Return a batch."""
         rows = [self._rows[i] for i in index]
         samples = [self._samples[i] for row in rows for i in row]
         numbers = [number for number, row in enumerate(rows) for _ in row]

@@ -1,11 +1,13 @@
-"""From encoded examples to batches."""
+"""Encoded examples and how they are collated into batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
@@ -27,21 +29,37 @@ class EncodedExample:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """An example whose prompt is to be decoded."""
+    """An example with its encoded prompt, for decoding."""
 
     example: Example
     prompt_ids: Sequence[int]
 
 
+class BatchDataset(Dataset[Any]):
+    """Maps a list of sample indices to the batch of these samples.
+
+    Args:
+        samples: A dataset of samples.
+        collate: Collates samples into a batch.
+    """
+
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - examples or prompts
+        self._samples, self._collate = samples, collate
+
+    def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
+        """Return a batch."""
+        return self._collate([self._samples[i] for i in index])
+
+
 def collate_responses(
     samples: Sequence[EncodedExample], pad_token_id: int, *, rows: Sequence[int] | None = None
 ) -> ResponseBatch:
-    """Pad examples on the right to the longest of them; none give an empty batch.
+    """Pad examples on the right to the longest of them; no examples give an empty batch.
 
     Args:
-        samples: What to put together.
-        pad_token_id: The padding.
-        rows: Number of the row of each sample when samples are packed.
+        samples: The examples.
+        pad_token_id: The padding token.
+        rows: For packing: row that each sample goes to.
     """
     width = max((len(sample) for sample in samples), default=0)
     padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
@@ -56,6 +74,6 @@ def collate_responses(
 
 
 def collate_prompts(samples: Sequence[EncodedPrompt]) -> PromptBatch:
-    """Gather prompts; the engine needs no padding."""
+    """Collect prompts; the engine needs no padding."""
     prompts = [Prompt(token_ids=tuple(sample.prompt_ids), id=sample.example.id) for sample in samples]
     return PromptBatch(prompts=prompts, examples=[sample.example for sample in samples])

@@ -1,4 +1,4 @@
-"""From examples to token ids: templates around, text inside, special tokens never from the text."""
+"""Encoding of prompts and examples; text from users and data sets never becomes a special token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from refusion_lit.types import Example
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode text that a user or a data set wrote: the name of a special token in it stays plain text.
+    """Encode text from a user or a data set; the name of a special token in it stays plain text.
 
     Raises:
-        ValueError: If the tokenizer's alphabet lacks one of the characters.
+        ValueError: If a character is not in the tokenizer's alphabet.
     """
     return _encode(tokenizer, text, special=False)
 
@@ -30,13 +30,19 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a query as the prompt of a response.
 
-    With a chat template in the tokenizer, the query is one user turn (or ``messages`` are the turns) and the
-    assistant's turn is opened. Otherwise ``prompt_template`` is filled in. Special tokens named in a template are
-    meant, those named in the text are not; text without such names gives what the tokenizer gives for template
-    and text as a whole.
+    If the tokenizer has a chat template, the query is one user turn (or ``messages`` are the turns), followed by the
+    opening of the assistant's turn. Otherwise ``prompt_template`` is filled in. The name of a special token is encoded
+    as that token in a template and as plain text in the query. A query without such names is encoded together with
+    the template around it.
+
+    Args:
+        tokenizer: The tokenizer.
+        query: The query.
+        prompt_template: Text with ``{query}`` in it.
+        messages: Chat turns, instead of the query.
 
     Raises:
-        ValueError: If a character is unknown, the chat template refuses the turns, or nothing is left to encode.
+        ValueError: If a character is unknown, the chat template refuses the turns, or the prompt is empty.
     """
     turns = list(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, (text for turn in turns for text in (query, *turn.values())))
@@ -53,7 +59,7 @@ def encode_prompt(
 def encode_example(
     tokenizer: PreTrainedTokenizerBase, example: Example, prompt_template: str = "{query}"
 ) -> tuple[list[int], list[int]]:
-    """Encode an example as prompt and response, the response with its end of sequence.
+    """Encode an example as prompt and response; the response ends with the end-of-sequence token.
 
     Raises:
         ValueError: If the response is empty or the example cannot be encoded; names the example.
@@ -71,13 +77,13 @@ def encode_example(
 
 
 class _Guard:
-    """Marks the names of special tokens in text, so that they are told apart from a template's after rendering.
+    """Marks the names of special tokens in text, to tell them from a template's own after rendering.
 
-    Marking nothing else lets a template trim and examine the text as if it were bare.
+    Only the names are marked, so that a template can trim and inspect the rest of the text.
 
     Args:
         tokenizer: Names its special tokens.
-        texts: All that will be guarded; the marks are characters in none of them.
+        texts: All texts that will be marked; the marks are characters that occur in none of them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
@@ -85,20 +91,20 @@ class _Guard:
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         used = set().union(*texts)
-        # From U+FDD0 on lie code points that Unicode keeps out of texts for uses like this one.
+        # From U+FDD0 on, Unicode reserves code points for internal use that texts do not contain.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
         self._open, self._close = next(free), next(free)
 
     def guarded(self, text: str) -> str:
-        """Return a text with its names of special tokens marked."""
+        """Return a text with the names of special tokens marked."""
         return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
 
     def parts(self, rendered: str) -> list[tuple[str, bool]]:
-        """Cut at the marks: texts, and whether special tokens are meant in them."""
+        """Split at the marks into texts, each with whether names in it mean special tokens."""
         parts = re.split(f"{self._open}([^{self._open}{self._close}]*){self._close}", rendered)
-        # A template that cuts a name in two leaves half a pair.
-        left = str.maketrans("", "", self._open + self._close)
-        return [(part.translate(left), i % 2 == 0) for i, part in enumerate(parts) if part]
+        # A template that truncates a name leaves an unpaired mark.
+        unpaired = str.maketrans("", "", self._open + self._close)
+        return [(part.translate(unpaired), i % 2 == 0) for i, part in enumerate(parts) if part]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
@@ -112,21 +118,21 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """Encode a text in which special tokens are meant, or one in which they are not."""
+    """Encode a text; ``special``: the name of a special token in it becomes that token."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
     before = backend.encode_special_tokens
     backend.encode_special_tokens = not special
     try:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     except TypeError as error:
-        message = f"text: expected Unicode, got half a surrogate pair (in {text[:60]!r}); mend the text."
+        message = f"text: expected Unicode, got half a surrogate pair (in {text[:60]!r}); correct the text."
         raise ValueError(message) from error
     finally:
         backend.encode_special_tokens = before
     known = special_tokens_of(tokenizer)
     if not special:
         found = {known.mask_token_id, known.pad_token_id, *known.eos_token_ids}.intersection(ids)
-    else:  # unknown characters become padding in some tokenizers; a template may well end a turn, or name padding
+    else:  # some tokenizers encode unknown characters as padding; a template may end a turn or name the padding itself
         found = {known.pad_token_id} if ids.count(known.pad_token_id) > text.count(str(tokenizer.pad_token)) else set()
     if found:
         raise _unknown(backend, text, found.pop())
@@ -134,7 +140,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
 
 
 def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
-    """Tell what the tokenizer cannot express, having given a special token for it."""
+    """Return the error for a text in which the tokenizer encodes something as a special token."""
     missing = sorted(set(text) - set(backend.get_vocab())) if type(backend.model).__name__ == "WordLevel" else []
     if missing:
         return ValueError(
@@ -143,5 +149,5 @@ def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa:
         )
     return ValueError(
         f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
-        f"{backend.id_to_token(token)!r} in it. Change the text, or take another tokenizer."
+        f"{backend.id_to_token(token)!r} in it. Change the text, or use another tokenizer."
     )

@@ -1,4 +1,4 @@
-"""Batches of similar lengths, in an order that is a function of seed and epoch alone."""
+"""Training batches: samples of similar lengths, grouped by optimizer step, resumable in mid-epoch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from refusion_lit.objectives.batch import ResponseBatch
 class LengthGroupedBatches(DistributedSampler[list[int]]):
     """Shuffles samples, sorts them by length within groups of batches, and shuffles the batches.
 
-    Every sample is seen once an epoch over all ranks, except a remainder smaller than one global batch.
+    The order is a function of seed and epoch only. All ranks together see every sample once per epoch, except a
+    remainder smaller than one global batch.
 
-    It yields whole batches, so a loader takes it as ``sampler`` with ``batch_size=None``. Being a
-    ``DistributedSampler`` there is what makes Lightning tell it the epoch and leave it in place on several processes.
+    It yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning tells a
+    ``DistributedSampler`` the epoch, and leaves it in place on several processes.
 
     Args:
-        num_samples: Samples of the data set.
-        batch_size: Samples a batch, on each rank.
-        length_of: Returns a sample's length (or anything that grows with it); ``None`` groups nothing.
+        num_samples: Number of samples in the dataset.
+        batch_size: Number of samples in a batch, on each rank.
+        length_of: Returns a sample's length, or any number that grows with it; ``None``: no grouping.
         seed: Seeds the order.
-        rank: This process's number.
+        rank: Index of this process.
         num_ranks: Number of processes.
-        group_batches: Global batches sorted together.
+        group_batches: Number of global batches that are sorted together.
 
     Attributes:
-        start: Batches of this rank that the next pass leaves out; zero again after it.
+        start: Number of this rank's batches that the next pass skips; reset to zero by it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
             )
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches an epoch, whatever ``start`` is."""
+        """Return the number of this rank's batches per epoch; ``start`` does not change it."""
         return self._num_samples // (self.batch_size * self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -69,34 +70,44 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         num_before = 0
         for first in range(0, len(order), self._group):
             group = order[first : first + self._group]
-            turns = random.permutation(len(group) // size)
-            left_out = min(max(start - num_before, 0), len(turns))
-            num_before += len(turns)
-            if left_out == len(turns):
-                continue  # lengths of a lazy task's samples are not free
+            batch_order = random.permutation(len(group) // size)
+            num_skipped = min(max(start - num_before, 0), len(batch_order))
+            num_before += len(batch_order)
+            if num_skipped == len(batch_order):
+                continue  # before any lengths: those of a lazy task cost time
             if self._length_of is not None:
                 lengths = np.fromiter((self._length_of(int(i)) for i in group), dtype=np.int64, count=len(group))
                 group = group[np.argsort(lengths, kind="stable")]
             batches = group.reshape(-1, size)
-            for batch in batches[turns[left_out:]]:
+            for batch in batches[batch_order[num_skipped:]]:
                 yield batch[self.rank :: self.num_replicas].tolist()
 
 
-class StepLoader(DataLoader[ResponseBatch]):
-    """A loader that shows the first batch of every optimizer step the step's other batches.
+class TrainingLoader(DataLoader[ResponseBatch]):
+    """A loader of micro-batches that looks ahead by one optimizer step and resumes in mid-epoch.
 
-    Losses are means over all batches of a step, whose counts must be known before the first backward pass.
+    The first micro-batch of each step names the others (:attr:`ResponseBatch.following`): the loss is a mean over all
+    of them, whose counts must be known before the first backward pass. Over :class:`LengthGroupedBatches`, a
+    checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and restores the state of a loader with
+    ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        num_left_in_step: Returns, for the index of a batch in the epoch, how many batches its step has from there on.
+        num_left_in_step: Returns, for the index of a micro-batch in the epoch, the number of micro-batches from there
+            to the end of its step.
     """
 
     num_left_in_step: Callable[[int], int] = staticmethod(lambda _: 1)
     _num_yielded = 0
+    _resumed: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[ResponseBatch]:  # type: ignore[override]
-        """Yield batches; a step's batches are fetched together."""
-        self._num_yielded = self._start()
+        """Yield micro-batches; those of a step are fetched together."""
+        self._num_yielded = 0
+        if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
+            epoch, num_seen = self._resumed or (None, 0)
+            # A checkpoint from the end of an epoch is resumed at the beginning of the next one.
+            self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
+        self._resumed = None
         batches = super().__iter__()
         while step := list(islice(batches, self.num_left_in_step(self._num_yielded))):
             step[0].following = tuple(step[1:])
@@ -104,32 +115,10 @@ class StepLoader(DataLoader[ResponseBatch]):
                 self._num_yielded += 1
                 yield batch
 
-    def _start(self) -> int:
-        """Return the index of the first batch."""
-        return 0
-
-
-class ResumableLoader(StepLoader):
-    """A loader over :class:`LengthGroupedBatches` that a checkpoint in mid-epoch continues at the next batch.
-
-    Lightning stores and restores the state of a loader that has these two methods.
-    """
-
-    sampler: LengthGroupedBatches  # type: ignore[assignment] - narrower than any loader's
-    _resumed: tuple[int, int] | None = None
-
-    def _start(self) -> int:
-        """Find where to go on; called when the first batch is asked for, and the epoch has been set."""
-        epoch, num_seen = self._resumed or (None, 0)
-        self._resumed = None
-        # A checkpoint written at the end of an epoch is resumed in the next one, from its beginning.
-        self.sampler.start = num_seen if epoch == self.sampler.epoch else 0
-        return self.sampler.start
-
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is: the epoch and this rank's batches handed out in it."""
-        return {"epoch": self.sampler.epoch, "num_batches": self._num_yielded}
+        """Return the epoch and the number of this rank's micro-batches yielded in it."""
+        return {"epoch": getattr(self.sampler, "epoch", 0), "num_batches": self._num_yielded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batches that were handed out."""
+        """Resume after the micro-batches that were yielded."""
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, cut_at_stop, decode
+from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.backbone import Backbone
@@ -28,17 +29,13 @@ class Answerer:
         model: The model.
         detokenize: Turns tokens into text without special tokens.
         sampling: How much to generate and how tokens are drawn.
-        max_batch_size: Prompts that share a forward.
-        max_tokens_per_forward: Positions a forward computes at most; ``None`` for no bound.
-        allow_mismatch: Run decoders that the model was not trained for.
+        options: How decoders are run.
     """
 
     model: Backbone
     detokenize: Callable[[list[int]], str]
     sampling: SamplingParams
-    max_batch_size: int
-    max_tokens_per_forward: int | None
-    allow_mismatch: bool
+    options: DecodingOptions
 
     def decode(self, decoder: Decoder, batch: PromptBatch) -> DecodingOutput:
         """Decode a batch; the model is in evaluation mode meanwhile."""
@@ -52,10 +49,10 @@ class Answerer:
                     decoder,
                     batch.prompts,
                     self.sampling,
-                    max_batch_size=self.max_batch_size,
-                    max_tokens_per_forward=self.max_tokens_per_forward,
+                    max_batch_size=self.options.max_batch_size,
+                    max_tokens_per_forward=self.options.max_tokens_per_forward,
                     detokenize=self.detokenize,
-                    allow_mismatch=self.allow_mismatch,
+                    allow_mismatch=self.options.allow_mismatch,
                 )
         finally:
             self.model.train(training)
@@ -73,7 +70,6 @@ class DecoderRun:
         decoder: The decoder.
         task: Scores responses.
         file: Takes the predictions, and knows those that an interrupted run has made.
-        record_forwards: Add ``forward_shapes`` to predictions.
         metrics: Counts, going on from where the interrupted run was; ``None`` in a prediction.
     """
 
@@ -83,12 +79,10 @@ class DecoderRun:
         decoder: Decoder,
         task: Task,
         file: PredictionsFile,
-        *,
-        record_forwards: bool,
         metrics: DecodingMetrics | None = None,
     ) -> None:
         self.file, self.metrics = file, metrics
-        self._answerer, self._decoder, self._task, self._record_forwards = answerer, decoder, task, record_forwards
+        self._answerer, self._decoder, self._task = answerer, decoder, task
         if metrics is not None:
             metrics.restore(file.state or {})
 
@@ -117,7 +111,7 @@ class DecoderRun:
                     response=text,
                     reference=example.response,
                     score=self._task.score(example, text),
-                    record_forwards=self._record_forwards,
+                    record_forwards=self._answerer.options.record_forwards,
                 )
             )
         return lines
@@ -133,7 +127,6 @@ class Evaluation:
         directory: The run's directory.
         file_name: Name of a decoder's predictions file, without ending, with ``{}`` for the decoder's name.
         checkpoint: What the weights came from; like sampling and decoder, it cannot change where a run goes on.
-        record_forwards: Add ``forward_shapes`` to predictions.
         counted_on: Count figures with states on this device; ``None`` for no figures.
         rank: This process's number.
         num_ranks: Number of processes.
@@ -152,7 +145,6 @@ class Evaluation:
         *,
         file_name: str,
         checkpoint: str,
-        record_forwards: bool,
         counted_on: torch.device | None,
         rank: int,
         num_ranks: int,
@@ -163,7 +155,7 @@ class Evaluation:
         shared = {
             "checkpoint": checkpoint,
             "sampling": asdict(answerer.sampling),
-            "record_forwards": record_forwards,
+            "record_forwards": answerer.options.record_forwards,
         }
         for name, decoder in decoders.items():
             settings = {**shared, "decoder": described(decoder)}
@@ -171,9 +163,7 @@ class Evaluation:
                 directory, file_name.format(name), settings, rank=rank, num_ranks=num_ranks, resume=resume
             )
             metrics = None if counted_on is None else DecodingMetrics().to(counted_on)
-            self._runs[name] = DecoderRun(
-                answerer, decoder, task, file, record_forwards=record_forwards, metrics=metrics
-            )
+            self._runs[name] = DecoderRun(answerer, decoder, task, file, metrics)
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Answer a batch of prompts with every decoder; return the new predictions."""
@@ -216,4 +206,4 @@ def check_decoder_name(name: str) -> None:
 def _without(batch: PromptBatch, done: Set[str]) -> PromptBatch:
     """Return a batch without the prompts that are done."""
     kept = [i for i, prompt in enumerate(batch.prompts) if prompt.id not in done]
-    return replace(batch, prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])
+    return PromptBatch(prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])

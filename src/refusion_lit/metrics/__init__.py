@@ -1,4 +1,4 @@
-"""Metrics: loss means and decoding throughput, right under distributed sync."""
+"""Metrics: loss means and decoding figures, exact over several processes."""
 
 from refusion_lit.metrics.loss import TermMeans
 from refusion_lit.metrics.throughput import DecodingMetrics

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -10,33 +13,31 @@ from refusion_lit.objectives.batch import LossOutput
 
 
 class TermMeans(Metric):
-    """Mean of every term of a loss: total of the sums over total of the counts, not a mean of batch means.
+    """Mean of every term of a loss: the total of the sums over the total of the counts, not a mean of batch means.
 
-    Several processes give what one process gives over all samples, however they share them.
+    Several processes get the means of one process over all samples, however the samples are distributed.
 
     Args:
-        names: The terms, in the order of :attr:`LossOutput.names`.
-        coefficients: Factor of each term in ``total``.
+        terms: Coefficient of each term in ``total``, by the term's name, as in :attr:`LossOutput.terms`.
     """
 
     full_state_update = False
-    # A process without samples adds nothing, which is no reason for torchmetrics to warn.
-    update_called = True  # pyright: ignore[reportAssignmentType]
-    sums: Tensor
-    counts: Tensor
+    sums: Float[Tensor, " term"]
+    counts: Float[Tensor, " term"]
 
-    def __init__(self, names: tuple[str, ...], coefficients: tuple[float, ...]) -> None:
+    def __init__(self, terms: Mapping[str, float]) -> None:
         super().__init__()
-        self.names, self.coefficients = names, coefficients
-        self.add_state("sums", torch.zeros(len(names), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("counts", torch.zeros(len(names), dtype=torch.float64), dist_reduce_fx="sum")
+        self.terms = dict(terms)
+        for name in ("sums", "counts"):
+            self.add_state(name, torch.zeros(len(self.terms), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, loss: LossOutput) -> None:
-        """Add one batch."""
-        self.sums += loss.sums.detach().double()
-        self.counts += loss.counts.detach().double()
+    def update(self, loss: LossOutput | None) -> None:
+        """Add a batch; ``None`` on a process that has no sample in it."""
+        if loss is not None:
+            self.sums += loss.sums.detach()
+            self.counts += loss.counts.detach()
 
     def compute(self) -> dict[str, Tensor]:
-        """Return every term's mean and their weighted ``total``, in nats; zero for a term without targets."""
-        loss = LossOutput(sums=self.sums, counts=self.counts, coefficients=self.coefficients, names=self.names)
+        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets."""
+        loss = LossOutput(sums=self.sums, counts=self.counts, terms=self.terms)
         return {**loss.named_means(), "total": loss.total}

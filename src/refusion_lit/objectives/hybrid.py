@@ -1,33 +1,37 @@
-"""ReFusion's hybrid objective: diffusion over slots, autoregression inside them."""
+"""ReFusion's hybrid objective: diffusion over slots, autoregression inside them (arXiv 2512.13586)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.base import Objective, mask_probability, require_option, required_mask_id
+from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.slot_corruption import SlotLayout, corrupt_slots, draw_slot_sizes
 from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least
+
+_ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Objective):
-    """Masked slots are predicted from the prompt and the clean slots; clean slots token by token.
+    """Predicts masked slots from the prompt and the clean slots, and clean slots token by token.
 
-    Spec 11, section 2 (arXiv 2512.13586). Every response token but the first of a clean slot is supervised in
-    every step. The terms are ``ar``, a mean over all labelled clean tokens, and ``mdm``: for each sample the sum
-    over masked tokens of cross-entropy / p, divided by the response's length; then the mean over samples.
+    ReFusion (arXiv 2512.13586). Every response token but the first of a clean slot is supervised in every step. The
+    terms are ``ar``, the mean over all labelled clean tokens, and ``mdm``: for each sample the sum over masked tokens
+    of cross-entropy / p, divided by the response length; then the mean over samples.
 
     Attributes:
-        slot_sizes: Tokens a slot, drawn uniformly for each sample; each at least 1.
-        eps: Least probability of masking a slot, in (0, 1].
-        mdm_weight: Factor of the diffusion term (lambda), at least 0.
-        ar_weight: Factor of the autoregressive term, at least 0.
+        slot_sizes: Slot sizes in tokens, each at least 1; one is drawn uniformly for each sample.
+        eps: Smallest probability of masking a slot, in (0, 1].
+        mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
+        ar_weight: Coefficient of the autoregressive term, at least 0.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -36,18 +40,24 @@ class Hybrid(Objective):
     ar_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained with."""
+        """Refuse options that cannot be trained with."""
         super().__post_init__()
-        sizes_are_right = len(self.slot_sizes) > 0 and min(self.slot_sizes) >= 1
-        require_option(sizes_are_right, "slot_sizes", "one or more sizes of at least 1", self.slot_sizes)
-        require_option(0 < self.eps <= 1, "eps", "a number in (0, 1]", self.eps)
-        require_option(self.mdm_weight >= 0, "mdm_weight", "a number of at least 0", self.mdm_weight)
-        require_option(self.ar_weight >= 0, "ar_weight", "a number of at least 0", self.ar_weight)
+        valid = len(self.slot_sizes) > 0 and min(self.slot_sizes) >= 1
+        sizes = "one or more sizes of at least 1"
+        require(valid, "objective.slot_sizes", sizes, self.slot_sizes, "name sizes such as [4, 8, 16, 32]")
+        require(0 < self.eps <= 1, "objective.eps", "a number in (0, 1]", self.eps, "set it in that range")
+        require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
+        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
 
     @property
     def traits(self) -> ModelTraits:
-        """Causal attention; masks predict themselves, clean tokens the next of their slot."""
+        """Causal attention; masks predict themselves, clean tokens the next one of their slot."""
         return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The autoregressive and the masked-diffusion term."""
+        return {"ar": self.ar_weight, "mdm": self.mdm_weight}
 
     def corrupt(
         self,
@@ -70,18 +80,14 @@ class Hybrid(Objective):
         return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
 
     def targets(
-        self,
-        layout: SlotLayout,
-        *,
-        mask_probability: Float[Tensor, " batch"],
-        response_lengths: Int[Tensor, " batch"],
+        self, layout: SlotLayout, *, mask_probability: Float[Tensor, " batch"], response_lengths: Int[Tensor, " batch"]
     ) -> CorruptedBatch:
         """Give the labels of a layout their terms and weights.
 
         Args:
-            layout: A corrupted batch, however it came about.
+            layout: A corrupted batch, from :func:`corrupt_slots` or elsewhere.
             mask_probability: Probability with which each row's slots were masked.
-            response_lengths: Response tokens of each row.
+            response_lengths: Number of response tokens of each row.
         """
         is_labelled = layout.labels != IGNORE_INDEX
         mdm_weights = 1 / (mask_probability.double() * response_lengths)
@@ -93,9 +99,92 @@ class Hybrid(Objective):
             labels=layout.labels,
             weights=weights.float(),
             terms=layout.is_masked.long(),
-            term_names=("ar", "mdm"),
             counts=torch.stack((num_clean, torch.full_like(num_clean, len(layout.labels)))).float(),
-            coefficients=(self.ar_weight, self.mdm_weight),
             is_masked=layout.is_masked,
             is_real=layout.is_real,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLayout:
+    """A batch in sequence order: prompt, clean slots, masked slots, padding.
+
+    Attributes:
+        input_ids: Tokens; the mask token in masked slots.
+        position_ids: Position of each token in the text.
+        labels: The own token at masked positions, the next token of the slot at clean ones, else ``IGNORE_INDEX``.
+        is_masked: Positions of masked slots.
+        is_real: Positions that are no padding; ``None`` if unknown.
+    """
+
+    input_ids: Int[Tensor, "batch token"]
+    position_ids: Int[Tensor, "batch token"]
+    labels: Int[Tensor, "batch token"]
+    is_masked: Bool[Tensor, "batch token"]
+    is_real: Bool[Tensor, "batch token"] | None = None
+
+
+def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
+    """Draw each row's slot size uniformly."""
+    choice = (noise.uniform("slot_size", 1)[:, 0] * len(slot_sizes)).long()
+    return to_device(slot_sizes, choice.device)[choice]
+
+
+def corrupt_slots(
+    batch: ResponseBatch,
+    noise: KeyedNoise,
+    *,
+    slot_sizes: Int[Tensor, " batch"],
+    min_slot_size: int,
+    mask_probability: Float[Tensor, " batch"],
+    mask_token_id: int,
+) -> SlotLayout:
+    """Mask slots independently, then move the clean ones, in random order, before the masked ones.
+
+    Args:
+        batch: Clean prompts and responses.
+        noise: Streams ``slot_mask`` and ``slot_order`` are used, one number per slot.
+        slot_sizes: Slot size of each row; a row's last slot may be shorter.
+        min_slot_size: A lower bound of ``slot_sizes`` that the host knows: reading them would wait for the device.
+        mask_probability: Probability with which each row's slots are masked.
+        mask_token_id: The token in masked slots.
+    """
+    num_tokens = batch.input_ids.shape[1]
+    num_slots = -(-num_tokens // min_slot_size)
+    positions, in_response = response_positions(batch)
+    offsets = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
+    slots = offsets // slot_sizes[:, None]
+
+    slot_is_masked = noise.uniform("slot_mask", num_slots) < mask_probability[:, None]
+    text_order = torch.arange(num_slots, device=slots.device)
+    slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + text_order, noise.bits("slot_order", num_slots))
+    slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
+
+    is_masked = slot_is_masked.gather(1, slots) & in_response
+    labels = torch.where(is_masked, batch.input_ids, _next_in_slot(batch, in_response, offsets, slot_sizes))
+    input_ids = batch.input_ids.masked_fill(is_masked, mask_token_id)
+
+    # One sort key per token: prompt, then the response by rank of its slot, then padding, each in text order.
+    is_padding = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
+    group = torch.where(in_response, 1 + slot_ranks.gather(1, slots), is_padding.long() * (num_slots + 1))
+    order = (group * num_tokens + positions).argsort(dim=1)
+    return SlotLayout(
+        input_ids=input_ids.gather(1, order),
+        position_ids=order,
+        labels=labels.gather(1, order),
+        is_masked=is_masked.gather(1, order),
+        is_real=~is_padding,  # padding is not moved
+    )
+
+
+def _next_in_slot(
+    batch: ResponseBatch,
+    in_response: Bool[Tensor, "batch token"],
+    offsets: Int[Tensor, "batch token"],
+    slot_sizes: Int[Tensor, " batch"],
+) -> Int[Tensor, "batch token"]:
+    """Label each response token with the next one of its slot; the last of a slot has none."""
+    following = batch.input_ids.roll(-1, dims=1)
+    ends_slot = (offsets + 1) % slot_sizes[:, None] == 0
+    ends_response = offsets + 1 == batch.response_lengths[:, None]
+    return following.masked_fill(~in_response | ends_slot | ends_response, IGNORE_INDEX)

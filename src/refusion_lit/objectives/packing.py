@@ -1,4 +1,4 @@
-"""Several corrupted samples in one row, none of which sees another."""
+"""Packing: several corrupted samples in one row, invisible to one another."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch
+from refusion_lit.utils.require import require
 
 
 def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_id: int) -> CorruptedBatch:
-    """Lay a corrupted batch out anew, with the samples of a row one behind the other.
+    """Lay a corrupted batch out again, with the samples of a row one after the other.
 
-    Samples are corrupted one to a row and packed afterwards, so packing changes no corruption and needs nothing of an
-    objective but :attr:`CorruptedBatch.is_real`. Tokens keep their position ids, which restart with every sample, and
-    their labels, weights and terms: the loss is that of the batch without packing.
+    Samples are corrupted one to a row and packed afterwards, so packing changes no corruption and needs nothing from
+    an objective but :attr:`CorruptedBatch.is_real`. Tokens keep their position ids, which restart with every sample,
+    and their labels, weights and terms: the loss is that of the batch without packing.
 
     Args:
-        corrupted: One sample a row; with several views of the batch, view by view.
-        rows: Number of the packed row of each sample. Views of a row become rows of their own.
+        corrupted: One sample a row, view-major where there are several views.
+        rows: Row that each sample goes to, from 0 without gaps. Each view gets rows of its own, view-major again.
         pad_token_id: Fills up the rows, which become as long as the fullest.
 
     Raises:
@@ -32,25 +33,25 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
             "data.pack_length: expected an objective that says which positions are real (CorruptedBatch.is_real), "
             "got one that does not; set pack_length to null, or let its corrupt() fill in is_real."
         )
-    is_real = corrupted.is_real
-    num_rows, num_views = int(rows.max()) + 1, len(is_real) // len(rows)
-    rows = torch.cat([rows + view * num_rows for view in range(num_views)])
-    num_rows *= num_views
-
-    lengths = is_real.sum(1)
-    is_same_row = rows[:, None] == rows
-    starts = (is_same_row.tril(-1) * lengths).sum(1)
-    width = int((starts + lengths).max())
-    targets = (rows * width + starts)[:, None] + is_real.cumsum(1) - 1
-    # Where each packed place comes from: an index into the flattened batch, -1 for padding. What is not real lands in
-    # one place more, which is cut off; selecting it first would wait for the device.
-    source = torch.full((num_rows * width + 1,), -1, device=rows.device)
-    source.scatter_(
-        0,
-        targets.masked_fill(~is_real, num_rows * width).flatten(),
-        torch.arange(is_real.numel(), device=rows.device),
+    num_views, num_rows = corrupted.num_views, int(rows.max()) + 1
+    found = len(corrupted.is_real) // len(rows)
+    require(
+        found == num_views, "CorruptedBatch.num_views", str(found), num_views, "let the objective's corrupt() set it"
     )
-    source = rearrange(source[:-1], "(row token) -> row token", row=num_rows)
+    is_real = rearrange(corrupted.is_real, "(view sample) token -> view sample token", view=num_views)
+
+    lengths = is_real.sum(-1)
+    is_same_row = rows[:, None] == rows
+    starts = (is_same_row.tril(-1) * lengths[:, None]).sum(-1)
+    width = int((starts + lengths).max())
+    first_rows = torch.arange(num_views, device=rows.device)[:, None] * num_rows
+    targets = ((first_rows + rows) * width + starts)[..., None] + is_real.cumsum(-1) - 1
+    # Index into the flattened batch of each packed position's token, -1 for padding. Tokens that are not real go to
+    # one extra entry that is cut off: selecting the real ones first would wait for the device.
+    size = num_views * num_rows * width
+    source = torch.full((size + 1,), -1, device=rows.device)
+    source.scatter_(0, targets.masked_fill(~is_real, size).flatten(), torch.arange(is_real.numel(), device=rows.device))
+    source = rearrange(source[:-1], "(row token) -> row token", token=width)
 
     def taken(values: Tensor, fill: float) -> Tensor:
         return values.flatten()[source.clamp(min=0)].masked_fill(source < 0, fill)
@@ -64,25 +65,25 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         terms=taken(corrupted.terms, 0),
         is_masked=None if corrupted.is_masked is None else taken(corrupted.is_masked, False),
         is_real=source >= 0,
-        attention_mask=_packed_mask(corrupted.attention_mask, source, width=is_real.shape[1]),
+        attention_mask=_packed_mask(corrupted.attention_mask, source, width=is_real.shape[-1]),
     )
 
 
 def _packed_mask(
     mask: Bool[Tensor, "sample token token"] | None, source: Int[Tensor, "row packed"], *, width: int
 ) -> Bool[Tensor, "row packed packed"]:
-    """Let a token see what it saw in its own sample, and padding itself.
+    """Let a token see what it saw in its own sample; padding sees itself.
 
     Args:
         mask: Attention before packing; ``None`` for causal.
         source: Index of each packed token in the flattened batch, -1 for padding.
-        width: Tokens a sample in the batch before packing.
+        width: Number of tokens of a row before packing.
     """
-    sample, place = source // width, source % width  # padding: sample -1
+    sample, index = source // width, source % width  # padding: sample -1
     allowed = (sample[:, :, None] == sample[:, None]) & (source >= 0)[:, None]
     if mask is None:
         allowed = allowed.tril()
     else:
-        seen = mask[sample.clamp(min=0), place]
-        allowed &= seen.gather(2, place[:, None].expand(-1, place.shape[1], -1))
+        seen = mask[sample.clamp(min=0), index]
+        allowed &= seen.gather(2, index[:, None].expand(-1, index.shape[1], -1))
     return allowed | torch.eye(source.shape[1], dtype=torch.bool, device=source.device)

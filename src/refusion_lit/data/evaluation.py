@@ -1,0 +1,137 @@
+"""Loaders for evaluation: every sample exactly once, on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.collate import BatchDataset, EncodedPrompt, collate_prompts
+from refusion_lit.data.encoding import encode_prompt
+from refusion_lit.data.tokenizers import TokenizerSource
+from refusion_lit.tasks.base import Task
+from refusion_lit.types import Example, PromptBatch
+
+
+class PromptDataset(Dataset[EncodedPrompt]):
+    """Examples whose prompts are encoded when they are read.
+
+    Args:
+        examples: The examples.
+        tokenizer: Encodes their prompts.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+    """
+
+    def __init__(self, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> None:
+        self._examples, self._tokenizer, self._template = examples, tokenizer, prompt_template
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> EncodedPrompt:
+        """Return an example with its encoded prompt."""
+        example = self._examples[index]
+        return EncodedPrompt(example, encode_prompt(self._tokenizer, example.query, self._template, example.messages))
+
+
+class EvaluationBatches(DistributedSampler[list[int]]):
+    """Gives each process a contiguous share of the samples, in batches, and repeats no sample.
+
+    The shares joined in the order of ranks are all samples in order. All processes have the same number of batches, as
+    strategies that gather weights in every forward need it: a process with one sample too many puts it in its last
+    batch. A process without samples has one empty batch, because Lightning skips the epoch-end hooks, in which
+    processes wait for one another, where there are no batches.
+
+    It yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning leaves a
+    ``DistributedSampler`` in place, but replaces other samplers by its own, which repeats samples.
+
+    Args:
+        num_samples: Number of samples in the dataset.
+        batch_size: Number of samples in a batch, on each process.
+        rank: Index of this process.
+        num_ranks: Number of processes.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, *, rank: int, num_ranks: int) -> None:
+        super().__init__(range(max(num_samples, 1)), num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
+        fewest, more = divmod(num_samples, num_ranks)
+        start = rank * fewest + min(rank, more)
+        self._share = list(range(start, start + fewest + (rank < more)))
+        self._size = batch_size
+        self._num_batches = max(-(-fewest // batch_size), 1)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on all processes."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this process's batches of sample indices."""
+        last = (self._num_batches - 1) * self._size
+        for first in range(0, last, self._size):
+            yield self._share[first : first + self._size]
+        yield self._share[last:]
+
+
+class EvaluationLoaders(L.LightningDataModule):
+    """The data module's loaders for test and prediction; the subclass sets the options."""
+
+    task: Task
+    tokenizer_source: TokenizerSource
+    prompt_template: str
+    eval_batch_size: int
+    num_workers: int
+    max_eval_prompts: int | None
+    _tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def built_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, built on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = self.tokenizer_source.build(self.task)
+        return self._tokenizer
+
+    def test_dataloader(self) -> DataLoader[EncodedPrompt]:
+        """Return a loader of the test split's prompts."""
+        return self._evaluation_loader(self._test_prompts(), collate_prompts)
+
+    def predict_dataloader(self) -> DataLoader[EncodedPrompt]:
+        """Return a loader of the test split's prompts."""
+        return self.test_dataloader()
+
+    def prompt_lengths(self) -> dict[str, int]:
+        """Return the number of tokens of each prompt of the test split, by its example's id."""
+        prompts = self._test_prompts()
+        return {(prompt := prompts[i]).example.id: len(prompt.prompt_ids) for i in range(len(prompts))}
+
+    def sample_prompts(self, count: int) -> PromptBatch:
+        """Return the first prompts of the validation split."""
+        prompts = self._prompts(self.task.examples("validation"))
+        return collate_prompts([prompts[i] for i in range(min(count, len(prompts)))])
+
+    def _test_prompts(self) -> PromptDataset:
+        examples = self.task.examples("test")
+        if self.max_eval_prompts is not None:
+            examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
+        return self._prompts(examples)
+
+    def _prompts(self, examples: Sequence[Example]) -> PromptDataset:
+        return PromptDataset(examples, self.built_tokenizer, self.prompt_template)
+
+    def _rank(self) -> tuple[int, int]:
+        """Return this process's index and the number of processes."""
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _evaluation_loader(self, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+        """Return a loader of all samples in order, shared by the processes without repetition."""
+        rank, num_ranks = self._rank()
+        size, workers = self.eval_batch_size, self.num_workers
+        if num_ranks == 1 or getattr(self.trainer, "overfit_batches", 0):
+            return DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate)
+        num_samples = len(data)  # type: ignore[arg-type] - all of ours have a length
+        share = EvaluationBatches(num_samples, size, rank=rank, num_ranks=num_ranks)
+        return DataLoader(BatchDataset(data, collate), sampler=share, batch_size=None, num_workers=workers)

@@ -1,0 +1,142 @@
+"""The test and predict hooks of the LightningModule: compare decoders, write predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.decoding import Decoder, check_context, check_model
+from refusion_lit.evaluation.loop import Answerer, Evaluation, described
+from refusion_lit.evaluation.options import DecodingOptions
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.fsdp import gather
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.reports.results import write_results
+from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_test_report
+from refusion_lit.types import PromptBatch, SamplingParams
+
+
+class EvaluationHooks(L.LightningModule):
+    """Tests named decoders and writes predictions; the subclass builds the model and sets the options.
+
+    Attributes:
+        results: Figures of the last test by decoder name.
+        mismatches: Reasons why a tested decoder does not fit the model, by decoder name.
+    """
+
+    backbone_config: BackboneConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    decoders: dict[str, Decoder]
+    sampling: SamplingParams
+    decoding: DecodingOptions
+    seed: int
+    resume: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[str, dict[str, float]] = {}
+        self.mismatches: dict[str, list[str]] = {}
+        self._evaluation: Evaluation | None = None
+
+    @property
+    def model(self) -> Backbone:
+        """The backbone."""
+        raise NotImplementedError
+
+    def on_test_start(self) -> None:
+        """Check every decoder against the model before any work, and open the predictions files."""
+        allow = self.decoding.allow_mismatch
+        self.mismatches = {
+            name: check_model(self.model, decoder, allow_mismatch=allow) for name, decoder in self.decoders.items()
+        }
+        self._evaluation = self._start(self.decoders, "predictions_{}", counted=True)
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Decode a batch of prompts with every decoder."""
+        self._running.step(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Print the table of decoders and write the results."""
+        self.results = self._running.figures()
+        for name, figures in self.results.items():
+            for figure, value in figures.items():
+                self.log(f"test/{name}/{figure}", float(value))
+        self._running.merge(self.trainer.strategy)
+        if self.trainer.is_global_zero:
+            decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
+            write_test_report(write_results(self._running.directory, self._summary(), seed=self.seed))
+        self._running.forget()
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "sampling": asdict(self.sampling),
+            "max_batch_size": self.decoding.max_batch_size,
+            "batch_size": self.batch_size,
+            "max_tokens_per_forward": self.decoding.max_tokens_per_forward,
+            "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
+            "results": self.results,
+            "mismatches": self.mismatches,
+        }
+
+    def on_predict_start(self) -> None:
+        """Check the decoder and open the predictions file."""
+        name, decoder = next(iter(self.decoders.items()))
+        check_model(self.model, decoder, allow_mismatch=self.decoding.allow_mismatch)
+        self._evaluation = self._start({name: decoder}, "predictions", counted=False)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Decode a batch with the first decoder; write and return its predictions."""
+        return self._running.step(batch)
+
+    def on_predict_end(self) -> None:
+        """Close the predictions file."""
+        self._running.merge(self.trainer.strategy)
+        self._running.forget()
+
+    @property
+    def _running(self) -> Evaluation:
+        assert self._evaluation is not None, "no test or prediction has been started"
+        return self._evaluation
+
+    def _answerer(self) -> Answerer:
+        return Answerer(model=self.model, detokenize=self._detokenize, sampling=self.sampling, options=self.decoding)
+
+    def _detokenize(self, token_ids: list[int]) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
+        """Open the predictions files, if all prompts fit the model."""
+        gather(self.model)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
+        return Evaluation(
+            self._answerer(),
+            decoders,
+            data.task,
+            self.output_directory,  # on every process: asking for it waits for all of them
+            file_name=file_name,
+            checkpoint=str(self.trainer.ckpt_path or self.backbone_config.source),
+            counted_on=self.device if counted else None,
+            rank=self.trainer.global_rank,
+            num_ranks=self.trainer.world_size,
+            resume=self.resume,
+        )
+
+    @property
+    def output_directory(self) -> Path:
+        """Where results go: the first logger's directory."""
+        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+
+    @property
+    def batch_size(self) -> int:
+        """Maximum number of prompts that share a call in a test, limited by the loader's batches."""
+        module = getattr(self.trainer, "datamodule", None)
+        limit = self.decoding.max_batch_size
+        return min(limit, getattr(module, "eval_batch_size", limit))

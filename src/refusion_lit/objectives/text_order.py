@@ -1,0 +1,38 @@
+"""Operations on batches whose tokens stay in text order, shared by the objectives that do not reorder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.modeling.transfer import to_host
+from refusion_lit.objectives.batch import ResponseBatch
+
+
+def extend_responses(
+    batch: ResponseBatch, lengths: Int[Tensor, " batch"], *, token_id: int, pad_token_id: int
+) -> ResponseBatch:
+    """Lengthen responses by appending copies of one token.
+
+    Args:
+        batch: A clean batch.
+        lengths: New response lengths, none below the old ones.
+        token_id: The appended token.
+        pad_token_id: Fills up the batch, which becomes as wide as its longest row.
+    """
+    ends = batch.prompt_lengths + lengths
+    width = to_host(ends.max())
+    added = max(0, width - batch.input_ids.shape[1])
+    input_ids = F.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :width]
+    positions = torch.arange(width, device=input_ids.device)
+    is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
+    return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
+
+
+def shift_left(values: Tensor, fill: int | float) -> Tensor:
+    """Move the value at position i + 1 to position i, so that each token is predicted by the one before it."""
+    return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)

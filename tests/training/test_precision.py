@@ -1,0 +1,105 @@
+"""Every precision of the Trainer: fit, test and predict run, and weights that lose their updates are warned of."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from refusion_lit import SlotDiffusionModule
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.decoding import ReFusion, decode
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.tasks import Additions
+from refusion_lit.training.optimizer import warn_of_lost_updates
+from refusion_lit.types import SamplingParams
+
+MODEL = str(Path(__file__).parents[1] / "goldens" / "models" / "additions-clean")
+SAMPLING = SamplingParams(max_new_tokens=48)
+DECODER = ReFusion(num_serial_blocks=1)
+DTYPES = {
+    "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "bf16-mixed": torch.float32
+}  # fmt: skip
+
+
+def _parts(*, random_init: bool = False) -> tuple[SlotDiffusionModule, InstructionDataModule]:
+    task = Additions(num_train=16, num_validation=4, num_test=6)
+    data = InstructionDataModule(task, PretrainedTokenizer(source=MODEL), 4, 4)
+    module = SlotDiffusionModule(
+        BackboneConfig(source=MODEL, random_init=random_init), data.built_tokenizer, decoders={"refusion": DECODER}, sampling=SAMPLING,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01),
+    )  # fmt: skip
+    return module, data
+
+
+def _trainer(directory: Path, precision: str) -> L.Trainer:
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return L.Trainer(
+        default_root_dir=directory, accelerator="cpu", precision=precision, logger=False, max_steps=2,
+        accumulate_grad_batches=2, log_every_n_steps=1, **options,
+    )  # fmt: skip
+
+
+def _expected(precision: str) -> list[list[int]]:
+    """Decode without Lightning."""
+    module, data = _parts()
+    model = module.text_model().backbone.to(DTYPES[precision])
+    prompts = [prompt for batch in data.test_dataloader() for prompt in batch.prompts]
+    with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
+        return [row.token_ids for row in decode(model, DECODER, prompts, SAMPLING, max_batch_size=4).rows]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: str) -> None:
+    module, data = _parts()
+    predictions = [line for batch in _trainer(tmp_path, precision).predict(module, data) for line in batch]
+    assert {p.dtype for p in module.model.parameters()} == {DTYPES[precision]}
+    assert [line["response_ids"] for line in predictions] == _expected(precision)
+    module, data = _parts()
+    _trainer(tmp_path, precision).test(module, data, verbose=False)
+    figures = module.results["refusion"]
+    assert figures["score"] == sum(line["score"] for line in predictions) / 6 > 0.5
+    assert figures["num_tokens"] == sum(line["num_tokens"] for line in predictions)
+
+
+@pytest.mark.filterwarnings("ignore:trainer.precision")
+@pytest.mark.parametrize("precision", DTYPES)
+def test_fit_and_validation_run_in_every_precision(tmp_path: Path, precision: str) -> None:
+    losses = {}
+    for each in ("32-true", precision):
+        module, data = _parts(random_init=True)
+        trainer = _trainer(tmp_path, each)
+        trainer.fit(module, data)
+        losses[each] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert losses[precision].keys() == losses["32-true"].keys() >= {"train/loss", "train/ar", "val/loss", "val/mdm"}
+    for name in ("train/loss", "val/loss"):
+        assert losses[precision][name] == pytest.approx(losses["32-true"][name], rel=0.03)
+    assert losses[precision]["train/num_positions"] == losses["32-true"]["train/num_positions"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "bf16-mixed", "32-true"])
+def test_low_precision_weights_are_warned_of_before_training(tmp_path: Path, precision: str) -> None:
+    module, data = _parts()
+    trainer = _trainer(tmp_path, precision)
+    if precision in ("bf16-true", "16-true"):
+        with pytest.warns(
+            UserWarning, match=r"expected float32 weights for training with SGD, got b?float16.*bf16-mixed"
+        ):
+            trainer.fit(module, data)
+    else:
+        trainer.fit(module, data)  # any warning is an error
+
+
+def test_optimizers_that_may_keep_master_weights_are_trusted() -> None:
+    class WithMasterWeights(torch.optim.AdamW):
+        """Lies outside of torch.optim."""
+
+    weights = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    warn_of_lost_updates(WithMasterWeights(weights))
+    with pytest.warns(UserWarning, match="training with AdamW, got bfloat16"):
+        warn_of_lost_updates(torch.optim.AdamW(weights))
