@@ -31,8 +31,8 @@ def _parts(*, random_init: bool = False) -> tuple[SlotDiffusionModule, Instructi
     task = Additions(num_train=16, num_validation=4, num_test=6)
     data = InstructionDataModule(task, PretrainedTokenizer(source=MODEL), 4, 4)
     module = SlotDiffusionModule(
-        BackboneConfig(source=MODEL, random_init=random_init), data.built_tokenizer, decoders={"refusion": DECODER}, sampling=SAMPLING,
-        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01),
+        BackboneConfig(source=MODEL, random_init=random_init), data.built_tokenizer,
+        decoders={"refusion": DECODER}, sampling=SAMPLING, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01),
     )  # fmt: skip
     return module, data
 

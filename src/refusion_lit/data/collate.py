@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.types import Example, Prompt, PromptBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +24,6 @@ class EncodedExample:
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """An example with its encoded prompt, for decoding."""
-
-    example: Example
-    prompt_ids: Sequence[int]
 
 
 class BatchDataset(Dataset[Any]):
@@ -71,9 +62,3 @@ def collate_responses(
         ids=[sample.id for sample in samples],
         rows=None if rows is None else torch.tensor(rows),
     )
-
-
-def collate_prompts(samples: Sequence[EncodedPrompt]) -> PromptBatch:
-    """Collect prompts; the engine needs no padding."""
-    prompts = [Prompt(token_ids=tuple(sample.prompt_ids), id=sample.example.id) for sample in samples]
-    return PromptBatch(prompts=prompts, examples=[sample.example for sample in samples])

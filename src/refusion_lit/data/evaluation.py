@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -10,11 +11,18 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.collate import BatchDataset, EncodedPrompt, collate_prompts
+from refusion_lit.data.collate import BatchDataset
 from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example, PromptBatch
+from refusion_lit.types import Example, Prompt, PromptBatch
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """An example with its encoded prompt, for decoding."""
+
+    example: Example
+    prompt_ids: Sequence[int]
 
 
 class PromptDataset(Dataset[EncodedPrompt]):
@@ -37,6 +45,12 @@ class PromptDataset(Dataset[EncodedPrompt]):
         """Return an example with its encoded prompt."""
         example = self._examples[index]
         return EncodedPrompt(example, encode_prompt(self._tokenizer, example.query, self._template, example.messages))
+
+
+def collate_prompts(samples: Sequence[EncodedPrompt]) -> PromptBatch:
+    """Collect prompts; the engine needs no padding."""
+    prompts = [Prompt(token_ids=tuple(sample.prompt_ids), id=sample.example.id) for sample in samples]
+    return PromptBatch(prompts=prompts, examples=[sample.example for sample in samples])
 
 
 class EvaluationBatches(DistributedSampler[list[int]]):
@@ -81,19 +95,15 @@ class EvaluationLoaders(L.LightningDataModule):
     """The data module's loaders for test and prediction; the subclass sets the options."""
 
     task: Task
-    tokenizer_source: TokenizerSource
     prompt_template: str
     eval_batch_size: int
     num_workers: int
     max_eval_prompts: int | None
-    _tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, built on first use."""
-        if self._tokenizer is None:
-            self._tokenizer = self.tokenizer_source.build(self.task)
-        return self._tokenizer
+        """The tokenizer."""
+        raise NotImplementedError
 
     def test_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return a loader of the test split's prompts."""
@@ -122,16 +132,12 @@ class EvaluationLoaders(L.LightningDataModule):
     def _prompts(self, examples: Sequence[Example]) -> PromptDataset:
         return PromptDataset(examples, self.built_tokenizer, self.prompt_template)
 
-    def _rank(self) -> tuple[int, int]:
-        """Return this process's index and the number of processes."""
-        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-
     def _evaluation_loader(self, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
         """Return a loader of all samples in order, shared by the processes without repetition."""
-        rank, num_ranks = self._rank()
+        num_ranks = 1 if self.trainer is None else self.trainer.world_size
         size, workers = self.eval_batch_size, self.num_workers
-        if num_ranks == 1 or getattr(self.trainer, "overfit_batches", 0):
+        if self.trainer is None or num_ranks == 1 or getattr(self.trainer, "overfit_batches", 0):
             return DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate)
         num_samples = len(data)  # type: ignore[arg-type] - all of ours have a length
-        share = EvaluationBatches(num_samples, size, rank=rank, num_ranks=num_ranks)
+        share = EvaluationBatches(num_samples, size, rank=self.trainer.global_rank, num_ranks=num_ranks)
         return DataLoader(BatchDataset(data, collate), sampler=share, batch_size=None, num_workers=workers)

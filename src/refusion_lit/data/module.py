@@ -11,6 +11,7 @@ import tokenizers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.bin_packing import PackedBatches, pack_samples
 from refusion_lit.data.cache import load_or_encode, store_key
@@ -90,7 +91,15 @@ class InstructionDataModule(EvaluationLoaders):
         self.num_workers, self.seed, self.max_eval_prompts = num_workers, seed, max_eval_prompts
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self.num_too_long = self.num_malformed = 0
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, LazyExamples | EncodedStore] = {}
+
+    @property
+    def built_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, built on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = self.tokenizer_source.build(self.task)
+        return self._tokenizer
 
     def prepare_data(self) -> None:
         """Fill the cache in one process of each machine, before the others read it."""
@@ -107,10 +116,8 @@ class InstructionDataModule(EvaluationLoaders):
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
             batches, num_rows, length_of = self._training_batches(data)
-            rank, num_ranks = self._rank()
-            order = LengthGroupedBatches(
-                num_rows, self.batch_size, length_of, seed=self.seed, rank=rank, num_ranks=num_ranks
-            )
+            share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
+            order = LengthGroupedBatches(num_rows, self.batch_size, length_of, seed=self.seed, **share)
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
         loader.num_left_in_step = self._num_left_in_step
@@ -145,24 +152,26 @@ class InstructionDataModule(EvaluationLoaders):
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
+    @property
+    def _encode(self) -> Callable[[Example], tuple[list[int], list[int]]]:
+        return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
+
     def _encoded(self, split: Split) -> LazyExamples | EncodedStore:
         if split not in self._splits:
             examples = self.task.examples(split)
-            if len(examples) == 0:
-                raise ValueError(f"data.task: expected examples in the {split} split, got none; give it some.")
+            num_examples = len(examples)
+            require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, "add some")
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
-            if is_generated and len(examples) > _LAZY_ABOVE and self.pack_length is None:
-                encode = partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
-                self._splits[split] = LazyExamples(examples, encode, self.max_length)
+            if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
+                self._splits[split] = LazyExamples(examples, self._encode, self.max_length)
             else:
                 self._splits[split] = self._stored(split, examples, None if is_generated else self.cache_dir)
         return self._splits[split]
 
     def _stored(self, split: Split, examples: Sequence[Example], cache_dir: Path | None) -> EncodedStore:
-        encode = partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
         skip = self.malformed == "skip"
-        encode_split = partial(encode_all, examples, encode, max_length=self.max_length, skip_malformed=skip)
+        encode_split = partial(encode_all, examples, self._encode, max_length=self.max_length, skip_malformed=skip)
         if cache_dir is None:
             store = encode_split()
         else:
@@ -178,9 +187,6 @@ class InstructionDataModule(EvaluationLoaders):
                 f"{split}: {store.num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
                 f"{self.max_length} tokens, {num_malformed} skipped as malformed"
             )
-        if len(store) == 0:
-            raise ValueError(
-                f"data.max_length: expected at least one {split} sample of at most {self.max_length} tokens, "
-                f"got none; raise it."
-            )
+        expected = f"at least one {split} sample of at most {self.max_length} tokens"
+        require(len(store) > 0, "data.max_length", expected, len(store), "raise it")
         return store

@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.utils.require import require
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):
@@ -51,11 +52,8 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         self._num_samples, self.batch_size, self._length_of = num_samples, batch_size, length_of
         self._group = group_batches * batch_size * num_ranks
         self.start = 0
-        if len(self) == 0:
-            raise ValueError(
-                f"batch_size: expected at most {num_samples // num_ranks} ({num_samples} samples over {num_ranks} "
-                f"processes), got {batch_size}; make it smaller."
-            )
+        expected = f"at most {num_samples // num_ranks} ({num_samples} samples over {num_ranks} processes)"
+        require(len(self) > 0, "data.batch_size", expected, batch_size, "make it smaller")
 
     def __len__(self) -> int:
         """Return the number of this rank's batches per epoch; ``start`` does not change it."""

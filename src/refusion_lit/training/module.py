@@ -1,4 +1,8 @@
-"""The LightningModule; its test and predict hooks are in :mod:`refusion_lit.evaluation.hooks`."""
+"""The LightningModule: model and training.
+
+Its hooks for validation are in :mod:`~refusion_lit.training.validation`, those for test and prediction in
+:mod:`refusion_lit.evaluation.hooks`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -16,10 +20,8 @@ from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, 
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
 from refusion_lit.decoding import Decoder, ReFusion
-from refusion_lit.evaluation.hooks import EvaluationHooks
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
-from refusion_lit.metrics import TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
@@ -30,13 +32,13 @@ from refusion_lit.objectives.liger import check_kernel
 from refusion_lit.objectives.packing import pack
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn_of_lost_updates
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.training.validation import corrupt_evenly, samples_as_text, text_writers
-from refusion_lit.types import PromptBatch, SamplingParams
+from refusion_lit.training.validation import ValidationHooks, is_whole
+from refusion_lit.types import SamplingParams
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 
 
-class SlotDiffusionModule(EvaluationHooks):
+class SlotDiffusionModule(ValidationHooks):
     """Trains a language model with an objective and evaluates decoders on it.
 
     Args:
@@ -80,7 +82,6 @@ class SlotDiffusionModule(EvaluationHooks):
         self.seed, self.prompt_template, self.resume = seed, prompt_template, resume
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
-        self._validation: TermMeans | None = None
         for name, decoder in self.decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
@@ -126,7 +127,7 @@ class SlotDiffusionModule(EvaluationHooks):
             is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
             if metadata.adapters is not None and self.model.adapters is None and not is_fit:
                 checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
-        if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
+        if "state_dict" in checkpoint and (self._trainer is None or is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
 
@@ -200,49 +201,3 @@ class SlotDiffusionModule(EvaluationHooks):
         else:
             scheduler = self.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    # --- validation ------------------------------------------------------------------------------------------
-
-    def on_validation_start(self) -> None:
-        """Stop the clock of training."""
-        self._progress.pause()
-        self._validation = TermMeans(self.objective.terms).to(self.device)
-
-    def on_validation_end(self) -> None:
-        """Restart the clock of training."""
-        self._progress.resume()
-
-    def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Add a batch's loss at fixed mask ratios, which are the same in every run."""
-        assert self._validation is not None
-        if len(batch.input_ids) == 0:  # there are fewer samples than processes
-            self._validation.update(None)
-            return
-        corrupted = corrupt_evenly(self.objective, batch, self.model.special_tokens)
-        self._validation.update(self.loss(corrupted))
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the validation losses and a few decoded samples."""
-        assert self._validation is not None
-        means = self._validation.compute()
-        self.log("val/loss", means.pop("total").float(), prog_bar=True)
-        self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero and _is_whole(self.trainer.strategy):
-            self._log_samples()
-
-    def _log_samples(self) -> None:
-        module = getattr(self.trainer, "datamodule", None)
-        writers = text_writers(self.loggers)
-        num_samples, decoder = self.decoding.num_logged_samples, next(iter(self.decoders.values()))
-        if module is None or not writers or not num_samples or decoder.requirements().mismatches(self.model.traits):
-            return
-        batch: PromptBatch = module.sample_prompts(num_samples)
-        answerer = self._answerer()
-        responses = [answerer.text(row) for row in answerer.decode(decoder, batch).rows]
-        for writer in writers:
-            writer.add_text("samples", samples_as_text(batch, responses), self.global_step)
-
-
-def _is_whole(strategy: Strategy) -> bool:
-    """Whether each process holds all weights and can run the model without the others."""
-    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
