@@ -80,6 +80,13 @@ def test_the_qwen_config_converts_with_the_published_hyper_parameters() -> None:
     assert config["model"]["backbone"]["gradient_checkpointing"] is True
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_trains_float32_weights(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    assert config["trainer"].get("precision", "32-true") in ("32-true", "bf16-mixed")
+    assert config["model"].get("backbone", {}).get("dtype", "float32") == "float32"
+
+
 def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str, tmp_path: Path) -> None:
     from refusion_lit.cli.lightning import RefusionCLI
 

@@ -41,6 +41,7 @@ def test_states_and_gradients_are_those_of_whole_weights(mesh: DeviceMesh, compu
     whole, parts = small(), small()
     shard(parts, mesh, compute_dtype=compute_dtype)
     assert all(isinstance(weight, DTensor) for weight in parts.parameters())
+    assert {weight.dtype for weight in parts.parameters()} == {torch.float32}, "master weights"
     ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
     positions = torch.arange(4).expand(2, 4)
     expected, found = (backbone(ids, positions) for backbone in (whole, parts))
@@ -51,6 +52,7 @@ def test_states_and_gradients_are_those_of_whole_weights(mesh: DeviceMesh, compu
     (found.float() * direction).sum().backward()
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert isinstance(other.grad, DTensor), name
+        assert other.grad.dtype == torch.float32
         assert one.grad is not None
         _close(other.grad.full_tensor(), one.grad, rounded=compute_dtype is not None)
 

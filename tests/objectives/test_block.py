@@ -100,6 +100,7 @@ def test_equals_the_slow_reference(
             assert corrupted.is_masked[result].nonzero()[:, 0].tolist() == masked
     assert corrupted.counts.tolist() == [num_targets]
     assert len(corrupted.input_ids) == len(LENGTHS) * (1 + complementary)
+    assert corrupted.num_views == 1 + complementary
 
 
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(12, 4), (6, 1), (8, 8), (6, 4)])

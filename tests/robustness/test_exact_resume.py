@@ -152,7 +152,7 @@ def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path:
         time.sleep(0.005)
     os.kill(process.pid or 0, signal.SIGUSR1)
     assert finished(process) == 128 + signal.SIGUSR1
-    assert "job 7 is queued again" in (tmp_path / "log").read_text()
+    assert "job 7 is requeued" in (tmp_path / "log").read_text()
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     assert 0 < _state(run / "checkpoints" / "last.ckpt")["global_step"] < NUM_STEPS
     assert not list(tmp_path.glob("*.ckpt"))

@@ -17,8 +17,9 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.sampler import TrainingLoader
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.tasks import Additions
 
 TINY = {
@@ -146,6 +147,19 @@ def test_an_epoch_cut_short_and_a_changing_number_of_batches(tmp_path: Path) -> 
     (tmp_path / "schedule").mkdir()
     found = _fitted(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
     _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:6], SAMPLES[6:]]))
+
+
+def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    corrupt = Hybrid.corrupt
+
+    def counted(self: Hybrid, batch: ResponseBatch, *args: object, **options: object) -> CorruptedBatch:
+        seen.extend(batch.sample_keys.tolist())
+        return corrupt(self, batch, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Hybrid, "corrupt", counted)
+    _fitted(tmp_path, Hybrid(slot_sizes=(4,)), batch_size=2, accumulate_grad_batches=4)
+    assert seen == [stable_key(sample.id) for sample in SAMPLES]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -71,7 +71,7 @@ class EvaluationHooks(L.LightningModule):
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
             write_test_report(write_results(self._running.directory, self._summary(), seed=self.seed))
-        self._running.forget()
+        self._running.clear()
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -97,7 +97,7 @@ class EvaluationHooks(L.LightningModule):
     def on_predict_end(self) -> None:
         """Close the predictions file."""
         self._running.merge(self.trainer.strategy)
-        self._running.forget()
+        self._running.clear()
 
     @property
     def _running(self) -> Evaluation:

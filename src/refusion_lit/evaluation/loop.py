@@ -182,10 +182,10 @@ class Evaluation:
             for run in self._runs.values():
                 run.file.merge()
 
-    def forget(self) -> None:
-        """Forget what was done, when everything is written."""
+    def clear(self) -> None:
+        """Delete the record of progress, when everything is written."""
         for run in self._runs.values():
-            run.file.forget()
+            run.file.clear()
 
 
 def described(decoder: Decoder) -> Mapping[str, Any]:

@@ -166,8 +166,8 @@ class PredictionsFile:
         for part in self._parts:
             part.unlink()
 
-    def forget(self) -> None:
-        """Forget what was done, when the run is complete."""
+    def clear(self) -> None:
+        """Delete the record of progress, when the run is complete."""
         self._progress.unlink(missing_ok=True)
 
     def _take_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Objectives: how responses are corrupted for training, and the loss. One file each."""
+"""Training objectives: how responses are corrupted, and the loss. One file each."""
 
 from refusion_lit.objectives.autoregressive import Autoregressive
 from refusion_lit.objectives.base import Objective

@@ -1,1 +1,1 @@
-"""Training: the LightningModule, its schedule, what a fit counts, and its validation loss."""
+"""Training: the LightningModule, accumulation with exact losses, the learning-rate schedule, validation, signals."""

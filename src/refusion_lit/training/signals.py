@@ -1,4 +1,4 @@
-"""A callback that saves a checkpoint and stops the training when a signal arrives."""
+"""A callback that saves a checkpoint and ends training when a signal arrives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class SaveOnSignal(L.Callback):
-    """Ends training behind the step in which a signal comes, with a checkpoint from which it goes on exactly.
+    """Ends training after the current optimizer step when a signal arrives, with a checkpoint that resumes exactly.
 
-    SIGTERM and SIGINT (Ctrl-C) do so, and under SLURM the signal that announces pre-emption (SIGUSR1), after which the
-    job is queued again where Lightning would have done so. Lightning's own handler saves in the middle of a step, and
-    into the working directory, where the next job of any run would go on from it. A second signal ends the process at
-    once. A signal in a validation takes effect behind the step after it. The ``SystemExit`` then has an exit code as
-    shells give it for the signal, and a ``message``.
+    Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1), after which it
+    requeues the job where Lightning would. Lightning's own handler saves in mid-step and into the working directory,
+    where the next job of any run would resume from it. A second signal ends the process at once. A signal during
+    validation takes effect after the next step. The resulting ``SystemExit`` has the exit code that shells use for the
+    signal, and a ``message``.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class SaveOnSignal(L.Callback):
         self._requeues: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Listen, in place of Lightning's own handlers."""
+        """Install the handlers in place of Lightning's."""
         for callback in trainer.checkpoint_callbacks:
-            # Resumed, it would save the same step once more, behind its first micro-batch and without the gradients.
+            # After resuming, it would save the same step again, after a micro-batch and without its gradients.
             if isinstance(callback, ModelCheckpoint) and trainer.global_step:
                 callback._last_global_step_saved = trainer.global_step
         self._signum, self._message = 0, ""
@@ -55,13 +55,13 @@ class SaveOnSignal(L.Callback):
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            # Lightning's handler would only note a second SIGTERM.
+            # Lightning's handler would only record a second SIGTERM.
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default if self._signum else handler)
         self._before = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
-        """Save and stop if any process has been told to, at the end of an optimizer step."""
+        """Save and stop at the end of an optimizer step if any process has received a signal."""
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # gradients are in no checkpoint
         if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
@@ -70,18 +70,18 @@ class SaveOnSignal(L.Callback):
             self._signum = self._signum or signal.SIGTERM
             self._message = (
                 f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}, "
-                "go on with --ckpt_path last"
+                "resume with --ckpt_path last"
             )
             if self._signum == self._requeues and trainer.is_global_zero:
                 self._message += f"; {_requeue()}"
-            trainer._signal_connector.received_sigterm = True  # ends the loop when this step is logged
+            trainer._signal_connector.received_sigterm = True  # ends the loop once this step is logged
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Listen no more."""
+        """Restore the previous handlers."""
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Listen no more, and say what has ended the training."""
+        """Restore the previous handlers, and report what ended training."""
         self._restore()
         if isinstance(exception, SIGTERMException) and self._message:
             exception.code = 128 + self._signum
@@ -89,15 +89,15 @@ class SaveOnSignal(L.Callback):
 
 
 def _requeue() -> str:
-    """Queue this SLURM job again; says what became of it."""
+    """Requeue this SLURM job; return the outcome in words."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"scontrol could not queue job {job} again ({error})"
-    return f"job {job} is queued again"
+        return f"scontrol could not requeue job {job} ({error})"
+    return f"job {job} is requeued"
 
 
 def _last_path(trainer: L.Trainer) -> Path:
