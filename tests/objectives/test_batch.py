@@ -12,7 +12,9 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutp
 
 def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:
     terms = {f"term{i}": coefficient for i, coefficient in enumerate(coefficients)}
-    return LossOutput(sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts), terms=terms)
+    return LossOutput(
+        sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts, dtype=torch.float32), terms=terms
+    )
 
 
 def test_a_loss_without_targets_is_zero_with_gradients() -> None:

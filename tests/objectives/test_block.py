@@ -188,7 +188,7 @@ def test_clean_half_gives_what_a_block_causal_model_gives_on_the_text(
                 position_ids=torch.arange(block + 4)[None],
                 labels=ids[None],
                 weights=torch.ones(1, block + 4),
-                terms=torch.zeros(1, block + 4),
+                terms=torch.zeros(1, block + 4, dtype=torch.long),
                 counts=torch.ones(1),
                 attention_mask=(order[None] <= order[:, None])[None],
             )

@@ -50,7 +50,9 @@ class PackedBatches(Dataset[ResponseBatch]):
         pad_token_id: The padding token.
     """
 
-    def __init__(self, samples: Dataset[EncodedExample], rows: list[list[int]], pad_token_id: int) -> None:
+    def __init__(
+        self, samples: Dataset[EncodedExample] | Sequence[EncodedExample], rows: list[list[int]], pad_token_id: int
+    ) -> None:
         self._samples, self._rows, self._pad_token_id = samples, rows, pad_token_id
 
     def __getitem__(self, index: list[int]) -> ResponseBatch:

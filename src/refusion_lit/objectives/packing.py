@@ -53,7 +53,7 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     source.scatter_(0, targets.masked_fill(~is_real, size).flatten(), torch.arange(is_real.numel(), device=rows.device))
     source = rearrange(source[:-1], "(row token) -> row token", token=width)
 
-    def taken(values: Tensor, fill: float) -> Tensor:
+    def taken(values: Tensor, fill: int | float) -> Tensor:
         return values.flatten()[source.clamp(min=0)].masked_fill(source < 0, fill)
 
     return replace(
