@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder, check_context, check_model
 from refusion_lit.evaluation.loop import Answerer, Evaluation, described
 from refusion_lit.evaluation.options import DecodingOptions
@@ -35,6 +36,7 @@ class EvaluationHooks(L.LightningModule):
     decoders: dict[str, Decoder]
     sampling: SamplingParams
     decoding: DecodingOptions
+    prompt_template: str
     seed: int
     resume: bool
 
@@ -48,6 +50,12 @@ class EvaluationHooks(L.LightningModule):
     def model(self) -> Backbone:
         """The backbone."""
         raise NotImplementedError
+
+    def text_model(self) -> TextModel:
+        """Return the model behind the Python interface for generation."""
+        self.configure_model()
+        assert self.tokenizer is not None
+        return TextModel(self.model, self.tokenizer, self.prompt_template)
 
     def on_test_start(self) -> None:
         """Check every decoder against the model before any work, and open the predictions files."""
@@ -105,11 +113,8 @@ class EvaluationHooks(L.LightningModule):
         return self._evaluation
 
     def _answerer(self) -> Answerer:
-        return Answerer(model=self.model, detokenize=self._detokenize, sampling=self.sampling, options=self.decoding)
-
-    def _detokenize(self, token_ids: list[int]) -> str:
-        assert self.tokenizer is not None
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        detokenize = self.text_model().detokenize
+        return Answerer(model=self.model, detokenize=detokenize, sampling=self.sampling, options=self.decoding)
 
     def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
         """Open the predictions files, if all prompts fit the model."""

@@ -48,7 +48,7 @@ def chunked_cross_entropy(
         num_terms: Number of sums to return.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: as many as keep the chunk's float32
             logits below ``LOGITS_BYTES``.
-        kernel: Implementation where gradients are needed; see :func:`~refusion_lit.objectives.liger.check_kernel`.
+        kernel: Implementation where gradients are needed; see :func:`~refusion_lit.objectives.liger.check_liger`.
             Kernels other than torch's choose their own chunks.
 
     Returns:

@@ -16,14 +16,12 @@ _MIN_VERSION = (0, 8, 5)
 """Older versions silently return wrong gradients when losses are weighted."""
 
 
-def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Refuse a kernel that cannot run here.
+def check_liger(device: torch.device) -> None:
+    """Refuse liger-kernel where it cannot run.
 
     Raises:
-        ValueError: If its package is missing or too old, or the device is no GPU.
+        ValueError: If the package is missing or too old, or the device is no GPU.
     """
-    if kernel == "torch":
-        return
     needed = ".".join(map(str, _MIN_VERSION))
     try:
         found = metadata.version("liger-kernel")

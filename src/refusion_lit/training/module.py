@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
@@ -28,7 +27,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.objectives.liger import check_kernel
+from refusion_lit.objectives.liger import check_liger
 from refusion_lit.objectives.packing import pack
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn_of_lost_updates
 from refusion_lit.training.progress import TrainingProgress
@@ -105,12 +104,6 @@ class SlotDiffusionModule(ValidationHooks):
         assert self.backbone is not None, "configure_model has not been called"
         return self.backbone
 
-    def text_model(self) -> TextModel:
-        """Return the model behind the Python interface for generation."""
-        self.configure_model()
-        assert self.tokenizer is not None
-        return TextModel(self.model, self.tokenizer, self.prompt_template)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
         assert self.tokenizer is not None
@@ -135,7 +128,8 @@ class SlotDiffusionModule(ValidationHooks):
 
     def on_fit_start(self) -> None:
         """Check what training needs, and record what the weights are trained for."""
-        check_kernel(self.objective.kernel, self.device)
+        if self.objective.kernel == "liger":
+            check_liger(self.device)
         self.model.traits = self.objective.traits
         self.model.train()
         self._progress.start(self.device, self.trainer.world_size)
