@@ -63,7 +63,7 @@ def write_config(path: Path, source: Path | None, **backbone: Any) -> list[str]:
             "objective": {"class_path": "Hybrid", "init_args": {"slot_sizes": [4]}},
             "sampling": {"max_new_tokens": 12},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.02}},
-            "warmup_steps": 1,
+            "schedule": {"warmup_steps": 1},
         },
         "data": {
             "task": {"class_path": "Additions",
