@@ -214,11 +214,11 @@ def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
     states = torch.arange(6.0).view(1, 1, 6, 1)
     cache.prepare([0], 6, torch.arange(6), torch.zeros(6, dtype=torch.long), torch.arange(6))
     cache.past_key_values.update(states, states, 0)
-    stored_keys, _ = cache.storage(0, states[0])
+    stored_keys, _ = cache.storage(0, states[0], states[0])
     cache.compact(0, [0, 1, 2])
     cache.compact(0, [0, 1, 4, 3])
     assert stored_keys[0, :6, 0, 0].tolist() == [0, 1, 4, 3, 4, 5]
-    assert cache.storage(0, states[0])[0] is stored_keys
+    assert cache.storage(0, states[0], states[0])[0] is stored_keys
 
 
 def test_an_unused_cache_can_grow_and_compact() -> None:

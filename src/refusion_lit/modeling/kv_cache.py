@@ -104,19 +104,22 @@ class KVCache:
         return self.capacity if num_keys <= self.capacity else -(-num_keys // _CHUNK) * _CHUNK
 
     def storage(
-        self, layer: int, like: Float[Tensor, "token head dim"]
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> list[Float[Tensor, "row entry head dim"]]:  # fmt: skip
-        """Return the tensors that store a layer's keys and values, allocated for states ``like`` these at first use."""
+        """Return the tensors that store a layer's keys and values, allocated for states like these at first use.
+
+        Keys and values have storage of their own types: under autocast, rotary embeddings leave keys in float32.
+        """
         if not self._stored[layer]:
-            size = (self.num_rows, self.capacity, *like.shape[1:])
-            self._stored[layer] = [like.new_zeros(size), like.new_zeros(size)]
+            rows, entries = self.num_rows, self.capacity
+            self._stored[layer] = [like.new_zeros(rows, entries, *like.shape[1:]) for like in (keys, values)]
         return self._stored[layer]
 
     def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
         """Write a layer's keys and values as prepared and return the whole storage."""
-        stored_keys, stored_values = self.storage(layer, keys)
+        stored_keys, stored_values = self.storage(layer, keys, values)
         stored_keys.flatten(0, 1).index_copy_(0, self.prepared.write_index, keys)
         stored_values.flatten(0, 1).index_copy_(0, self.prepared.write_index, values)
         return stored_keys, stored_values

@@ -52,7 +52,7 @@ class StaticKVCache(KVCache):
 
     def all_storage(self, like: Float[Tensor, "token head dim"]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that store keys and values, one a layer, for a program that writes them itself."""
-        stored = [self.storage(layer, like) for layer in range(len(self._stored))]
+        stored = [self.storage(layer, like, like) for layer in range(len(self._stored))]
         return [keys for keys, _ in stored], [values for _, values in stored]
 
     def adopt(self, keys: list[Tensor], values: list[Tensor]) -> None:
