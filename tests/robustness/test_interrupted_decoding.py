@@ -14,7 +14,7 @@ import pytest
 
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.evaluation.loop import Answerer
+from refusion_lit.evaluation.loop import DecodingSetup
 from refusion_lit.evaluation.predictions import PredictionsFile
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
@@ -32,16 +32,16 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
 
     def patch() -> None:
-        decode, count = Answerer.decode, 0
+        decode, count = DecodingSetup.decode, 0
 
-        def interrupted(self: Answerer, decoder: Any, batch: Any) -> Any:
+        def interrupted(self: DecodingSetup, decoder: Any, prompts: Any) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
-            return decode(self, decoder, batch)
+            return decode(self, decoder, prompts)
 
-        Answerer.decode = interrupted
+        DecodingSetup.decode = interrupted
 
     return patch
 
@@ -92,9 +92,11 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     args = _args("predict", tmp_path, "v")
     assert finished(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
     assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
-    assert (
-        "expected the settings of the unfinished predictions.jsonl, got others for sampling" in capsys.readouterr().err
+    assert "predictions.jsonl was made for something else: sampling.max_new_tokens was 48, is 20." in (
+        capsys.readouterr().err
     )
+    assert main([*args, "--model.resume=true", "--data.task.seed=1"]) == 2
+    assert "prompts.digest was" in capsys.readouterr().err
     assert main([*args, "--model.resume=true"]) == 0
     ids = [line["id"] for line in _lines(tmp_path / "r" / "v" / "predictions.jsonl")]
     assert len(ids) == len(set(ids)) == NUM_PROMPTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from refusion_lit.data.collate import BatchDataset
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example, Prompt, PromptBatch
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,17 @@ class EvaluationLoaders(L.LightningDataModule):
         """Return a loader of the test split's prompts."""
         return self.test_dataloader()
 
-    def prompt_lengths(self) -> dict[str, int]:
-        """Return the number of tokens of each prompt of the test split, by its example's id."""
+    def test_prompts(self) -> list[EncodedPrompt]:
+        """Return the encoded prompts of the test split.
+
+        Raises:
+            ValueError: If two examples have the same id, which would make one of their results the other's.
+        """
         prompts = self._test_prompts()
-        return {(prompt := prompts[i]).example.id: len(prompt.prompt_ids) for i in range(len(prompts))}
+        encoded = [prompts[i] for i in range(len(prompts))]
+        (name, count), *_ = Counter(prompt.example.id for prompt in encoded).most_common(1) or [("", 1)]
+        require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
+        return encoded
 
     def sample_prompts(self, count: int) -> PromptBatch:
         """Return the first prompts of the validation split."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder, check_context, check_model
-from refusion_lit.evaluation.loop import Answerer, Evaluation, described
+from refusion_lit.evaluation.loop import DecodingSetup, Evaluation, described
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import gather
@@ -63,7 +63,7 @@ class EvaluationHooks(L.LightningModule):
         self.mismatches = {
             name: check_model(self.model, decoder, allow_mismatch=allow) for name, decoder in self.decoders.items()
         }
-        self._evaluation = self._start(self.decoders, "predictions_{}", counted=True)
+        self._evaluation = self._start(self.decoders, "predictions_{}.jsonl", counted=True)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
@@ -79,7 +79,7 @@ class EvaluationHooks(L.LightningModule):
         if self.trainer.is_global_zero:
             decoder_table(self.results, self.batch_size, marked={n for n, why in self.mismatches.items() if why})
             write_test_report(write_results(self._running.directory, self._summary(), seed=self.seed))
-        self._running.clear()
+        self._running.complete()
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -88,6 +88,7 @@ class EvaluationHooks(L.LightningModule):
             "batch_size": self.batch_size,
             "max_tokens_per_forward": self.decoding.max_tokens_per_forward,
             "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
+            "fingerprints": self._running.fingerprints,
             "results": self.results,
             "mismatches": self.mismatches,
         }
@@ -96,7 +97,7 @@ class EvaluationHooks(L.LightningModule):
         """Check the decoder and open the predictions file."""
         name, decoder = next(iter(self.decoders.items()))
         check_model(self.model, decoder, allow_mismatch=self.decoding.allow_mismatch)
-        self._evaluation = self._start({name: decoder}, "predictions", counted=False)
+        self._evaluation = self._start({name: decoder}, "predictions.jsonl", counted=False)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder; write and return its predictions."""
@@ -105,29 +106,32 @@ class EvaluationHooks(L.LightningModule):
     def on_predict_end(self) -> None:
         """Close the predictions file."""
         self._running.merge(self.trainer.strategy)
-        self._running.clear()
+        self._running.complete()
 
     @property
     def _running(self) -> Evaluation:
         assert self._evaluation is not None, "no test or prediction has been started"
         return self._evaluation
 
-    def _answerer(self) -> Answerer:
-        detokenize = self.text_model().detokenize
-        return Answerer(model=self.model, detokenize=detokenize, sampling=self.sampling, options=self.decoding)
+    def decoding_setup(self) -> DecodingSetup:
+        """Return what decodes prompts in test, prediction and logged samples."""
+        return DecodingSetup(model=self.text_model(), sampling=self.sampling, options=self.decoding)
 
     def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
         """Open the predictions files, if all prompts fit the model."""
         gather(self.model)
         data: Any = getattr(self.trainer, "datamodule", None)
-        check_context(self.model, data.prompt_lengths() if data else {}, self.sampling.max_new_tokens)
+        prompts = data.test_prompts() if data else []
+        contents = {prompt.example.id: (list(prompt.prompt_ids), prompt.example.response) for prompt in prompts}
+        lengths = {name: len(ids) for name, (ids, _) in contents.items()}
+        check_context(self.model, lengths, self.sampling.max_new_tokens)
         return Evaluation(
-            self._answerer(),
+            self.decoding_setup(),
             decoders,
             data.task,
+            contents,
             self.output_directory,  # on every process: asking for it waits for all of them
             file_name=file_name,
-            checkpoint=str(self.trainer.ckpt_path or self.backbone_config.source),
             counted_on=self.device if counted else None,
             rank=self.trainer.global_rank,
             num_ranks=self.trainer.world_size,

@@ -1,98 +1,113 @@
-"""Test and prediction: prompts are answered, answers written at once, scored and counted."""
+"""The loop of test and prediction: decode a batch, score it, write it, count it."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, cut_at_stop, decode
+from refusion_lit.api import TextModel
+from refusion_lit.decoding import Decoder, DecodingOutput
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.tasks.base import Task
-from refusion_lit.types import PromptBatch, SamplingParams
+from refusion_lit.types import Prompt, PromptBatch, SamplingParams
+from refusion_lit.utils.fingerprint import Fingerprint, prompts_fingerprint
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answerer:
-    """Answers batches of prompts with a model that may be in training.
+class DecodingSetup:
+    """What all decoders of a test or prediction share.
 
     Attributes:
         model: The model.
-        detokenize: Turns tokens into text without special tokens.
         sampling: How much to generate and how tokens are drawn.
         options: How decoders are run.
     """
 
-    model: Backbone
-    detokenize: Callable[[list[int]], str]
+    model: TextModel
     sampling: SamplingParams
     options: DecodingOptions
 
-    def decode(self, decoder: Decoder, batch: PromptBatch) -> DecodingOutput:
-        """Decode a batch; the model is in evaluation mode meanwhile."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".* does not fit this model")  # said once, at the start
-                return decode(
-                    self.model,
-                    decoder,
-                    batch.prompts,
-                    self.sampling,
-                    max_batch_size=self.options.max_batch_size,
-                    max_tokens_per_forward=self.options.max_tokens_per_forward,
-                    detokenize=self.detokenize,
-                    allow_mismatch=self.options.allow_mismatch,
-                )
-        finally:
-            self.model.train(training)
+    def decode(self, decoder: Decoder, prompts: list[Prompt]) -> DecodingOutput:
+        """Decode prompts; a mismatch was reported at the start."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* does not fit this model")
+            return self.model.decode(
+                prompts,
+                decoder,
+                self.sampling,
+                batch_size=self.options.max_batch_size,
+                max_tokens_per_forward=self.options.max_tokens_per_forward,
+                allow_mismatch=self.options.allow_mismatch,
+            )
 
-    def text(self, row: Generation) -> str:
-        """Return a response's text, cut before the first stop string."""
-        return cut_at_stop(self.detokenize(row.token_ids), self.sampling.stop)
+    def fingerprint(self, decoder: Decoder, prompts: Iterable[tuple[str, object]]) -> Fingerprint:
+        """Return what a decoder's predictions depend on.
+
+        Args:
+            decoder: The decoder.
+            prompts: Id and content of each prompt.
+        """
+        return {
+            "prompts": prompts_fingerprint(prompts),
+            "decoder": described(decoder),
+            "sampling": asdict(self.sampling),
+            "weights": weights_digest(self.model.backbone),
+            "record_forwards": self.options.record_forwards,
+        }
 
 
 class DecoderRun:
     """One decoder's part of a test or prediction.
 
     Args:
-        answerer: Answers prompts.
+        setup: Decodes prompts.
         decoder: The decoder.
         task: Scores responses.
-        file: Takes the predictions, and knows those that an interrupted run has made.
-        metrics: Counts, going on from where the interrupted run was; ``None`` in a prediction.
+        file: Takes the predictions, and knows those of an interrupted run.
+        metrics: Counts, restored to what the interrupted run had counted; ``None`` in a prediction.
     """
 
     def __init__(
         self,
-        answerer: Answerer,
+        setup: DecodingSetup,
         decoder: Decoder,
         task: Task,
         file: PredictionsFile,
         metrics: DecodingMetrics | None = None,
     ) -> None:
         self.file, self.metrics = file, metrics
-        self._answerer, self._decoder, self._task = answerer, decoder, task
+        self._setup, self._decoder, self._task = setup, decoder, task
         if metrics is not None:
             metrics.restore(file.state or {})
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
-        """Answer a batch's prompts that are not done yet, write their predictions and return them."""
-        batch = _without(batch, self.file.done)
-        if not batch.prompts:
+        """Decode a batch's prompts that are not done yet; write their predictions and return them."""
+        pairs = zip(batch.prompts, batch.examples, strict=True)
+        missing = [(prompt, example) for prompt, example in pairs if prompt.id not in self.file.done]
+        if not missing:
             return []
-        output = self._answerer.decode(self._decoder, batch)
-        lines = self._predictions(batch, output)
+        output = self._setup.decode(self._decoder, [prompt for prompt, _ in missing])
+        lines = [
+            prediction(
+                row,
+                prompt=example.query,
+                reference=example.response,
+                score=self._task.score(example, row.text),
+                record_forwards=self._setup.options.record_forwards,
+            )
+            for (_, example), row in zip(missing, output.rows, strict=True)
+        ]
         if self.metrics is None:
             self.file.write(lines)
         else:
@@ -100,73 +115,54 @@ class DecoderRun:
             self.file.write(lines, self.metrics.snapshot())
         return lines
 
-    def _predictions(self, batch: PromptBatch, output: DecodingOutput) -> list[dict[str, Any]]:
-        lines = []
-        for example, row in zip(batch.examples, output.rows, strict=True):
-            text = self._answerer.text(row)
-            lines.append(
-                prediction(
-                    row,
-                    prompt=example.query,
-                    response=text,
-                    reference=example.response,
-                    score=self._task.score(example, text),
-                    record_forwards=self._answerer.options.record_forwards,
-                )
-            )
-        return lines
-
 
 class Evaluation:
-    """A test or prediction of one or several decoders, which goes on where an interrupted one was.
+    """A test or prediction of one or several decoders, which can resume an interrupted one.
 
     Args:
-        answerer: Answers prompts.
+        setup: Decodes prompts.
         decoders: The decoders by name.
         task: Scores responses.
+        prompts: Id and content of each prompt of the test set.
         directory: The run's directory.
-        file_name: Name of a decoder's predictions file, without ending, with ``{}`` for the decoder's name.
-        checkpoint: What the weights came from; like sampling and decoder, it cannot change where a run goes on.
-        counted_on: Count figures with states on this device; ``None`` for no figures.
+        file_name: Name of a decoder's predictions file, with ``{}`` for the decoder's name.
+        counted_on: Device of the figures' states; ``None``: no figures.
         rank: This process's number.
         num_ranks: Number of processes.
-        resume: Go on behind the predictions that are there.
+        resume: Keep the predictions that are there.
 
     Raises:
-        ValueError: If there is nothing to resume, or something else than asked for.
+        ValueError: If there is nothing to resume, or something else, or two prompts have one id.
     """
 
     def __init__(
         self,
-        answerer: Answerer,
+        setup: DecodingSetup,
         decoders: Mapping[str, Decoder],
         task: Task,
+        prompts: Mapping[str, object],
         directory: Path,
         *,
         file_name: str,
-        checkpoint: str,
         counted_on: torch.device | None,
         rank: int,
         num_ranks: int,
         resume: bool,
     ) -> None:
         self.directory = directory
-        self._runs: dict[str, DecoderRun] = {}
-        shared = {
-            "checkpoint": checkpoint,
-            "sampling": asdict(answerer.sampling),
-            "record_forwards": answerer.options.record_forwards,
+        self.fingerprints = {
+            name: {**setup.fingerprint(decoder, prompts.items()), "task": _settings(task)}
+            for name, decoder in decoders.items()
         }
+        self._runs: dict[str, DecoderRun] = {}
         for name, decoder in decoders.items():
-            settings = {**shared, "decoder": described(decoder)}
-            file = PredictionsFile(
-                directory, file_name.format(name), settings, rank=rank, num_ranks=num_ranks, resume=resume
-            )
+            path, share = directory / file_name.format(name), {"rank": rank, "num_ranks": num_ranks}
+            file = PredictionsFile(path, self.fingerprints[name], **share, resume=resume, overwrite=True)
             metrics = None if counted_on is None else DecodingMetrics().to(counted_on)
-            self._runs[name] = DecoderRun(answerer, decoder, task, file, metrics)
+            self._runs[name] = DecoderRun(setup, decoder, task, file, metrics)
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
-        """Answer a batch of prompts with every decoder; return the new predictions."""
+        """Decode a batch of prompts with every decoder; return the new predictions."""
         return [line for run in self._runs.values() for line in run.step(batch)]
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -177,20 +173,27 @@ class Evaluation:
         """Close the files and join the shares of all processes, which must call this together."""
         for run in self._runs.values():
             run.file.close()
-        strategy.barrier("predictions")
+        strategy.barrier("predictions written")
         if strategy.is_global_zero:
             for run in self._runs.values():
                 run.file.merge()
+        strategy.barrier("predictions merged")
 
-    def clear(self) -> None:
-        """Delete the record of progress, when everything is written."""
+    def complete(self) -> None:
+        """Record that all predictions are complete."""
         for run in self._runs.values():
-            run.file.clear()
+            run.file.complete()
 
 
-def described(decoder: Decoder) -> Mapping[str, Any]:
-    """Return a decoder's class and options."""
-    return {"class": type(decoder).__name__, **asdict(decoder)}  # type: ignore[call-overload] - a dataclass
+def described(part: object) -> dict[str, Any]:
+    """Return the class of a decoder or task and its options."""
+    options = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
+    return {"class": type(part).__name__, **options}
+
+
+def _settings(task: Task) -> dict[str, Any]:
+    """Return a task's class and those of its options that are numbers; its examples are fingerprinted themselves."""
+    return {name: value for name, value in described(task).items() if name == "class" or isinstance(value, int | float)}
 
 
 def check_decoder_name(name: str) -> None:
@@ -199,11 +202,5 @@ def check_decoder_name(name: str) -> None:
     Raises:
         ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
     """
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ValueError(f"decoders: expected names of letters, digits, _ and -, got {name!r}; rename it.")
-
-
-def _without(batch: PromptBatch, done: Set[str]) -> PromptBatch:
-    """Return a batch without the prompts that are done."""
-    kept = [i for i, prompt in enumerate(batch.prompts) if prompt.id not in done]
-    return PromptBatch(prompts=[batch.prompts[i] for i in kept], examples=[batch.examples[i] for i in kept])
+    fits = re.fullmatch(r"[\w-]+", name) is not None
+    require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")

@@ -1,4 +1,8 @@
-"""The predictions file: one JSON object a line, an interface that others build on."""
+"""The predictions file: one JSON object a line, an interface for other programs.
+
+Beside ``NAME.jsonl`` lies ``NAME.meta.json`` with the predictions' fingerprint and, until they are complete, the
+progress to resume from.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from refusion_lit.decoding import Generation
-from refusion_lit.utils.files import atomic_writer, write_atomically, write_json_atomically
+from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
+from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint
+from refusion_lit.utils.locks import try_lock
 
 KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
         "forward_shapes", "seconds")  # fmt: skip
@@ -20,9 +26,9 @@ def prediction(
     row: Generation,
     *,
     prompt: str,
-    response: str,
-    reference: str | None,
-    score: float | None,
+    response: str | None = None,
+    reference: str | None = None,
+    score: float | None = None,
     record_forwards: bool,
 ) -> dict[str, Any]:
     """Return one prediction with exactly the documented keys.
@@ -30,7 +36,7 @@ def prediction(
     Args:
         row: What the engine returned.
         prompt: The query as it was given.
-        response: The text of the response.
+        response: The response's text; the generation's own by default.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
         record_forwards: Whether to add ``forward_shapes``, pairs of rows and length of each forward.
@@ -38,7 +44,7 @@ def prediction(
     values: dict[str, Any] = {
         "id": row.id,
         "prompt": prompt,
-        "response": response,
+        "response": row.text if response is None else response,
         "response_ids": row.token_ids,
         "reference": reference,
         "score": score,
@@ -51,21 +57,36 @@ def prediction(
     return {key: values[key] for key in KEYS if key in values}
 
 
+def as_line(values: Mapping[str, Any]) -> str:
+    """Return a prediction as one line of text."""
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def meta_path(predictions: Path) -> Path:
+    """Return where a predictions file's fingerprint lies."""
+    return predictions.with_suffix(".meta.json")
+
+
+def read_fingerprint(predictions: Path) -> Fingerprint | None:
+    """Return a predictions file's fingerprint; ``None`` if it has none."""
+    meta = read_json(meta_path(predictions))
+    fingerprint = meta.get("fingerprint") if isinstance(meta, dict) else None
+    return fingerprint if isinstance(fingerprint, dict) else None
+
+
 def write_line(file: TextIO, values: dict[str, Any]) -> None:
-    """Write one prediction and flush, so that an interrupted run loses nothing."""
-    file.write(json.dumps(values, ensure_ascii=False) + "\n")
+    """Write one prediction and flush."""
+    file.write(as_line(values))
     file.flush()
 
 
 def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write a whole predictions file."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        for values in lines:
-            write_line(file, values)
+    write_atomically(path, "".join(map(as_line, lines)))
 
 
 def finished_ids(path: str | Path) -> set[str]:
-    """Return the ids in a predictions file, if it is there, and cut off a last line that was not finished.
+    """Return the ids in a predictions file, if it is there, and cut off a torn last line.
 
     Raises:
         ValueError: If it is no predictions file.
@@ -77,59 +98,67 @@ def finished_ids(path: str | Path) -> set[str]:
     try:
         ids = {str(json.loads(line)["id"]) for line in whole.split(b"\n") if line}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"output: expected a predictions file to go on with, got {path}; choose another one."
-        ) from error
+        raise ValueError(f"output: expected a predictions file to resume, got {path}; choose another one.") from error
     if torn:
         os.truncate(file, file.stat().st_size - len(torn))
     return ids
 
 
 class PredictionsFile:
-    """One process's share of a predictions file, which remembers after every batch what an interrupted run has done.
-
-    Beside it lies a hidden file with the number of lines that are done and what else the caller wants to find again.
+    """One process's share of a predictions file, which knows after every batch what an interrupted run has done.
 
     Args:
-        directory: Where the file is written.
-        name: Its name, without the ending.
-        settings: What its predictions depend on, as JSON values; a run can only be taken up under the same.
+        path: The whole file, ``NAME.jsonl``.
+        fingerprint: What its predictions depend on; a run is resumed only under the same.
         rank: This process's number.
-        num_ranks: Number of processes.
-        resume: Go on behind the predictions that are there.
+        num_ranks: Number of processes; each writes ``NAME_rankN.jsonl`` until :meth:`merge`.
+        resume: Keep the predictions that are there and add the missing ones.
+        overwrite: Overwrite a file that this class did not write.
 
     Attributes:
-        done: Ids of the prompts that need no decoding any more.
+        path: This process's file.
+        done: Ids of the prompts that are predicted.
         state: What was last given to :meth:`write`; ``None`` at the start.
 
     Raises:
-        ValueError: If there is nothing to resume, or something else than asked for.
+        ValueError: If another process writes the file, if it is not ours, or if there is nothing to resume, or the file
+            was made for something else.
     """
 
     def __init__(
         self,
-        directory: Path,
-        name: str,
-        settings: Mapping[str, Any],
+        path: Path,
+        fingerprint: Fingerprint,
         *,
         rank: int = 0,
         num_ranks: int = 1,
         resume: bool = False,
+        overwrite: bool = False,
     ) -> None:
-        self._whole = directory / f"{name}.jsonl"
-        self._parts = [directory / f"{name}_rank{i}.jsonl" for i in range(num_ranks)] if num_ranks > 1 else []
-        self.path = self._parts[rank] if self._parts else self._whole
-        self._progress = self.path.with_name(f".{self.path.stem}.progress.json")
-        self._settings = json.loads(json.dumps({**settings, "num_processes": num_ranks}))
+        self._whole = path
+        parts = [path.with_name(f"{path.stem}_rank{i}{path.suffix}") for i in range(num_ranks)]
+        self._parts = parts if num_ranks > 1 else []
+        self.path = self._parts[rank] if self._parts else path
+        self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
         self.state: Any = None
         self.done: set[str] = set()
         self._num_lines = 0
-        if resume:
-            self._take_up()
-        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        try:
+            if resume:
+                self._resume()
+            elif path.exists() and not overwrite and read_fingerprint(path) is None:
+                raise ValueError(
+                    f"output: {path} exists, and no run of refusion-lit wrote it as predictions; choose another file, "
+                    "or allow it to be overwritten."
+                )
+        except BaseException:
+            self._unlock()
+            raise
         self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
+        self._write_meta()
 
-    def write(self, lines: Iterable[dict[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
+    def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
         """Write a batch's predictions, then that they are done.
 
         Raises:
@@ -137,25 +166,26 @@ class PredictionsFile:
         """
         try:
             for values in lines:
-                write_line(self._file, values)
+                self._file.write(as_line(values))
                 self.done.add(str(values["id"]))
                 self._num_lines += 1
-            os.fsync(self._file.fileno())  # the progress must not reach the disk before the lines that it counts
+            self._file.flush()
+            os.fsync(self._file.fileno())  # the meta file must not reach the disk before the lines that it counts
             self.state = state
-            progress = {"settings": self._settings, "num_lines": self._num_lines, "state": state}
-            write_json_atomically(self._progress, progress)
+            self._write_meta()
         except OSError as error:
             raise ValueError(
-                f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then go on with "
-                "--model.resume true and the run's --run_version; the batches before this one are kept."
+                f"predictions: {self.path} cannot be written ({error.strerror}). Make room, then resume; the batches "
+                "before this one are kept."
             ) from error
 
     def close(self) -> None:
         """Close the file; what is done stays known."""
         self._file.close()
+        self._unlock()
 
     def merge(self) -> None:
-        """Join the shares of all processes in order, when all are done; for one process to call."""
+        """Join the shares of all processes in order, once all are done; for one process to call."""
         missing = [part.name for part in self._parts if not part.is_file()]
         if not self._parts or missing:  # machines without a common directory keep their shares
             return
@@ -165,36 +195,56 @@ class PredictionsFile:
                     shutil.copyfileobj(source, file)
         for part in self._parts:
             part.unlink()
+            meta_path(part).unlink(missing_ok=True)
+        write_json_atomically(meta_path(self._whole), {"fingerprint": self._fingerprint})
 
-    def clear(self) -> None:
-        """Delete the record of progress, when the run is complete."""
-        self._progress.unlink(missing_ok=True)
+    def complete(self) -> None:
+        """Record that this process's file, unless merged into the whole one, is complete."""
+        if self.path.is_file():
+            write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint})
 
-    def _take_up(self) -> None:
-        if not (self._progress.is_file() and self.path.is_file()):
-            if self._whole.is_file():
-                raise ValueError(
-                    f"resume: expected an unfinished run in {self._whole.parent}, got a finished {self._whole.name}; "
-                    "there is nothing left to do. Without resume it is made anew."
-                )
-            return
+    def _write_meta(self) -> None:
+        progress = {"num_lines": self._num_lines, "state": self.state}
+        write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
+
+    def _locked(self) -> IO[bytes]:
+        """Keep other processes from writing the same file."""
         try:
-            progress = json.loads(self._progress.read_bytes())
-            settings, self.state, num_lines = dict(progress["settings"]), progress["state"], int(progress["num_lines"])
-            lines = self.path.read_bytes().split(b"\n")[: max(num_lines, 0)]  # leaves out a torn last line
+            lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
+        except OSError as error:
+            raise ValueError(
+                f"output: expected a file in a directory that can be written, got {self.path} ({error.strerror}); "
+                "choose another one."
+            ) from error
+        if lock is None:
+            raise ValueError(f"output: another process is writing {self.path}; wait for it, or choose another file.")
+        return lock
+
+    def _unlock(self) -> None:
+        Path(self._lock.name).unlink(missing_ok=True)  # first, so that nobody locks a file that is being removed
+        self._lock.close()
+
+    def _resume(self) -> None:
+        """Take over the lines that are done."""
+        if not self.path.is_file():
+            if self._whole.is_file():
+                raise ValueError(f"resume: {self._whole} is complete; there is nothing left to do.")
+            return
+        meta = read_json(meta_path(self.path))
+        try:
+            fingerprint, progress = dict(meta["fingerprint"]), meta.get("progress")
+            lines = self.path.read_bytes().split(b"\n")
+            lines = lines[: max(int(progress["num_lines"]), 0)] if progress else lines[:-1]  # without a torn last line
+            self.state = progress["state"] if progress else None
             self.done = {str(json.loads(line)["id"]) for line in lines}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"resume: expected an unfinished run's predictions in {self.path} and its progress beside it, got "
-                "something else; start anew without resume."
+                f"resume: expected the predictions of an interrupted run in {self.path}, and their fingerprint beside "
+                "it, got something else; start again without resume, or choose another file."
             ) from error
-        if settings != self._settings:
-            differing = sorted(
-                key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key)
-            )
-            raise ValueError(
-                f"resume: expected the settings of the unfinished {self.path.name}, got others for "
-                f"{', '.join(differing)}; set them as they were, or start anew without resume."
-            )
+        fix = "Give the options that it was made with, or start again without resume"
+        check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
+        if progress is None and fingerprint.get("prompts") == self._fingerprint.get("prompts"):
+            raise ValueError(f"resume: {self.path} is complete; there is nothing left to do.")
         self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

@@ -1,16 +1,15 @@
-"""Files of a sweep: their names, log tails, and locks that are released when their holders exit."""
+"""Files of a sweep: their names, log tails, and processes that outlive it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from refusion_lit.utils.files import read_json
+from refusion_lit.utils.locks import try_lock
 
 OUTCOME, POINT, LOG, LOCK, PROCESS = "outcome.json", "point.json", "log.txt", "lock", "process.json"
 
@@ -21,24 +20,6 @@ def tail(path: Path, num_characters: int = 2000) -> str:
         return path.read_text(encoding="utf-8", errors="replace")[-num_characters:].strip()
     except FileNotFoundError:
         return ""
-
-
-def try_lock(path: Path) -> IO[bytes] | None:
-    """Lock a file without waiting.
-
-    The lock is held while the returned file is open in this process or in a child process that inherited it.
-
-    Returns:
-        The open file, or ``None`` if another process holds the lock.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
 
 
 def kill_orphans(folder: Path, *, timeout: float = 10.0) -> None:

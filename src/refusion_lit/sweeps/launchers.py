@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from refusion_lit.sweeps.files import LOCK, PROCESS, try_lock
+from refusion_lit.sweeps.files import LOCK, PROCESS
 from refusion_lit.utils.files import write_json_atomically
+from refusion_lit.utils.locks import try_lock
 from refusion_lit.utils.require import require_at_least
 
 _POLL_SECONDS = 0.1

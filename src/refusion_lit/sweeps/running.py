@@ -13,12 +13,13 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from refusion_lit.sweeps.files import LOCK, LOG, OUTCOME, POINT, kill_orphans, tail, try_lock
+from refusion_lit.sweeps.files import LOCK, LOG, OUTCOME, POINT, kill_orphans, tail
 from refusion_lit.sweeps.points import Point, Resolve, plan
 from refusion_lit.sweeps.progress import SweepProgress
 from refusion_lit.sweeps.spec import Sweep
 from refusion_lit.sweeps.table import Row, collect_rows, write_table
 from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
+from refusion_lit.utils.locks import try_lock
 
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 

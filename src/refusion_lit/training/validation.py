@@ -67,8 +67,7 @@ class ValidationHooks(EvaluationHooks):
         if module is None or not writers or not num_samples or decoder.requirements().mismatches(self.model.traits):
             return
         batch: PromptBatch = module.sample_prompts(num_samples)
-        answerer = self._answerer()
-        responses = [answerer.text(row) for row in answerer.decode(decoder, batch).rows]
+        responses = [row.text for row in self.decoding_setup().decode(decoder, batch.prompts).rows]
         for writer in writers:
             writer.add_text("samples", samples_as_text(batch, responses), self.global_step)
 

@@ -1,0 +1,34 @@
+"""A digest of a model's weights, to tell models apart."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+_NUM_SAMPLES = 64
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str | None:
+    """Return 16 hexadecimal digits that differ for different weights.
+
+    Hashes names and shapes of all parameters and a sample of 64 values from each, rounded to bfloat16, so that loading
+    in float32 or bfloat16 gives the same digest and large models take a moment only.
+
+    Args:
+        model: A model; tied weights count once.
+
+    Returns:
+        The digest; ``None`` if this process does not hold all weights.
+    """
+    state = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        if type(weight.data) is not torch.Tensor:  # sharded
+            return None
+        flat = weight.detach().flatten()
+        index = torch.linspace(0, len(flat) - 1, min(len(flat), _NUM_SAMPLES), device=flat.device).long()
+        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
+    return state.hexdigest()[:16]

@@ -1,0 +1,25 @@
+"""Locks between processes: held while a file is open, released when the holder exits, however it does."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+
+def try_lock(path: Path) -> IO[bytes] | None:
+    """Lock a file without waiting.
+
+    The lock is held while the returned file is open in this process or in a child process that inherited it.
+
+    Returns:
+        The open file, or ``None`` if another process holds the lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from fakes import tiny_backbone
+from refusion_lit.modeling.weights import weights_digest
+
+
+def test_other_weights_and_other_shapes_have_other_digests() -> None:
+    model = tiny_backbone()
+    found = {weights_digest(model)}
+    for number, parameter in enumerate(model.parameters()):
+        other = copy.deepcopy(model)
+        changed = list(other.parameters())[number]
+        with torch.no_grad():
+            changed.view(-1)[0 if number % 2 else -1] += 1.0
+        assert parameter.shape == changed.shape
+        found.add(weights_digest(other))
+    assert len(found) == 1 + len(list(model.parameters()))
+    assert None not in found
+    narrow, wide = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        wide.weight.copy_(narrow.weight.view(2, 3))
+        wide.bias.zero_()
+        narrow.bias.zero_()
+    assert weights_digest(narrow) != weights_digest(wide)
+
+
+def test_the_type_that_weights_are_loaded_in_changes_no_digest() -> None:
+    model = torch.nn.Linear(40, 30)
+    assert weights_digest(copy.deepcopy(model).bfloat16()) == weights_digest(model) == weights_digest(model.double())
