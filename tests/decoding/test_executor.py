@@ -305,8 +305,8 @@ def test_rows_that_draw_differently_share_a_call() -> None:
 def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str, Any], same: bool) -> None:
     def tokens(prompt_id: str = "p", first: int = 0, shift: int = 0, **options: Any) -> list[int]:
         values = {"sampling": SamplingParams(temperature=3.0, seed=1), "round": 3, **options}
-        branch = Branch(tokens=[3] * 12, positions=range(first, first + 12), draft_at=range(12))
-        forward = Forward(phase="", branches=(branch,), draw=Draw(shift=shift, **values), cached=False)
+        branch = Branch(tokens=[3] * 12, positions=range(first, first + 12), draft_at=range(12), shift=shift)
+        forward = Forward(phase="", branches=(branch,), draw=Draw(**values), cached=False)
         return Serving(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).serve([(0, prompt_id, forward)])[0][0].tokens
 
     assert (tokens(**change) == tokens()) == same

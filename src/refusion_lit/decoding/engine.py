@@ -253,7 +253,7 @@ def _record(row: _InFlight, request: Request, readings: list[Reading], committed
     branches = row.forward.branches
     offsets = request.draft_at if isinstance(request, MoreDrafts) else [branch.draft_at for branch in branches]
     for branch, at, reading in zip(branches, offsets, readings, strict=True):
-        entry.positions += [branch.positions[offset] + request.draw.shift for offset in at]
+        entry.positions += [branch.positions[offset] + branch.shift for offset in at]
         entry.tokens += reading.tokens
         entry.probabilities += reading.probabilities
         entry.scores += reading.scores

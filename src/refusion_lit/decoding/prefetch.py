@@ -41,7 +41,7 @@ class Prefetch:
     def of(cls, branch: Branch, draw: Draw, prompt_id: str, start: int, *, tokens: dict[int, int]) -> Prefetch:
         """Return what a branch that starts at hidden state ``start`` prefetches."""
         groups = branch.prefetch_at
-        keys = [noise_keys(branch.positions, group, draw, prompt_id) or [0] * len(group) for group in groups]
+        keys = [noise_keys(branch, group, draw, prompt_id) or [0] * len(group) for group in groups]
         return cls(start, groups, keys, branch.num_prefetch if branch.draft_at else len(groups), tokens)
 
 

@@ -63,7 +63,7 @@ class Read:
             start: Index of the branch's first hidden state.
             length: Hidden states a row; the unconditional branch is the row after the conditional one.
         """
-        keys, index = noise_keys(branch.positions, offsets, draw, prompt_id), [start + offset for offset in offsets]
+        keys, index = noise_keys(branch, offsets, draw, prompt_id), [start + offset for offset in offsets]
         return cls(Reading(), draw, index, noise_keys=keys, guide=0 if draw.guidance is None else length)
 
 

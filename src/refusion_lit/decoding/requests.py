@@ -27,6 +27,8 @@ class Branch:
         visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
             the same forward may write entries in them: that is how a branch sees part of another one.
         write_at: Cache index of the first token's keys and values; the other tokens follow.
+        shift: Predicted position minus the position whose logits are read: 0 where masks predict themselves, 1 where
+            tokens predict the next one.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
         score_at: Pairs of an offset and a token id; asks for the token's probability under the logits at the offset.
         prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may ask for: one group for each ``draft_at``,
@@ -40,6 +42,7 @@ class Branch:
     order: Sequence[int] | None = None
     visible: tuple[tuple[int, int], ...] = ()
     write_at: int = 0
+    shift: int = 0
     draft_at: Sequence[int] = ()
     score_at: Sequence[tuple[int, int]] = ()
     prefetch_at: Sequence[Sequence[int]] = ()
@@ -53,7 +56,6 @@ class Draw:
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
         round: Number of the draw within its prompt; keys the noise together with the position.
-        shift: Predicted position minus the position whose logits are read: 0, or 1 for shifted predictions.
         forbidden: Ids that are never drawn, besides those that no decoder draws.
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
@@ -66,7 +68,6 @@ class Draw:
 
     sampling: SamplingParams
     round: int = 0
-    shift: int = 0
     forbidden: tuple[int, ...] = ()
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.decoding.requests import Draw
+from refusion_lit.decoding.requests import Branch, Draw
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
 
@@ -60,19 +60,19 @@ def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " posit
     return index.gather(-1, logits.gather(-1, index).argmax(-1, keepdim=True))[:, 0]
 
 
-def noise_keys(positions: Sequence[int], offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
+def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
     """Return the key of each draw's noise: a function of seed, prompt, round and predicted position alone.
 
     Args:
-        positions: Position in the text of each token of a branch.
-        offsets: Offsets into the branch whose logits are drawn from.
+        branch: The branch that is read.
+        offsets: Offsets into it whose logits are drawn from.
         draw: How they are drawn; greedy draws have no noise and get no keys.
         prompt_id: Id of the prompt.
     """
     if draw.sampling.temperature == 0:
         return []
     parts = ("draw", draw.sampling.seed, prompt_id, draw.round)
-    return [stable_key(*parts, positions[offset] + draw.shift) for offset in offsets]
+    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in offsets]
 
 
 def draw_tokens(

@@ -36,9 +36,10 @@ class Autoregressive(Decoder):
             positions=range(num_cached, end),
             visible=((0, num_cached),),
             write_at=num_cached,
+            shift=1,
             draft_at=(len(tokens) - 1,),
         )
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, shift=1, with_probability=False)
+        draw = Draw(sampling=state.sampling, with_probability=False)
         readings = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
         token = readings[0].tokens[0]
         state.commit([place], [token])

@@ -18,7 +18,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
         token_threshold: Proposals above it are accepted.
         round_number: Number of the first draw, for its noise key (draws are greedy).
     """
-    draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, shift=1, with_probability=False)
+    draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
     is_first = True
     while not infill.is_done:
         cached = infill.num_cached
@@ -27,7 +27,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
             untested = range(0) if slot.is_complete else range(slot.num_accepted, infill.slot_size)
             offsets = [offset - cached - 1 for offset in untested]
             scores = [(offset, slot.tokens[cached + 1 + offset]) for offset in offsets]
-            branches.append(infill.branch(slot, slot.tokens[cached:], draft_at=offsets, score_at=scores))
+            branches.append(infill.branch(slot, slot.tokens[cached:], draft_at=offsets, score_at=scores, shift=1))
         readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
         for slot, reading in zip(infill.slots, readings, strict=True):
             if slot.is_complete:

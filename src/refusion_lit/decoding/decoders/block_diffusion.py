@@ -167,7 +167,7 @@ class BlockDiffusion(Decoder):
         branch = self._branch(
             state, block_start + self.block_size, draft_at=[position - shift - start for position in drawn]
         )
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, shift=shift)
+        draw = Draw(sampling=state.sampling, round=state.num_forwards)
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.context_length = block_start
         reading = readings[0]
@@ -178,7 +178,7 @@ class BlockDiffusion(Decoder):
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
         last = block_start - 1 - state.context_length
         branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
-        draw = Draw(sampling=state.sampling.greedy(), shift=1, with_probability=False)
+        draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
         readings = yield Forward(phase="store", branches=(branch,), draw=draw)
         state.context_length = block_start
         if predicts:
@@ -193,5 +193,6 @@ class BlockDiffusion(Decoder):
             order=[position // self.block_size for position in range(start, stop)],
             visible=((0, start),),
             write_at=start,
+            shift=int(self.shifted),
             draft_at=draft_at,
         )

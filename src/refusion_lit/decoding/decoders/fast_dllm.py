@@ -114,7 +114,7 @@ class FastDLLM(Decoder):
         readings = yield Forward(
             phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
             branches=(self._branch(state, places, stop),),
-            draw=Draw(sampling=state.sampling, round=state.num_forwards, shift=int(self.shifted)),
+            draw=Draw(sampling=state.sampling, round=state.num_forwards),
             cached=self.cache != "none",
         )
         reading = readings[0]
@@ -129,7 +129,7 @@ class FastDLLM(Decoder):
     def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
         """Return what this round computes: the whole canvas, the block and the rest, or only the block."""
         read = [state.prompt_length + place - self.shifted for place in places]
-        whole = canvas_branch(state, read)
+        whole = canvas_branch(state, read, shift=int(self.shifted))
         if self.cache == "none" or state.round_in_block == 0:
             return whole
         length = len(whole.tokens)
@@ -142,6 +142,7 @@ class FastDLLM(Decoder):
             order=[0] * (last - first),
             visible=visible,
             write_at=first,
+            shift=int(self.shifted),
             draft_at=[position - first for position in read],
         )
 

@@ -124,7 +124,7 @@ class LLaDA(Decoder):
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length
-        branch = canvas_branch(state, [start + place - self.shifted for place in places])
+        branch = canvas_branch(state, [start + place - self.shifted for place in places], shift=int(self.shifted))
         if self.guidance_scale == 0:
             return (branch,)
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
@@ -136,7 +136,6 @@ class LLaDA(Decoder):
         return Draw(
             sampling=state.sampling,
             round=state.schedule_step,
-            shift=int(self.shifted),
             forbidden=eos if self.forbid_eos else (),
             guidance=self.guidance_scale or None,
             confidence_forbidden=eos if self.eos_confidence_zero or self.forbid_eos else (),
@@ -173,17 +172,18 @@ class LLaDA(Decoder):
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
 
 
-def canvas_branch(state: RowState, draft_at: Sequence[int]) -> Branch:
+def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int) -> Branch:
     """Return the branch that feeds prompt and canvas with bidirectional attention.
 
     Args:
         state: Its masked places are fed as mask tokens.
         draft_at: Positions whose logits are read.
+        shift: 1 if they predict the next position, else 0.
     """
     mask = state.mask_token_id
     canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
     tokens = [*state.prompt.token_ids, *canvas]
-    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at)
+    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:

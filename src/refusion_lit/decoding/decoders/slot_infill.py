@@ -87,6 +87,7 @@ class SlotInfill:
         tokens: Sequence[int],
         draft_at: Sequence[int] = (),
         score_at: Sequence[tuple[int, int]] = (),
+        shift: int = 0,
     ) -> Branch:
         """Return the branch that feeds a slot's tokens after those that are cached."""
         first, cached = self.cache_index(slot), self.cached(slot)
@@ -95,6 +96,7 @@ class SlotInfill:
             positions=range(slot.start + cached, slot.start + cached + len(tokens)),
             visible=((0, self.context_length), (first, first + cached)),
             write_at=first + cached,
+            shift=shift,
             draft_at=draft_at,
             score_at=score_at,
         )
