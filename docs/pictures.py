@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation; run it from anywhere after a change: python docs/pictures.py."""
+"""Draws the pictures of the documentation: python docs/pictures.py."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start") 
 
 
 def cell(x: float, y: float, label: str, kind: str) -> str:
-    """Return one token: its text, and its place in the answer below it."""
-    name, _, place = label.partition("@")
+    """Return one token: its text, and below it its position."""
+    name, _, position = label.partition("@")
     dashes = ' stroke-dasharray="3 2"' if kind == "mask" else ""
     box = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{COLOURS[kind]}" stroke="#555"{dashes}/>'
     middle = x + CELL / 2
-    return box + text(middle, y + 16, name, 13, "middle") + text(middle, y + 29, place, 9, "middle")
+    return box + text(middle, y + 16, name, 13, "middle") + text(middle, y + 29, position, 9, "middle")
 
 
 def row(y: float, caption: str, groups: list[tuple[str, list[str]]]) -> str:
-    """Return a caption and groups of tokens from left to right in sequence order."""
+    """Return a caption and groups of tokens, from left to right in sequence order."""
     parts, x = [text(8, y + 21, caption)], 250.0
     for kind, labels in groups:
         for label in labels:
@@ -35,7 +35,7 @@ def row(y: float, caption: str, groups: list[tuple[str, list[str]]]) -> str:
 
 
 def picture(name: str, width: int, height: int, title: str, parts: list[str]) -> None:
-    """Write one file."""
+    """Write a picture to its file."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}" '
         f'font-family="system-ui, sans-serif"><rect width="{width}" height="{height}" fill="#fbfbfb"/>'
@@ -44,39 +44,41 @@ def picture(name: str, width: int, height: int, title: str, parts: list[str]) ->
 
 
 def decoding() -> None:
-    """One round of ReFusion with three slots of three tokens."""
+    """Draw one round of ReFusion with three slots of three tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 12)]
     parts = [
-        row(10, "1  plan: draft every slot", [prompt, *[("mask", masks[i : i + 3]) for i in (0, 3, 6)]]),
-        row(62, "2  take slots 1 and 3, verify", [prompt, ("draft", ["a@3", "b@4", "c@5"]),
+        row(10, "1  plan: draft all slots", [prompt, *[("mask", masks[i : i + 3]) for i in (0, 3, 6)]]),
+        row(62, "2  verify slots 1 and 3", [prompt, ("draft", ["a@3", "b@4", "c@5"]),
                                                  ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"])]),
-        row(114, "3  slot 1 stays, slot 3 goes back", [prompt, ("known", ["a@3", "b@4", "c@5"])]),
-        row(166, "4  next plan: two slots remain", [prompt, ("known", ["a@3", "b@4", "c@5"]),
+        row(114, "3  accept slot 1, reject slot 3", [prompt, ("known", ["a@3", "b@4", "c@5"])]),
+        row(166, "4  plan the two slots that remain", [prompt, ("known", ["a@3", "b@4", "c@5"]),
                                                     ("mask", masks[3:6]), ("mask", masks[6:])]),
-        text(8, 222, "small figures: position in the text. Order in the row: order in the sequence, which is what", 12),
-        text(8, 238, "attention follows. Green and grey keys and values are computed once and reused for good.", 12),
+        text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
+                     "follows.", 12),
+        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: accepted by verification.", 12),
+        text(8, 254, "Keys and values of grey and green tokens stay in the cache and are exact.", 12),
     ]  # fmt: skip
-    picture("decoding.svg", 700, 250, "One round of ReFusion", parts)
+    picture("decoding.svg", 700, 266, "One round of ReFusion", parts)
 
 
 def training() -> None:
-    """The layout of a training sequence."""
+    """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     first, second = ("known", ["a@3", "b@4", "c@5"]), ("known", ["d@6", "e@7", "f@8"])
     third, masked = ("known", ["g@9", "h@10", "$@11"]), ("mask", ["M@6", "M@7", "M@8"])
     parts = [
-        row(10, "sample, in slots of three", [prompt, first, second, third]),
-        row(62, "fed: clean slots first, shuffled", [prompt, third, first, masked]),
+        row(10, "sample in slots of three tokens", [prompt, first, second, third]),
+        row(62, "input: clean slots first, shuffled", [prompt, third, first, masked]),
         row(114, "targets", [("prompt", ["", "", ""]), ("draft", ["h", "$", ""]), ("draft", ["b", "c", ""]),
                              ("draft", ["d", "e", "f"])]),
-        text(8, 170, "clean slots learn the next token of their slot, masked slots learn their own tokens", 12),
+        text(8, 170, "Clean slots learn the next token inside the slot, masked slots learn their own tokens.", 12),
     ]  # fmt: skip
     picture("training.svg", 700, 182, "The hybrid objective's sequence", parts)
 
 
 def attention() -> None:
-    """Who sees whom, in the four families."""
+    """Draw the attention patterns of the decoder families."""
     size, num = 14, 8
     patterns = (
         ("causal (ReFusion, autoregressive)", lambda query, key: key <= query),
@@ -92,7 +94,7 @@ def attention() -> None:
                 colour = "#3b8f7f" if sees(query, key) else "#eeeeee"
                 x, y = left + key * size, 32 + query * size
                 parts.append(f'<rect x="{x}" y="{y}" width="{size - 1}" height="{size - 1}" fill="{colour}"/>')
-    parts.append(text(20, 164, "rows: the token that looks; columns: the token that is seen", 12))
+    parts.append(text(20, 164, "Rows: queries. Columns: keys. A token attends to the dark positions of its row.", 12))
     picture("attention.svg", 700, 176, "Attention patterns", parts)
 
 

@@ -1,4 +1,4 @@
-"""An objective that hides the last token of each response and nothing else."""
+"""An objective that masks the last token of each response."""
 
 from dataclasses import dataclass
 
@@ -13,27 +13,27 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class LastToken(Objective):
-    """Predict the last response token from all before it."""
+    """Predicts the last token of a response from all tokens before it."""
 
     @property
     def traits(self) -> ModelTraits:
-        """Causal attention; a mask predicts itself."""
+        """Causal attention; the logits at a mask predict the token it hides."""
         return ModelTraits(attention="causal", predictions=("mask",))
 
     @property
     def terms(self) -> dict[str, float]:
-        """One term with coefficient 1."""
+        """One loss term with coefficient 1."""
         return {"last": 1.0}
 
     def corrupt(
         self,
         batch: ResponseBatch,
-        noise: KeyedNoise,  # noqa: ARG002 - nothing is drawn
+        noise: KeyedNoise,  # noqa: ARG002 - nothing is random
         special_tokens: SpecialTokens,
         *,
-        mask_ratio: Tensor | None = None,  # noqa: ARG002 - nothing is drawn
+        mask_ratio: Tensor | None = None,  # noqa: ARG002 - always the same mask
     ) -> CorruptedBatch:
-        """Mask the last token of every response."""
+        """Mask the last token of every response and label it with itself."""
         positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         last = batch.prompt_lengths + batch.response_lengths - 1
         is_masked = positions == last[:, None]

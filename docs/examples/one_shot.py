@@ -1,41 +1,31 @@
-"""A decoder that drafts the whole response at once and keeps it."""
+"""A decoder that drafts the whole response in one forward and keeps it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from refusion_lit.decoding import Decoder, ModelRequirements, RowState
-from refusion_lit.decoding.base import Steps
-from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, RowState, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneShot(Decoder):
-    """Every token from one forward over the prompt and masks."""
+    """Drafts all tokens in one forward over the prompt and ``max_new_tokens`` masks, and commits them."""
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Make a canvas of ``max_new_tokens`` masks."""
-        length = sampling.max_new_tokens
-        return RowState(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=[0] * length,
-            is_masked=[True] * length,
-        )
+        """Create a canvas of ``max_new_tokens`` masks."""
+        return RowState.blank(prompt, sampling, special_tokens)
 
-    def step(self, state: RowState) -> Steps:
-        """Draft everything and commit it."""
-        prompt, length = state.prompt.token_ids, len(state.tokens)
-        mask = state.special_tokens.mask_token_id
-        assert mask is not None  # the engine has checked it
+    def step(self, state: RowState) -> Steps[None]:
+        """Draft and commit the whole canvas."""
+        canvas = range(len(state.tokens))
+        tokens = [*state.prompt.token_ids, *(state.mask_token_id for _ in canvas)]
         branch = Branch(
-            tokens=[*prompt, *[mask] * length],
-            positions=range(len(prompt) + length),
-            draft_at=range(len(prompt), len(prompt) + length),
+            tokens=tokens,
+            positions=range(len(tokens)),
+            draft_at=range(state.prompt_length, len(tokens)),
         )
-        readings = yield Forward(phase="draft", branches=(branch,), draw=Draw(sampling=state.sampling))
-        state.commit(range(length), readings[0].tokens)
+        (reading,) = yield Forward(phase="draft", branches=(branch,), draw=Draw(sampling=state.sampling))
+        state.commit(canvas, reading.tokens)
         state.finished = True

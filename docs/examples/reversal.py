@@ -1,4 +1,4 @@
-"""A task: write a word backwards."""
+"""A task: reverse a word."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from refusion_lit.types import Example
 
 @dataclass(frozen=True, kw_only=True)
 class Reversal(Task):
-    """Words of random letters.
+    """Words of random letters, to be reversed.
 
     Attributes:
-        num_letters: Letters of a word.
-        num_examples: Examples of each split.
+        num_letters: Number of letters in a word.
+        num_examples: Number of examples in each split.
     """
 
     num_letters: int = 8
     num_examples: int = 1000
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return words and their reversals; a word's last letter tells its split, so that splits never overlap."""
+        """Return words and their reversals. The last letter of a word names its split, so splits are disjoint."""
         random = Random(split)
         examples = []
         for index in range(self.num_examples):
@@ -30,9 +30,9 @@ class Reversal(Task):
         return examples
 
     def score(self, example: Example, response: str) -> float:
-        """Return 1 for exactly the reversed word, else 0."""
+        """Return 1 if the response is exactly the reversed word, else 0."""
         return float(response == example.response)
 
     def characters(self) -> str:
-        """Return the letters and the arrow."""
+        """Return all characters of queries and responses, for a character tokenizer."""
         return "abcdefghxyz>"
