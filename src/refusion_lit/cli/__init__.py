@@ -39,7 +39,7 @@ _OWN = {
     "init": "refusion_lit.cli.init",
     "report": "refusion_lit.cli.report",
 }
-_LIGHTNING = ("fit", "validate", "test", "predict")
+_TRAINER = ("fit", "validate", "test", "predict")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -61,9 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        from refusion_lit.cli.messages import shorten
-
-        return _fail(shorten(" ".join(str(error).split())))
+        return _fail(" ".join(str(error).split()))
     except OSError as error:
         return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:
@@ -73,11 +71,13 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(command: str, rest: list[str]) -> int:
     if command in _OWN:
         return import_module(_OWN[command]).run(rest)
-    if command in _LIGHTNING:
-        return import_module("refusion_lit.cli.lightning").run([command, *rest])
+    if command in _TRAINER:
+        from refusion_lit.cli.trainer import run
+
+        return run(command, rest)
     from refusion_lit.cli.suggestions import nearest
 
-    return _fail(f"unknown command {command!r}{nearest(command, [*_LIGHTNING, *_OWN])}")
+    return _fail(f"unknown command {command!r}{nearest(command, [*_TRAINER, *_OWN])}")
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from jsonargparse import Namespace
-
-from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.session import add_decoder_option, add_loading_options, load_model_of
+from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, load_model_of
 
 
 def build_parser() -> OneLineParser:
@@ -40,8 +37,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If an option is wrong, or the harness is not installed.
     """
-    parser = build_parser()
-    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    options = build_parser().parse(args)
     try:
         from lm_eval.tasks import TaskManager
 

@@ -26,7 +26,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--results", type=list[str], default=[], help="directories of test runs, for the model card")
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
-    options = parser.parse_args(args)
+    options = parser.parse(args)
 
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file

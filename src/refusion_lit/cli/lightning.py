@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import warnings
 from argparse import SUPPRESS
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,19 +27,19 @@ from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
 from refusion_lit.checkpoints.stored import is_checkpoint_file, newest_checkpoint, read_checkpoint
-from refusion_lit.cli.messages import shorten
-from refusion_lit.cli.parser import OneLineLightningParser, with_component_files
+from refusion_lit.cli.check import explain
+from refusion_lit.cli.parser import PARSER_ERRORS, OneLineErrors
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.reports.environment import write_environment
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.signals import SaveOnSignal
+from refusion_lit.utils.yaml_files import read_yaml
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "run", "tasks"]  # imported so that short class names resolve
 
 
 # True, but nothing a user could act on.
 _EXPECTED = (
-    "LightningCLI's args parameter is intended",
     "Experiment logs directory .* exists and is not empty",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "The dirpath has changed from",
@@ -63,6 +65,10 @@ _CKPT_PATH = {
     "fit": "checkpoint of a training to go on with; last: the newest one of RUN_NAME (and RUN_VERSION), or a new start",
     "others": "checkpoint, Hugging Face directory or hub id, which brings the model; last: the newest one of RUN_NAME",
 }
+
+
+class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
+    """Lightning's parser with errors of one line."""
 
 
 class SaveRun(SaveConfigCallback):
@@ -97,6 +103,11 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
+    @property
+    def parsers(self) -> dict[str, LightningArgumentParser]:
+        """The parsers of the subcommands by name."""
+        return getattr(self, "_subcommand_parsers", {})
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
         """Return a subcommand's parser, with help that says what these options do here."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -111,8 +122,22 @@ class RefusionCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Parse; a decoder may be given by its file."""
-        super().parse_arguments(parser, with_component_files(args, "model.decoders"))
+        """Parse into ``config``."""
+        self.config = self.parse(parser, args)
+
+    def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
+        """Parse arguments, in which a decoder may be given by its file.
+
+        Raises:
+            ValueError: Naming the wrong option.
+        """
+        given = with_component_files(args, "model.decoders")
+        try:
+            return parser.parse_args(given)
+        except PARSER_ERRORS as error:
+            command = given[0] if given and given[0] in self.parsers else ""
+            own = (self.parsers[command], given[1:]) if command else (parser, given)
+            raise explain(*own, error, command) from error
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
@@ -239,9 +264,43 @@ class _ParseOnly(RefusionCLI):
     def instantiate_classes(self) -> None: ...
 
 
-def parse_only() -> LightningArgumentParser:
-    """Return the parser of all subcommands of the Trainer."""
-    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=[], seed_everything_default=0).parser
+def parse_only() -> RefusionCLI:
+    """Return the command line of the Trainer's subcommands, which has parsed and built nothing."""
+    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=[], seed_everything_default=0)
+
+
+def with_component_files(args: Sequence[str], group: str) -> list[str]:
+    """Replace ``--GROUP.NAME FILE.yaml`` by the file's content, which jsonargparse does for options but not in dicts.
+
+    Args:
+        args: Arguments of a command.
+        group: Option whose value is a dict of components, such as ``model.decoders``.
+
+    Returns:
+        The arguments, with JSON in place of the files.
+
+    Raises:
+        ValueError: If a file is missing or holds no component.
+    """
+    expanded, rest = [], list(args)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        is_component = name.startswith(f"--{group}.") and name.count(".") == group.count(".") + 1
+        if is_component and not equals and rest:
+            equals, value = "=", rest.pop(0)
+        if is_component and value.endswith((".yaml", ".yml")):
+            value = json.dumps(_read_component(Path(value), name))
+        expanded.append(f"{name}{equals}{value}")
+    return expanded
+
+
+def _read_component(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist.")
+    values = read_yaml(path, name)
+    if "class_path" not in values:
+        raise ValueError(f"{name}: expected a component (class_path and init_args) in {path}, got something else.")
+    return values
 
 
 def _next_version(folder: Path) -> str:
@@ -293,7 +352,7 @@ def run(args: list[str]) -> int:
         message = getattr(stopped, "message", f"stopped by SIGTERM; {_HOW_TO_GO_ON}")
         return _fail(message, int(stopped.code or 143))
     except MisconfigurationException as error:  # Lightning's word for a user's error
-        return _fail(f"trainer: {shorten(' '.join(str(error).split()))}", 2)
+        return _fail(f"trainer: {' '.join(str(error).split())}", 2)
     except RuntimeError as error:
         if "closed by peer" not in str(error) and "reset by peer" not in str(error):
             raise

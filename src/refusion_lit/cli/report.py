@@ -23,7 +23,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--format", type=str, default="html", help=f"some of {','.join(FORMATS)}, or all")
     parser.add_argument("--num_resamples", type=int, default=2000, help="resamples of the bootstrap")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap")
-    options = parser.parse_args(args)
+    options = parser.parse(args)
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
     bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
     files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)

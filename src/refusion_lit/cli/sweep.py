@@ -14,8 +14,10 @@ from typing import Any, NoReturn, cast
 import yaml
 from jsonargparse import Namespace
 
+from refusion_lit.cli.check import check_config
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.suggestions import nearest
+from refusion_lit.cli.trainer_options import read_description
 from refusion_lit.sweeps import Sweep, describe, plan
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.yaml_files import read_yaml
@@ -41,7 +43,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If the sweep is wrong; nothing has run then.
     """
-    options = build_parser().parse_args(args)
+    options = build_parser().parse(args)
     file = Path(options.config)
     sweep = read_sweep(file, options.num_workers)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
@@ -96,7 +98,7 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist.")
     parser = OneLineParser(prog="refusion-lit sweep")
     parser.add_class_arguments(Sweep, "sweep")
-    values = read_yaml(file, "config")
+    values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
     names = [field.name for field in fields(Sweep)]
     for name in values:
         if name not in names:
@@ -119,7 +121,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
-    parser = parse_only()
+    parser = parse_only().parser
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
     kinds = {"decoders": dict[str, Decoder], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -127,6 +129,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         strategies.add_argument(f"--{name}", type=kind)
 
     def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        check_config(config, read_description(subcommand), subcommand)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
