@@ -161,7 +161,7 @@ def test_edits_are_counted(first: str, second: str, edits: int) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        *([command, "--help"] for command in (*COMMANDS, "generate", "trace", "score", "sweep", "report", "export")),
+        *([command, "--help"] for command in (*COMMANDS, "generate", "chat", "trace", "score", "sweep", "report")),
         ["fit", "--config", QUICKSTART, "--precision=16"],
         ["generate", "--ckpt_path=x", "--promt=1"],
         ["generate", "--ckpt_path=x", "--prompt=1", "--decoder.slot_threshold=1.5"],

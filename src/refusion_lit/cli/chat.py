@@ -14,7 +14,7 @@ from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
 from refusion_lit.cli.tracing import decode_with_trace, piece_of
-from refusion_lit.decoding import GenerationCallback, RowState, check_model
+from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.traces import Trace, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
@@ -112,6 +112,8 @@ class Chat:
         Raises:
             ValueError: With the reasons.
         """
+        from refusion_lit.decoding import check_model
+
         if not self.options.allow_mismatch:
             check_model(self.model.backbone, self.options.decoder)
 
