@@ -165,12 +165,10 @@ class _Checker:
         known = self._known(option)
         chosen = self._classes.get(name, option.default)
         options: Options | None
-        if chosen in known:
-            options = known[chosen]
-        elif chosen is None:  # one of an earlier config's
+        if chosen is None:  # any of the classes, which an earlier config may name
             options = {key: value for each in known.values() for key, value in (each or {}).items()}
         else:
-            options = None
+            options = known.get(chosen)
         return _UNCHECKED if options is None or not rest else self._find(".".join(rest), f"{name}.", options, where)
 
     def _known(self, option: Option) -> Mapping[str, Options | None]:
