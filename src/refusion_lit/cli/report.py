@@ -25,8 +25,6 @@ def run(args: list[str]) -> int:
     from refusion_lit.reports.intervals import Bootstrap
     from refusion_lit.reports.write import FORMATS, write_report
 
-
-
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
     bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
     files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)
