@@ -11,7 +11,8 @@ import yaml
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.cli.lightning import parse_only, with_component_files
+from refusion_lit.cli.component_files import with_component_files
+from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import read_sweep, resolver
 from refusion_lit.sweeps import plan
 

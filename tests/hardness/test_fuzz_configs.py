@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cli.conftest import REPOSITORY
 from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
 from refusion_lit.cli.check import check_arguments
-from refusion_lit.cli.lightning import RefusionCLI, parse_only, with_component_files
+from refusion_lit.cli.component_files import with_component_files
+from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
 from refusion_lit.cli.trainer_options import read_description
 from refusion_lit.utils.yaml_files import read_yaml

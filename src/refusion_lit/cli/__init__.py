@@ -51,7 +51,11 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a user's error, 130 when interrupted.
     """
-    argv = list(sys.argv[1:] if args is None else args)
+    argv = list(args if args is not None else sys.argv[1:])
+    if args is None:
+        from refusion_lit.cli.messages import show_warnings
+
+        show_warnings()
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if argv else 2

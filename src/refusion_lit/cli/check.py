@@ -192,7 +192,7 @@ class _Checker:
         elif {"component", "components"} & {*option.kinds} and isinstance(value, dict | str):
             self._component(name, option, value, where)
         elif not _takes(option, value):
-            words = [*map(str, option.choices), *(_WORDS[kind] for kind in option.kinds)]
+            words = [*dict.fromkeys(map(str, option.choices)), *(_WORDS[kind] for kind in option.kinds)]
             expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
             raise ValueError(f"{where}{name}: expected {expected}, got {value!r}.")
 

@@ -24,10 +24,16 @@ class OneLineErrors:
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it."""
-        lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
-        reason = lines[lines.index("Errors:") + 1] if "Errors:" in lines else lines[-1]
-        option = lines[0].removeprefix("Parser key ") + " " if reason is not lines[0] else ""
-        raise ValueError(f"{option}{reason}") from ex
+        raise ValueError(brief(message)) from ex
+
+
+def brief(message: str) -> str:
+    """Return the option and the reason out of the paragraphs of a message of jsonargparse."""
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
+    start = lines.index("Errors:") + 1 if "Errors:" in lines else len(lines) - 1
+    reason = " ".join(lines[start : start + (2 if lines[start].endswith(":") else 1)])
+    is_option = start > 0 and lines[0].startswith("Parser key ")
+    return f"{lines[0].removeprefix('Parser key ')} {reason}" if is_option else reason
 
 
 class OneLineParser(OneLineErrors, ArgumentParser):

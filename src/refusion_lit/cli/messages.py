@@ -1,0 +1,65 @@
+"""Warnings and log lines on the terminal: one line each, without source paths and without advertisements."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+_PACKAGE = str(Path(__file__).parents[1])
+_COLOURS = {"warning": "33", "error": "31"}
+
+
+def show_warnings() -> None:
+    """Print each warning of this process once, as one line."""
+    shown: set[str] = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,  # noqa: ARG001
+        lineno: int,  # noqa: ARG001
+        file: TextIO | None = None,
+        line: str | None = None,  # noqa: ARG001
+    ) -> None:
+        text = " ".join(str(message).split())
+        if text in shown or issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
+            return
+        shown.add(text)
+        print_line("warning", text, file)
+
+    warnings.showwarning = show
+
+
+def print_line(kind: str, text: str, file: TextIO | None = None) -> None:
+    """Print a warning or an error; its name is coloured on a terminal.
+
+    Args:
+        kind: ``warning`` or ``error``.
+        text: What it says.
+        file: Where to; standard error by default.
+    """
+    stream = file or sys.stderr
+    name = f"\x1b[{_COLOURS[kind]}m{kind}\x1b[0m" if stream.isatty() else kind
+    stream.write(f"refusion-lit: {name}: {text}\n")
+
+
+def show_own_logs() -> None:
+    """Let through what this package logs with Lightning's loggers, and of Lightning's own lines only warnings."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        logger.handlers = [_Lines()]
+        logger.propagate = False
+
+
+class _Lines(logging.Handler):
+    """Prints one line a record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        if record.levelno >= logging.WARNING:
+            print_line("warning", text)
+        elif record.pathname.startswith(_PACKAGE):
+            sys.stderr.write(f"{text}\n")
