@@ -72,14 +72,14 @@ def test_test_goes_on_and_its_figures_are_those_of_all(
     code = finished(start(args, log, _signal_at((decoder, 3), number)))
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert "--model.resume true" in log.read_text()
+        assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
         assert "Traceback" not in log.read_text()
     # Two prompts a batch; a SIGTERM ends behind the batch.
     before = _lines(run / "predictions_refusion.jsonl")
     assert len(before) == (6 if decoder == "Autoregressive" or number == signal.SIGTERM else 4)
     with (run / "predictions_refusion.jsonl").open("a") as file:
         file.write('{"id": "torn')
-    assert main([*args, "--model.resume=true"]) == 0
+    assert main(["test", f"--resume={run}"]) == 0  # with the config that the run has saved
     for name in ("refusion", "other"):
         assert _lines(run / f"predictions_{name}.jsonl") == _lines(unbroken / f"predictions_{name}.jsonl")
     assert _figures(run) == _figures(unbroken)
@@ -139,9 +139,9 @@ def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit.evaluation import predictions
+        from refusion_lit.cli import answers
 
-        write, count = predictions.write_line, 0
+        write, count = answers.write_line, 0
 
         def interrupted(file: Any, values: Any) -> None:
             nonlocal count
@@ -150,14 +150,14 @@ def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        predictions.write_line = interrupted
+        answers.write_line = interrupted
 
     assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()
     assert len(_lines(output)) == 3
     with output.open("a") as file:
         file.write('{"id": "3", "pro')
-    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert main([*args, f"--output={output}", "--resume"]) == 0
     assert _lines(output) == _lines(whole)
-    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert main([*args, f"--output={output}", "--resume"]) == 0
     assert _lines(output) == _lines(whole)

@@ -116,6 +116,8 @@ def _kinds(hint: Any, bases: _Bases) -> dict[str, Any]:  # noqa: ANN401 - a type
         return {"kinds": (), "choices": arguments}
     if origin in (Union, UnionType):
         parts = [_kinds(argument, bases) for argument in arguments]
+        if any({"int", "float"} & {*part["kinds"]} for part in parts):
+            parts = [part for part in parts if not part.get("base")]  # a tensor in place of a number is for programs
         return {
             "kinds": tuple(dict.fromkeys(kind for part in parts for kind in part["kinds"])),
             "choices": tuple(choice for part in parts for choice in part.get("choices", ())),

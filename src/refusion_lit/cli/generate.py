@@ -22,7 +22,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded concurrently; changes no token")
     budget = "maximum number of positions a forward computes, padding included; changes no token"
     parser.add_argument("--max_tokens_per_forward", type=int | None, default=None, help=budget)
-    parser.add_argument("--resume", action="store_true", help="skip the prompts whose ids are in --output")
+    parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
     return parser
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -136,6 +136,10 @@ class RefusionCLI(LightningCLI):
             callbacks = [*callbacks, RunProgress()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
+        for callback in trainer.checkpoint_callbacks:
+            # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
+            if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:
+                callback._enable_version_counter = False
         if trainer.strategy._checkpoint_io is None:  # none that the user chose
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer

@@ -24,7 +24,7 @@ class Pace:
     """What one decoder has done so far.
 
     Attributes:
-        total: Number of answers in all.
+        total: Number of answers to make.
         answers: Number of finished answers.
         tokens: Number of committed tokens.
         seconds: Time spent in finished calls.
@@ -35,11 +35,13 @@ class Pace:
     tokens: int = 0
     seconds: float = 0.0
 
-    def rate(self, seconds: float) -> str:
-        """Return tokens a second and the time left, after ``seconds`` of decoding."""
-        rate = f"{self.tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
-        left = (self.total - self.answers) * seconds / self.answers if self.answers else None
-        return rate if left is None else f"{rate}, {clock(left)} left"
+    def rate(self) -> str:
+        """Return tokens a second."""
+        return f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else "0 tokens/s"
+
+    def left(self) -> str:
+        """Return the time left, estimated from the answers so far."""
+        return f"{clock((self.total - self.answers) * self.seconds / self.answers)} left" if self.answers else ""
 
 
 class AnswerProgress:
@@ -68,12 +70,12 @@ class AnswerProgress:
 
         Args:
             name: Name of the decoder; calls with the same name share a bar.
-            total: Number of answers of all its calls.
+            total: Number of answers in all.
             finished: Number of answers that an interrupted run has left.
         """
         if name not in self._tasks:
             self._bars.start()
-            self.paces[name] = Pace(total)
+            self.paces[name] = Pace(total - finished)
             self._tasks[name] = self._bars.add_task(name, total=total, completed=finished, rate="")
         return _Watch(self._bars, self._tasks[name], self.paces[name])
 
@@ -111,4 +113,5 @@ class _Watch(GenerationCallback):
             self._bars.advance(self._task, answers)
         if now >= self._next_update:
             self._next_update = now + _SECONDS_BETWEEN_UPDATES
-            self._bars.update(self._task, rate=self._pace.rate(self._pace.seconds))
+            rate, left = self._pace.rate(), self._pace.left()
+            self._bars.update(self._task, rate=f"{rate}, {left}" if left else rate)

@@ -90,8 +90,9 @@ def _say_what_next(cli: RefusionCLI) -> None:
     if cli.subcommand == "validate":
         for name, value in cli.trainer.callback_metrics.items():
             print(f"{name} {float(value):.6g}")
-    if cli.subcommand == "predict":
-        print(f"predictions: {_shown(cli.model.output_directory / 'predictions.jsonl')}")
+    directory = RefusionCLI.run_directory
+    if cli.subcommand == "predict" and directory is not None:
+        print(f"predictions: {_shown(directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
         paths = [
             getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
@@ -99,7 +100,7 @@ def _say_what_next(cli: RefusionCLI) -> None:
         ]
         path = next(filter(None, paths), None)
         if path is not None:
-            config = cli.config["fit"].get("config") or [(RefusionCLI.run_directory or Path()) / run_directory.CONFIG]
+            config = cli.config["fit"].get("config") or [(directory or Path()) / run_directory.CONFIG]
             configs = " ".join(f"--config {_shown(Path(str(file)))}" for file in config)
             print(f"checkpoint: {_shown(Path(path))}")
             print(f"next: refusion-lit test {configs} --ckpt_path {_shown(Path(path))}")

@@ -85,6 +85,17 @@ def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     write_atomically(path, "".join(map(as_line, lines)))
 
 
+def is_predictions_file(path: str | Path) -> bool:
+    """Return whether a file is empty or starts with a prediction; a line that a kill has cut short counts."""
+    with Path(path).open("rb") as file:
+        line = file.readline()
+    try:
+        values = json.loads(line or b"null")
+    except ValueError:
+        return line.startswith(b'{"id": ') and not line.endswith(b"\n")
+    return not line or (isinstance(values, dict) and {*KEYS} - {"forward_shapes"} <= values.keys())
+
+
 def finished_ids(path: str | Path) -> set[str]:
     """Return the ids in a predictions file, if it is there, and cut off a torn last line.
 
