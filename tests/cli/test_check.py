@@ -43,7 +43,7 @@ def test_the_description_is_current() -> None:
         (["--data.batch_size"], "data.batch_size: expected a value, got none; write --data.batch_size VALUE."),
         (["--data.batch_size=many"], "data.batch_size: expected an integer, got 'many'."),
         (["--data.batch_size=1.5"], "data.batch_size: expected an integer, got 1.5."),
-        (["--model.warmup_steps=null"], "model.warmup_steps: expected an integer, got None."),
+        (["--model.seed=null"], "model.seed: expected an integer, got None."),
         (["--data.malformed=ignore"], "data.malformed: expected error or skip, got 'ignore'."),
         (["--data.length_grouped=maybe"], "data.length_grouped: expected true or false, got 'maybe'."),
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),

@@ -99,12 +99,18 @@ def test_validate_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "resume: expected fit, test or predict, got 'validate'" in capsys.readouterr().err
 
 
-def test_a_test_is_resumed_only_with_its_settings(checkpoint: str, tmp_path: Path) -> None:
+def test_a_test_is_resumed_only_with_its_settings(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     assert main([*args, "--trainer.enable_progress_bar=false"]) == 0
     run = tmp_path / "quickstart" / "version_0"
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["resume"] is False
-    assert main(["test", "--resume", str(run)]) == 2  # it is finished
+    capsys.readouterr()
+    assert main(["test", "--resume", str(run)]) == 0
+    assert "predictions_refusion.jsonl is complete; there is nothing left to do\n" in capsys.readouterr().err
+    assert main(["test", "--resume", str(run), "--model.sampling.max_new_tokens=12"]) == 2
+    assert "max_new_tokens was 16, is 12" in capsys.readouterr().err
 
 
 def test_fit_prints_its_checkpoint_and_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     assert main([*args, "--model.resume=true"]) == 0
     ids = [line["id"] for line in _lines(tmp_path / "r" / "v" / "predictions.jsonl")]
     assert len(ids) == len(set(ids)) == NUM_PROMPTS
-    assert main([*args, "--model.resume=true"]) == 2
+    assert main([*args, "--model.resume=true"]) == 0
     assert "there is nothing left to do" in capsys.readouterr().err
 
 
@@ -139,18 +139,18 @@ def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit.cli import answers
+        from refusion_lit.cli.answers import _Writer
 
-        write, count = answers.write_line, 0
+        on_finished, count = _Writer.on_finished, 0
 
-        def interrupted(file: Any, values: Any) -> None:
+        def interrupted(self: Any, index: int, generation: Any) -> None:
             nonlocal count
             count += 1
-            write(file, values)
+            on_finished(self, index, generation)
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        answers.write_line = interrupted
+        _Writer.on_finished = interrupted
 
     assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()

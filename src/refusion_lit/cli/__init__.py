@@ -65,7 +65,13 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        return _fail(" ".join(str(error).split()))
+        from refusion_lit.utils.errors import NothingToDoError
+
+        message = " ".join(str(error).split())
+        if isinstance(error, NothingToDoError):
+            print(message, file=sys.stderr)
+            return 0
+        return _fail(message)
     except OSError as error:
         return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import Generation, GenerationCallback
-from refusion_lit.evaluation.predictions import finished_ids, is_predictions_file, prediction, write_line
+from refusion_lit.evaluation.predictions import PredictionsFile, prediction, read_fingerprint, write_line
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.api import TextModel
+
+_SECONDS_BETWEEN_WRITES = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,18 +48,14 @@ def write_answers(options: Namespace) -> None:
         if not request.prompt:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
-    require(count == 1, "prompts", "each id once", f"{name!r} {count} times", "give each prompt an id of its own")
-    done = _check_output(options)
-    waiting = [request for request in requests if request.id not in done]
+    require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
+    _check_output(options)
     sampling = sampling_of(options)
-    if not waiting:
-        sys.stderr.write(f"all {len(requests)} answers are in {options.output}; nothing is left to do\n")
-        return
     model = load_model_of(options)
     progress = AnswerProgress()
-    name = type(options.decoder).__name__
-    watch = [progress.watch(name, len(requests), len(done))] if options.output else []
-    with _opened(options.output, append=options.resume) as file:
+    with _writer(options, requests, model, sampling) as (waiting, write):
+        decoder = type(options.decoder).__name__
+        watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
         try:
             model.generate(
                 [request.prompt for request in waiting],
@@ -60,73 +64,93 @@ def write_answers(options: Namespace) -> None:
                 batch_size=options.batch_size,
                 max_tokens_per_forward=options.max_tokens_per_forward,
                 ids=[request.id for request in waiting],
-                callbacks=[_Writer(file, waiting, record_forwards=options.record_forwards), *watch],
+                callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
                 allow_mismatch=options.allow_mismatch,
             )
         finally:
             progress.stop()
     if options.output:
-        pace = progress.paces[name]
+        pace = progress.paces[decoder]
         sys.stderr.write(f"{pace.answers} answers, {pace.rate()}, {options.output}\n")
 
 
-def _check_output(options: Namespace) -> set[str]:
-    """Refuse to lose what is in the output file; return the ids of answers that are kept.
+def _check_output(options: Namespace) -> None:
+    """Refuse to lose what is in the output file, before the model is loaded.
 
     Raises:
-        ValueError: If the file cannot be written, or holds something other than predictions.
+        ValueError: If the file cannot be written, or holds something other than our predictions.
     """
     if options.output is None:
         require(not options.resume, "resume", "--output, whose answers are kept", None, "give --output")
-        return set()
+        return
     output = Path(options.output)
-    fix = "create the directory first"
-    require(output.resolve().parent.is_dir(), "output", "a file in a directory that exists", str(output), fix)
+    directory = output.resolve().parent
+    require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
     holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
     require(holds, "output", "another file than --prompts", str(output), "choose another name")
-    if options.resume:
-        return finished_ids(output)
-    if not options.overwrite and output.exists() and not is_predictions_file(output):
+    if output.exists() and not options.overwrite and read_fingerprint(output) is None:
         raise ValueError(
-            f"output: expected a new file or one with predictions, got {output}, which holds something else; choose "
+            f"output: expected a new file or one that generate wrote, got {output}, which is something else; choose "
             "another name, or add --overwrite."
         )
-    return set()
 
 
 @contextmanager
-def _opened(path: str | None, *, append: bool) -> Iterator[TextIO]:
-    """Open the output, standard output without a path; a failed write names the file."""
-    if path is None:
-        yield sys.stdout
+def _writer(
+    options: Namespace, requests: list[_Request], model: TextModel, sampling: SamplingParams
+) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
+    """Open the output; yield the requests that are not answered yet, and what writes an answer."""
+    if options.output is None:
+        yield requests, partial(write_line, sys.stdout)
         return
+    from refusion_lit.evaluation.fingerprints import predictions_fingerprint
+
+    prompts = [(request.id, request.prompt) for request in requests]
+    record = options.record_forwards
+    fingerprint = predictions_fingerprint(model.backbone, options.decoder, sampling, prompts, record_forwards=record)
+    file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
+    pending = _Pending(file)
     try:
-        with Path(path).open("a" if append else "w", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise ValueError(
-            f"output: {path} cannot be written ({error.strerror or error}); the answers before are kept, and --resume "
-            "adds the others."
-        ) from error
+        yield [request for request in requests if request.id not in file.done], pending.add
+        pending.flush()
+        file.complete()
+    finally:
+        with suppress(ValueError):  # the error of a failed write is on its way already
+            pending.flush()
+        file.close()
+
+
+class _Pending:
+    """Answers that wait for a second to be written together, as each write is synced to disk."""
+
+    def __init__(self, file: PredictionsFile) -> None:
+        self._file, self._lines = file, []
+        self._written = time.monotonic()
+
+    def add(self, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        if time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self._file.write(lines)
+        self._written = time.monotonic()
 
 
 class _Writer(GenerationCallback):
     """Writes each response as it finishes."""
 
-    def __init__(self, file: TextIO, requests: list[_Request], *, record_forwards: bool) -> None:
-        self._file, self._requests, self._record_forwards = file, requests, record_forwards
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], requests: list[_Request], *, record_forwards: bool
+    ) -> None:
+        self._write, self._requests, self._record_forwards = write, requests, record_forwards
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
-        line = prediction(
-            generation,
-            prompt=request.prompt,
-            response=generation.text,
-            reference=request.reference,
-            score=None,
-            record_forwards=self._record_forwards,
-        )
-        write_line(self._file, line)
+        prompt, reference = request.prompt, request.reference
+        self._write(prediction(generation, prompt=prompt, reference=reference, record_forwards=self._record_forwards))
 
 
 def read_prompts(source: str) -> Iterator[_Request]:

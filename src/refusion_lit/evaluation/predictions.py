@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from refusion_lit.decoding import Generation
+from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint
 from refusion_lit.utils.locks import try_lock
@@ -83,17 +84,6 @@ def write_line(file: TextIO, values: dict[str, Any]) -> None:
 def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write a whole predictions file."""
     write_atomically(path, "".join(map(as_line, lines)))
-
-
-def is_predictions_file(path: str | Path) -> bool:
-    """Return whether a file is empty or starts with a prediction; a line that a kill has cut short counts."""
-    with Path(path).open("rb") as file:
-        line = file.readline()
-    try:
-        values = json.loads(line or b"null")
-    except ValueError:
-        return line.startswith(b'{"id": ') and not line.endswith(b"\n")
-    return not line or (isinstance(values, dict) and {*KEYS} - {"forward_shapes"} <= values.keys())
 
 
 def finished_ids(path: str | Path) -> set[str]:
@@ -239,7 +229,7 @@ class PredictionsFile:
         """Take over the lines that are done."""
         if not self.path.is_file():
             if self._whole.is_file():
-                raise ValueError(f"resume: {self._whole} is complete; there is nothing left to do.")
+                raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             return
         meta = read_json(meta_path(self.path))
         try:
@@ -256,6 +246,6 @@ class PredictionsFile:
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         if progress is None and fingerprint.get("prompts") == self._fingerprint.get("prompts"):
-            raise ValueError(f"resume: {self.path} is complete; there is nothing left to do.")
+            raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
         self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))
