@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_at_least
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
@@ -60,6 +61,11 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         return cast("Namespace", self.instantiate_classes(parsed))
 
 
+def as_list(value: str | list[str]) -> list[str]:
+    """Return the values of an option that takes one or a list."""
+    return [value] if isinstance(value, str) else value
+
+
 def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> None:
     """Add the options of model, decoder and sampling, named as in ``generate``."""
     add_decoder_option(parser)
@@ -67,7 +73,8 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling, with a temperature above 0")
     parser.add_argument("--top_k", type=int | None, default=None, help="number of most probable tokens to sample from")
-    parser.add_argument("--stop", type=list[str], default=[], help="strings that end a response")
+    stop = "string that ends a response; several as [A, B]"
+    parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     add_loading_options(parser)
 
@@ -98,8 +105,11 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
+    for name in ("batch_size", "max_tokens_per_forward"):
+        if options.get(name) is not None:
+            require_at_least(name, options[name], 1)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
-    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(options.stop))
+    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(as_list(options.stop)))
     options.decoder.check(sampling)
     return sampling
 
