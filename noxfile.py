@@ -68,6 +68,7 @@ def bench(session: nox.Session) -> None:
         "forwards",
         "prefill",
         "overhead",
+        "startup",
         "training",
         "growth",
         "loss_memory",

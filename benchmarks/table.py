@@ -108,6 +108,9 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             f"{soak['highest_megabytes']} MB, {soak['megabytes_an_hour']} MB an hour (straight line)."
         )
         yield "## soak\n\n" + text
+    if "startup" in results:
+        rows = [[name, f"{case['seconds']:.2f}"] for name, case in results["startup"]["cases"].items()]
+        yield "## startup\n\n" + table(["command", "seconds"], rows)
     if "loss_memory" in results:
         ways = results["loss_memory"]["ways"].items()
         rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]

@@ -16,6 +16,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
 
 
 class TextModel:
@@ -167,6 +168,7 @@ def load(
         source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides
     )
     if device is not None:
+        require(str(device).partition(":")[0] != "meta", "device", "one that computes", str(device), "use cpu or cuda")
         try:
             backbone.to(device)
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing

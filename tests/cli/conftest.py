@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of its import
 import pytest
 
 from refusion_lit.cli import main

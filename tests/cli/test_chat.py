@@ -54,7 +54,7 @@ def test_questions_are_answered_in_turn_with_their_order(
 
 def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = make_chat(TEMPLATE, "--system=1")
-    prompts = []
+    prompts: list[list[int]] = []
     encode = chat.model.encode
     monkeypatch.setattr(chat.model, "encode", lambda *args: prompts.append(encode(*args)) or prompts[-1])
     first = chat.ask("12+34")
@@ -80,6 +80,15 @@ def test_a_refused_question_leaves_the_conversation_as_it_was() -> None:
     with pytest.raises(ValueError, match="no token for"):
         chat.take("zz")
     assert chat.turns == before
+
+
+def test_a_question_beyond_the_context_is_refused_and_the_conversation_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert talk(f"{'12+34,' * 100}\n12+34,56+78>\n", [f"--ckpt_path={MODEL}"], monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert "prompt 0: expected at most 480 tokens (a context of 512 less max_new_tokens 32), got 600" in shown.err
+    assert shown.out.startswith("12+34=46;56+78=134;\norder: [")
 
 
 def test_the_canvas_is_shown_while_it_fills() -> None:

@@ -234,7 +234,7 @@ def test_generate_cuts_at_stop_strings(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.CaptureFixture[str]) -> None:
-    from refusion_lit.cli.generate import _Stream
+    from refusion_lit.cli.generate import Stream
     from refusion_lit.decoding import RowState
     from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
@@ -247,7 +247,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         tokens=[0] * 8,
         is_masked=[True] * 8,
     )
-    stream = _Stream(lambda ids: "".join(map(chr, ids)), (" STOP",))
+    stream = Stream(lambda ids: "".join(map(chr, ids)), (" STOP",))
     printed = ""
     for place, character in enumerate(text):
         state.commit([place], [ord(character)])
@@ -296,8 +296,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_begins_with_a_short_usage_and_names_one_way_to_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["fit", "--help"])
+    assert main(["fit", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: refusion-lit fit --config FILE [--OPTION VALUE ...]\n\n")
     options = {word for line in shown.splitlines() for word in line.split()[:1] if word.startswith("--")}
@@ -315,7 +314,7 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["fitt"], "did you mean 'fit'"),
-        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "did you mean 'slot_size'"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "slot_size'?"),
         (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=0"], "slot_size: expected"),
         (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_threshold=1.5"], "slot_threshold: expected"),
         (
@@ -327,7 +326,7 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
         (["fit", "--config", QUICKSTART, "--trainer.max_stepz=3"], "max_steps"),
         (["fit", "--config", "missing.yaml"], "missing.yaml"),
         (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=ReFuson"], "did you mean 'ReFusion'"),
-        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder.slot_sise=2"], "did you mean 'slot_size'"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder.slot_sise=2"], "slot_size'?"),
         (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
         (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
         (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
@@ -342,18 +341,21 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
             "backbone: expected a source (directory or hub id) or a config with model_type",
         ),
         (["fit"], "data.task, data.tokenizer: expected a value, got none; give them, or a config"),
-        (["fit", "quickstart.yaml"], "options start with --, as in --config FILE"),
+        (
+            ["fit", "quickstart.yaml"],
+            "expected options, which start with --",
+        ),
         (["generate"], "ckpt_path: expected a value, got none; give it."),
         (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, HumanEval"),
-        (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (No module named 'none'); known are"),
+        (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (no module 'none')."),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
-            "data.task: expected a subclass of Task, got",
+            '"data.task": Import path json.JSONDecoder does not correspond to a subclass of Task',
         ),
         (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
         (
             ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],
-            "model.decoders: slot_size: expected an integer, got 'x'.",
+            "model.decoders.refusion.slot_size: expected an integer, got 'x'.",
         ),
         (
             ["fit", "--config", QUICKSTART, "--model.backbone.attention=up"],
@@ -366,7 +368,10 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
             "model_type: expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'?",
         ),
         (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "got no.yaml, which does not exist"),
-        (["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"], "'bfloat16' or 'float16', got 'fp32'."),
+        (
+            ["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"],
+            "bfloat16 or float16, got 'fp32'.",
+        ),
     ],
 )
 def test_errors_are_one_line_with_the_fix(

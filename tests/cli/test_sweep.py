@@ -11,8 +11,8 @@ import yaml
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
+from refusion_lit.cli.component_files import with_component_files
 from refusion_lit.cli.lightning import parse_only
-from refusion_lit.cli.parser import with_component_files
 from refusion_lit.cli.sweep import read_sweep, resolver
 from refusion_lit.sweeps import plan
 
@@ -130,12 +130,12 @@ def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFi
     file = str(REPOSITORY / "configs" / "decoder" / "llada.yaml")
     for args in ([f"--model.decoders.x={file}"], ["--model.decoders.x", file]):
         expanded = with_component_files(["test", "--config", QUICKSTART, *args], "model.decoders")
-        decoders = parse_only().parse_args(expanded).test.model.decoders
+        decoders = parse_only().parser.parse_args(expanded).test.model.decoders
         assert decoders["x"].class_path.endswith("LLaDA")
         assert decoders["x"].init_args.block_length == 32
         assert decoders["refusion"].class_path.endswith("ReFusion")
     assert main(["test", "--config", QUICKSTART, "--model.decoders.x", str(tmp_path / "no.yaml")]) == 2
-    assert "--model.decoders.x: expected the YAML file" in capsys.readouterr().err
+    assert "model.decoders.x: expected a class or a YAML file, got" in capsys.readouterr().err
     (tmp_path / "other.yaml").write_text("steps: 3")
     assert main(["test", "--config", QUICKSTART, f"--model.decoders.x={tmp_path / 'other.yaml'}"]) == 2
     assert "expected a component" in capsys.readouterr().err

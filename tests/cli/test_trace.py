@@ -79,6 +79,13 @@ def test_wrong_options_are_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["trace", "--ckpt_path", CAUSAL, "--prompt", "12+34," * 100, "--max_new_tokens=32"]
+    assert main([*args, "--output", str(tmp_path / "t.html")]) == 2
+    assert "expected at most 480 tokens (a context of 512 less max_new_tokens 32), got 600" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_broken_trace_leaves_an_earlier_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"format": "refusion-lit-trace", "version": 1}))
     (tmp_path / "t.html").write_text("earlier")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from refusion_lit.decoding import sampling as sampling_module
 from refusion_lit.decoding.sampling import draw_tokens, filter_logits, first_argmax
-from refusion_lit.noise import KeyedNoise, stable_key
+from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.keys import stable_key
 
 LOGITS = st.lists(
     st.one_of(

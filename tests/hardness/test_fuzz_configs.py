@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +10,11 @@ from hypothesis import strategies as st
 
 from cli.conftest import REPOSITORY
 from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
-from refusion_lit.cli.lightning import parse_only
-from refusion_lit.cli.parser import with_component_files
+from refusion_lit.cli.check import check_arguments
+from refusion_lit.cli.component_files import with_component_files
+from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
+from refusion_lit.cli.trainer_options import read_description
 from refusion_lit.utils.yaml_files import read_yaml
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -50,7 +51,7 @@ def yamls(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 @pytest.fixture(scope="module")
-def parser() -> Any:
+def cli() -> RefusionCLI:
     return parse_only()
 
 
@@ -61,9 +62,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 1))  # a parse takes almost a second
 @given(content=yamls((CONFIGS / "quickstart.yaml").read_bytes()), command=st.sampled_from(["fit", "test"]))
-def test_a_config_of_a_run(parser: Any, path: Path, content: bytes, command: str) -> None:
+def test_a_config_of_a_run(cli: RefusionCLI, path: Path, content: bytes, command: str) -> None:
     path.write_bytes(content)
-    outcome(lambda: parser.parse_args([command, f"--config={path}"]))
+    arguments = [f"--config={path}"]
+    checked = outcome(lambda: check_arguments(arguments, read_description(command), command))
+    parsed = outcome(lambda: cli.parse(cli.parser, [command, *arguments]))
+    # The check before the imports refuses nothing that the parser takes.
+    assert checked is None or isinstance(parsed, str)
 
 
 @FUZZ

@@ -134,3 +134,21 @@ def test_the_table_marks_decoders_that_do_not_fit() -> None:
     assert "good *" not in text
     assert "2.50" in text
     assert "the model was not trained for this decoder" in text
+
+
+@pytest.mark.parametrize("width", [200, 120, 100, 80, 60, 45])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    metrics = DecodingMetrics()
+    metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
+    stream = io.StringIO()
+    results = {"a_decoder_with_a_name": metrics.compute(), "other": metrics.compute()}
+    decoder_table(results, 7, marked={"other"}, console=Console(file=stream, width=width))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["a_decoder_with_a_name", "other"]  # one line each
+    head = next(line for line in lines if line.startswith("┃"))
+    assert {"decoder", "score"} <= set(head.split())
+    assert ("tokens/forward" in head) == (width >= 60)
+    assert ("p95" in head) == (width == 200)
+    assert ("widen the terminal" in " ".join(stream.getvalue().split())) == (width < 200)

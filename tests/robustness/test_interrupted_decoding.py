@@ -72,14 +72,14 @@ def test_test_goes_on_and_its_figures_are_those_of_all(
     code = finished(start(args, log, _signal_at((decoder, 3), number)))
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert "--model.resume true" in log.read_text()
+        assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
         assert "Traceback" not in log.read_text()
     # Two prompts a batch; a SIGTERM ends behind the batch.
     before = _lines(run / "predictions_refusion.jsonl")
     assert len(before) == (6 if decoder == "Autoregressive" or number == signal.SIGTERM else 4)
     with (run / "predictions_refusion.jsonl").open("a") as file:
         file.write('{"id": "torn')
-    assert main([*args, "--model.resume=true"]) == 0
+    assert main(["test", f"--resume={run}"]) == 0  # with the config that the run has saved
     for name in ("refusion", "other"):
         assert _lines(run / f"predictions_{name}.jsonl") == _lines(unbroken / f"predictions_{name}.jsonl")
     assert _figures(run) == _figures(unbroken)
@@ -100,7 +100,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     assert main([*args, "--model.resume=true"]) == 0
     ids = [line["id"] for line in _lines(tmp_path / "r" / "v" / "predictions.jsonl")]
     assert len(ids) == len(set(ids)) == NUM_PROMPTS
-    assert main([*args, "--model.resume=true"]) == 2
+    assert main([*args, "--model.resume=true"]) == 0
     assert "there is nothing left to do" in capsys.readouterr().err
 
 
@@ -139,25 +139,25 @@ def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit.evaluation import predictions
+        from refusion_lit.cli.answers import _Writer
 
-        write, count = predictions.write_line, 0
+        on_finished, count = _Writer.on_finished, 0
 
-        def interrupted(file: Any, values: Any) -> None:
+        def interrupted(self: Any, index: int, generation: Any) -> None:
             nonlocal count
             count += 1
-            write(file, values)
+            on_finished(self, index, generation)
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        predictions.write_line = interrupted
+        _Writer.on_finished = interrupted
 
     assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()
     assert len(_lines(output)) == 3
     with output.open("a") as file:
         file.write('{"id": "3", "pro')
-    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert main([*args, f"--output={output}", "--resume"]) == 0
     assert _lines(output) == _lines(whole)
-    assert main([*args, f"--output={output}", "--resume=true"]) == 0
+    assert main([*args, f"--output={output}", "--resume"]) == 0
     assert _lines(output) == _lines(whole)

@@ -17,10 +17,11 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.sampler import TrainingLoader
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise, stable_key
+from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.tasks import Additions
+from refusion_lit.utils.keys import stable_key
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,

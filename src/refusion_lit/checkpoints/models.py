@@ -15,6 +15,7 @@ from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
 from refusion_lit.checkpoints.stored import check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.lora import merged
 from refusion_lit.modeling.saving import stored_prompt_template
@@ -58,6 +59,7 @@ def load_model(
             compile=options.compile,
         )
         return backbone.eval(), tokenizer, metadata.prompt_template
+    check_source(str(source), "ckpt_path")
     options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
     tokenizer = PretrainedTokenizer(source=str(source), revision=revision, trust_remote_code=trust_remote_code).build(
         None

@@ -39,7 +39,7 @@ _OWN = {
     "init": "refusion_lit.cli.init",
     "report": "refusion_lit.cli.report",
 }
-_LIGHTNING = ("fit", "validate", "test", "predict")
+_TRAINER = ("fit", "validate", "test", "predict")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -51,7 +51,11 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a user's error, 130 when interrupted.
     """
-    argv = list(sys.argv[1:] if args is None else args)
+    argv = list(args if args is not None else sys.argv[1:])
+    if args is None:
+        from refusion_lit.cli.messages import show_warnings
+
+        show_warnings()
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if argv else 2
@@ -61,9 +65,13 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _run(argv[0], argv[1:])
     except ValueError as error:
-        from refusion_lit.cli.messages import shorten
+        from refusion_lit.utils.errors import NothingToDoError
 
-        return _fail(shorten(" ".join(str(error).split())))
+        message = " ".join(str(error).split())
+        if isinstance(error, NothingToDoError):
+            print(message, file=sys.stderr)
+            return 0
+        return _fail(message)
     except OSError as error:
         return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:
@@ -73,11 +81,13 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(command: str, rest: list[str]) -> int:
     if command in _OWN:
         return import_module(_OWN[command]).run(rest)
-    if command in _LIGHTNING:
-        return import_module("refusion_lit.cli.lightning").run([command, *rest])
+    if command in _TRAINER:
+        from refusion_lit.cli.trainer import run
+
+        return run(command, rest)
     from refusion_lit.cli.suggestions import nearest
 
-    return _fail(f"unknown command {command!r}{nearest(command, [*_LIGHTNING, *_OWN])}")
+    return _fail(f"unknown command {command!r}{nearest(command, [*_TRAINER, *_OWN])}")
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.session import add_model_options, load_model_of, piece_of, sampling_of, slot_size_of
+from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
+from refusion_lit.cli.tracing import decode_with_trace, piece_of
 from refusion_lit.decoding import GenerationCallback, RowState
-from refusion_lit.traces import Trace, page, trace_of, write_trace
+from refusion_lit.traces import Trace, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
@@ -51,8 +51,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
     """
-    parser = build_parser()
-    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    options = build_parser().parse(args)
     if options.history is not None and options.history < 0:
         raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
     sampling_of(options)
@@ -158,35 +157,19 @@ class Chat:
         Raises:
             ValueError: If it cannot be encoded, or is too long for the model.
         """
-        from refusion_lit.types import Prompt
-
-        model, options = self.model, self.options
-        ids = model.encode(question, self.messages(question))
-        piece = piece_of(model)
-        live = Live(console=self.console, auto_refresh=False, transient=True)
-        watching = options.show_order and self.console.is_terminal
-        with live:
-            output = model.decode(
-                [Prompt(token_ids=tuple(ids), id=str(len(self.turns)))],
-                options.decoder,
-                self.sampling,
-                callbacks=[_Watch(live, piece)] if watching else [],
-                allow_mismatch=options.allow_mismatch,
-                trace=True,
+        ids = self.model.encode(question, self.messages(question))
+        show_order = self.options.show_order
+        watching = show_order and self.console.is_terminal
+        with Live(console=self.console, auto_refresh=False, transient=True) as live:
+            callbacks = [_Watch(live, piece_of(self.model))] if watching else []
+            name = str(len(self.turns))
+            row, self.last = decode_with_trace(
+                self.model, question, ids, self.options, self.sampling, name=name, callbacks=callbacks
             )
-        row = output.rows[0]
         answer = row.text
-        self.last = trace_of(
-            row,
-            prompt=question,
-            prompt_length=len(ids),
-            decoder=type(options.decoder).__name__,
-            slot_size=slot_size_of(options.decoder),
-            piece=piece,
-        )
         self.turns.append((question, answer))
         self._print(visible_lines(answer))
-        if options.show_order:
+        if show_order:
             self.console.print(order_line(self.last, plain=not self.console.is_terminal), soft_wrap=True)
         pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
         self.console.print(pace, style="dim", highlight=False, markup=False)

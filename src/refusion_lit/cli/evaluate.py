@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from jsonargparse import Namespace
-
-from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.session import add_decoder_option, add_loading_options, load_model_of
+from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, as_list, load_model_of
 
 
 def build_parser() -> OneLineParser:
     """Return the parser of ``evaluate``."""
     parser = OneLineParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
-    parser.add_argument("--tasks", type=list[str], required=True, help="names of the harness's tasks")
+    tasks = "name of a task of the harness; several as [A, B]"
+    parser.add_argument("--tasks", type=list[str] | str, required=True, help=tasks)
     parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
     add_decoder_option(parser)
     parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
@@ -40,8 +38,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If an option is wrong, or the harness is not installed.
     """
-    parser = build_parser()
-    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    options = build_parser().parse(args)
     try:
         from lm_eval.tasks import TaskManager
 
@@ -52,8 +49,9 @@ def run(args: list[str]) -> int:
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
     manager = TaskManager(include_path=options.include_path)
-    unknown = [task for task in options.tasks if task not in manager.all_tasks]
-    if unknown or not options.tasks:
+    tasks = as_list(options.tasks)
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown or not tasks:
         raise ValueError(
             f"tasks: expected names of the harness's tasks or of those below --include_path, got "
             f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
@@ -62,7 +60,7 @@ def run(args: list[str]) -> int:
     model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
     results = evaluate(
         model,
-        options.tasks,
+        tasks,
         task_manager=manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,

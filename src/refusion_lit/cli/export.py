@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.files import atomic_directory, write_atomically
 from refusion_lit.utils.require import require
 
 
@@ -23,17 +23,21 @@ def run(args: list[str]) -> int:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     parser.add_argument("--adapter_only", type=bool, default=False,
                         help="write low-rank adapters alone, in peft's layout; they are merged by default")  # fmt: skip
-    parser.add_argument("--results", type=list[str], default=[], help="directories of test runs, for the model card")
+    results = "directory of a test run, for the model card; several as [A, B]"
+    parser.add_argument("--results", type=list[str] | str, default=[], help=results)
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
-    options = parser.parse_args(args)
+    options = parser.parse(args)
+
+    output, source = Path(options.output), options.ckpt_path
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
 
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file
     from refusion_lit.modeling.saving import save_adapters, save_model
     from refusion_lit.reports.model_card import model_card
 
-    source = options.ckpt_path
     if options.adapter_only:
         require(is_checkpoint_file(source), "adapter_only", "the checkpoint of a run with model.backbone.lora", source,
                 "give its .ckpt, or drop --adapter_only")  # fmt: skip
@@ -42,13 +46,14 @@ def run(args: list[str]) -> int:
     else:
         backbone, tokenizer, template = load_model(source)
     name = options.push_to_hub or options.output
-    results = [Path(path) for path in options.results]
+    results = [Path(path) for path in as_list(options.results)]
     card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
-    if options.adapter_only:
-        save_adapters(backbone, tokenizer, options.output)
-    else:
-        save_model(backbone, tokenizer, options.output, prompt_template=template)
-    write_atomically(Path(options.output) / "README.md", card)
+    with atomic_directory(output) as directory:
+        if options.adapter_only:
+            save_adapters(backbone, tokenizer, directory)
+        else:
+            save_model(backbone, tokenizer, directory, prompt_template=template)
+        write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if options.push_to_hub:
         _upload(options.output, options.push_to_hub, private=options.private)
@@ -64,13 +69,12 @@ def _run_of(source: str) -> Path | None:
 
 def _upload(directory: str, repository: str, *, private: bool) -> None:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload from refusion-lit")
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+    except Exception as error:  # errors of the hub, of the library's client, of the network
         raise ValueError(
             f"push_to_hub: the upload to {repository!r} failed ({reason_of(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."

@@ -1,168 +1,130 @@
-"""An argument parser whose errors are one line that names the nearest right option."""
+"""The parser of the commands without a Trainer, and the options of model, decoder and sampling that they share."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
+import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
-from jsonargparse import ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
-from refusion_lit.cli.messages import readable
-from refusion_lit.cli.suggestions import nearest
-from refusion_lit.utils.yaml_files import read_yaml
+from refusion_lit.decoding import Decoder, ReFusion
+from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_at_least
 
-_UNKNOWN = (
-    re.compile(r"Key '(?P<name>[^']+)' is not expected"),
-    re.compile(r"Unrecognized arguments?: --(?P<name>[^\s=]+)", re.IGNORECASE),
-    re.compile(r"No action for key \"?'?(?P<name>[\w.]+)"),
-    re.compile(r"Group '[^']*' does not accept nested key '(?P<name>[^']+)'"),
-    re.compile(r"does not accept (?:nested )?key '(?P<name>[^']+)'"),
-    re.compile(r"Option '(?P<name>[^']+)' is not accepted"),
-    re.compile(r"does not accept option '(?P<name>[^']+)'"),
-)
-_CLASS = re.compile(
-    r"expected (?:the name or import path of a class|a class that can be imported|a subclass of \S+), "
-    r"got (?P<name>[\w.]+)"
-)
+if TYPE_CHECKING:
+    from refusion_lit.api import TextModel
 
 
-class UsageError(ValueError):
-    """Wrong use of the command line."""
+PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What a parser raises for wrong arguments; PyYAML's errors for numbers and dates that are none pass through it."""
 
 
-class _OneLineErrors:
-    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Parse; a config file that is no YAML is refused by its name.
-
-        Raises:
-            UsageError: If something is wrong.
-        """
-        try:
-            return super().parse_args(args, *rest, **options)  # type: ignore[misc]
-        # What PyYAML raises for such files is often not its own error, and passes through jsonargparse.
-        except (UnicodeDecodeError, TypeError, AttributeError, LookupError, RecursionError):
-            for name in [arg.rpartition("=")[2] for arg in args or ()]:
-                if name.endswith((".yaml", ".yml")):
-                    read_yaml(Path(name), "config")
-            raise
+class OneLineErrors:
+    """Raises a parser's errors in one line: the option and the reason, without usage and dumps of types."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing pages of usage."""
-        text = readable(" ".join(str(message).split()))
-        raise UsageError(f"{text}{self._hint(text)}") from ex
-
-    def _hint(self, text: str) -> str:
-        if "did you mean" in text:
-            return ""
-        if re.search(r"unrecognized arguments: [^-]", text, re.IGNORECASE):
-            return "; options start with --, as in --config FILE"
-        known = self._known_options()
-        for pattern in _UNKNOWN:
-            found = pattern.search(text)
-            if found:
-                name = found["name"]
-                whole = nearest(name, known)
-                if "did you mean" in whole:
-                    return whole
-                return nearest(name.rsplit(".", 1)[-1], sorted({option.rsplit(".", 1)[-1] for option in known}))
-        found = _CLASS.search(text)
-        if found:
-            return nearest(found["name"].rsplit(".", 1)[-1], self._known_classes(text.partition(":")[0]))
-        return ""
-
-    def _known_classes(self, option: str) -> list[str]:
-        """Return the names of the classes that an option takes."""
-        types = [getattr(action, "_typehint", None) for action in self._all_actions() if action.dest == option]
-        names = {cls.__name__ for hint in types for base in _classes_in(hint) for cls in _concrete(base)}
-        return sorted(name for name in names if not name.startswith("_"))
-
-    def _all_actions(self) -> list[Any]:
-        actions = list(self._actions)  # type: ignore[attr-defined]
-        for action in self._actions:  # type: ignore[attr-defined]
-            for parser in (getattr(action, "_name_parser_map", None) or {}).values():  # those of the subcommands
-                actions += getattr(parser, "_actions", [])
-        return actions
-
-    def _known_options(self) -> list[str]:
-        from dataclasses import fields, is_dataclass
-
-        names = [action.dest for action in self._all_actions() if action.dest not in ("help", None)]
-        options = {field.name for cls in _component_classes() if is_dataclass(cls) for field in fields(cls)}
-        return sorted({*names, *options})
+        """Raise the error instead of printing it."""
+        raise ValueError(brief(message)) from ex
 
 
-class OneLineParser(_OneLineErrors, ArgumentParser):
-    """jsonargparse's parser with one-line errors."""
+def brief(message: str) -> str:
+    """Return the option and the reason out of the paragraphs of a message of jsonargparse."""
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
+    start = lines.index("Errors:") + 1 if "Errors:" in lines else len(lines) - 1
+    reason = " ".join(lines[start : start + (2 if lines[start].endswith(":") else 1)])
+    is_option = start > 0 and lines[0].startswith("Parser key ")
+    return f"{lines[0].removeprefix('Parser key ')} {reason}" if is_option else reason
 
 
-class OneLineLightningParser(_OneLineErrors, LightningArgumentParser):
-    """Lightning's parser with one-line errors."""
+class OneLineParser(OneLineErrors, ArgumentParser):
+    """jsonargparse's parser, with help and errors of our own."""
+
+    def parse(self, args: Sequence[str]) -> Namespace:
+        """Parse arguments and create the components that they name.
+
+        Raises:
+            ValueError: Naming the wrong option, what was expected and what was got.
+            SystemExit: After printing the help.
+        """
+        if any(arg == "-h" or arg.split("=")[0].endswith("help") for arg in args):
+            from refusion_lit.cli.help import print_help_of
+
+            print_help_of(self, args)
+            raise SystemExit(0)
+        try:
+            parsed = self.parse_args(args)
+        except PARSER_ERRORS as error:
+            from refusion_lit.cli.check import explain
+
+            raise explain(self, args, error) from error
+        return cast("Namespace", self.instantiate_classes(parsed))
 
 
-def with_component_files(args: Sequence[str], group: str) -> list[str]:
-    """Replace ``--GROUP.NAME FILE.yaml`` by the file's content, which jsonargparse does for options but not in dicts.
+def as_list(value: str | list[str]) -> list[str]:
+    """Return the values of an option that takes one or a list."""
+    return [value] if isinstance(value, str) else value
 
-    Args:
-        args: Arguments of a command.
-        group: Option whose value is a dict of components, such as ``model.decoders``.
 
-    Returns:
-        The arguments, with JSON in place of the files.
+def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> None:
+    """Add the options of model, decoder and sampling, named as in ``generate``."""
+    add_decoder_option(parser)
+    parser.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="maximum length of a response")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling, with a temperature above 0")
+    parser.add_argument("--top_k", type=int | None, default=None, help="number of most probable tokens to sample from")
+    stop = "string that ends a response; several as [A, B]"
+    parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    add_loading_options(parser)
+
+
+def add_decoder_option(parser: OneLineParser) -> None:
+    """Add the decoder with its options."""
+    text = "class of the decoder, or a YAML file like those in configs/decoder"
+    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True, help=text)
+
+
+def add_loading_options(parser: OneLineParser) -> None:
+    """Add the options that say how ``--ckpt_path`` is loaded."""
+    dtypes = Literal["float32", "float64", "bfloat16", "float16"]
+    attention = Literal["causal", "bidirectional", "block_causal"] | None
+    parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
+    parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
+    text = "attention pattern of a directory that does not state its own"
+    parser.add_argument("--attention", type=attention, default=None, help=text)
+    parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
+    parser.add_argument("--allow_mismatch", type=bool, default=False, help="only warn if the model does not fit")
+    parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
+    parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
+
+
+def sampling_of(options: Namespace) -> SamplingParams:
+    """Return the sampling parameters, checked against the decoder.
 
     Raises:
-        ValueError: If a file is missing or holds no component.
+        ValueError: If they are impossible.
     """
-    option = re.compile(rf"--{re.escape(group)}\.[^.=]+")
-    expanded, rest = [], list(args)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not equals and option.fullmatch(name) and rest and rest[0].endswith((".yaml", ".yml")):
-            equals, value = "=", rest.pop(0)
-        if option.fullmatch(name) and value.endswith((".yaml", ".yml")):
-            value = json.dumps(_read_component(Path(value), name))
-        expanded.append(f"{name}{equals}{value}")
-    return expanded
+    for name in ("batch_size", "max_tokens_per_forward"):
+        if options.get(name) is not None:
+            require_at_least(name, options[name], 1)
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
+    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(as_list(options.stop)))
+    options.decoder.check(sampling)
+    return sampling
 
 
-def _read_component(path: Path, name: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist.")
-    values = read_yaml(path, name)
-    if "class_path" not in values:
-        raise ValueError(f"{name}: expected a component (class_path and init_args) in {path}, got something else.")
-    return values
+def load_model_of(options: Namespace) -> TextModel:
+    """Load the model that the options name.
 
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    from refusion_lit.api import load
+    from refusion_lit.modeling.loading import BackboneConfig
 
-def _component_classes() -> list[type]:
-    """Return all concrete strategies that a config can name."""
-    from refusion_lit.data.tokenizers import TokenizerSource
-    from refusion_lit.decoding import Decoder
-    from refusion_lit.objectives import Objective
-    from refusion_lit.tasks import Task
-
-    return [cls for base in (Decoder, Objective, Task, TokenizerSource) for cls in _concrete(base)]
-
-
-def _concrete(base: type) -> list[type]:
-    """Return a class and those that inherit from it, without abstract ones."""
-    found: list[type] = []
-    waiting: list[Any] = [base]
-    while waiting:
-        cls = waiting.pop()
-        waiting.extend(cls.__subclasses__())
-        if not inspect.isabstract(cls):
-            found.append(cls)
-    return found
-
-
-def _classes_in(hint: Any) -> list[type]:  # noqa: ANN401 - a type hint
-    """Return the classes that a type hint is made of, without builtins."""
-    arguments = get_args(hint)
-    if arguments:
-        return [cls for argument in arguments for cls in _classes_in(argument)]
-    return [hint] if isinstance(hint, type) and hint.__module__ not in ("builtins", "collections.abc") else []
+    if options.trust_remote_code:
+        sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
+    names = ("dtype", "device", "revision", "trust_remote_code")
+    overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
+    return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
-
-from jsonargparse import Namespace
+from typing import Any, Literal
 
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import write_lines
@@ -42,7 +40,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If an option or a prediction is wrong, or code would run that is not allowed to.
     """
-    options = cast("Namespace", (parser := build_parser()).instantiate_classes(parser.parse_args(args)))
+    options = build_parser().parse(args)
     source = Path(options.predictions)
     output = Path(options.output) if options.output else source.with_suffix(".scored.jsonl")
     if options.num_workers < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -14,11 +14,15 @@ from typing import Any, NoReturn, cast
 import yaml
 from jsonargparse import Namespace
 
+from refusion_lit.cli.check import check_config
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.suggestions import nearest
-from refusion_lit.sweeps import Sweep, describe, plan
+from refusion_lit.cli.trainer_options import read_description
+from refusion_lit.sweeps import Sweep, SweepResult, describe, plan
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.yaml_files import read_yaml
+
+_SHOWN = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 
 
 def build_parser() -> OneLineParser:
@@ -41,7 +45,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If the sweep is wrong; nothing has run then.
     """
-    options = build_parser().parse_args(args)
+    options = build_parser().parse(args)
     file = Path(options.config)
     sweep = read_sweep(file, options.num_workers)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
@@ -59,6 +63,7 @@ def run(args: list[str]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
+    _print_results(result, sweep.swept)
     print(f"results in {' and '.join(str(path) for path in result.files)}")
     if len(result.files) == 1:
         print("no results.parquet without pyarrow: pip install 'refusion-lit[data]'", file=sys.stderr)
@@ -70,6 +75,23 @@ def run(args: list[str]) -> int:
             file=sys.stderr,
         )
     return 1 if result.failed else 0
+
+
+def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
+    """Print a line for each point and decoder: what was swept, and its most important figures."""
+    from refusion_lit.reports.tables import FIGURES, print_table
+
+    short = {name: name.rpartition(".")[2] for name in swept}
+    named = short if len(set(short.values())) == len(short) else {name: name for name in swept}
+    figures = [(key, title, text) for key, title, text in FIGURES if key in _SHOWN]
+    head = [*named.values(), "decoder", *(title for _, title, _ in figures)]
+    rows = []
+    for row in result.rows:
+        decoder = row["decoder"] or row["status"]
+        cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in figures]
+        rows.append([*(str(row[name]) for name in swept), decoder, *cells])
+    ranks = [*[0] * (len(swept) + 1), *(_SHOWN.index(key) + 1 for key, _, _ in figures)]
+    print_table(f"{result.directory.name}: {len(rows)} rows", head, rows, ranks=ranks, num_texts=len(swept) + 1)
 
 
 def _report(directory: Path) -> None:
@@ -96,7 +118,7 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist.")
     parser = OneLineParser(prog="refusion-lit sweep")
     parser.add_class_arguments(Sweep, "sweep")
-    values = read_yaml(file, "config")
+    values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
     names = [field.name for field in fields(Sweep)]
     for name in values:
         if name not in names:
@@ -119,7 +141,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
-    parser = parse_only()
+    parser = parse_only().parser
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
     kinds = {"decoders": dict[str, Decoder], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -127,6 +149,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         strategies.add_argument(f"--{name}", type=kind)
 
     def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        check_config(config, read_description(subcommand), subcommand)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

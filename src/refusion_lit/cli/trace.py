@@ -6,14 +6,14 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from jsonargparse import Namespace
 from rich.console import Console
 
-from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.session import add_model_options, load_model_of, piece_of, sampling_of, slot_size_of
-from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_of, trace_statistics
+from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
+from refusion_lit.cli.tracing import decode_with_trace
+from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_statistics
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
 
@@ -38,8 +38,7 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If an option, the model or the saved trace is wrong.
     """
-    parser = build_parser()
-    options = cast("Namespace", parser.instantiate_classes(parser.parse_args(args)))
+    options = build_parser().parse(args)
     _check(options)
     output, kind = _output(options)
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
@@ -82,22 +81,4 @@ def _output(options: Namespace) -> tuple[Path, str]:
 def _decode(options: Namespace) -> Trace:
     sampling = sampling_of(options)
     model = load_model_of(options)
-    from refusion_lit.types import Prompt
-
-    ids = model.encode(options.prompt)
-    output = model.decode(
-        [Prompt(token_ids=tuple(ids), id="0")],
-        options.decoder,
-        sampling,
-        allow_mismatch=options.allow_mismatch,
-        trace=True,
-    )
-    row = output.rows[0]
-    return trace_of(
-        row,
-        prompt=options.prompt,
-        prompt_length=len(ids),
-        decoder=type(options.decoder).__name__,
-        slot_size=slot_size_of(options.decoder),
-        piece=piece_of(model),
-    )
+    return decode_with_trace(model, options.prompt, model.encode(options.prompt), options, sampling)[1]

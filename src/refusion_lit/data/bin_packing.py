@@ -9,8 +9,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from refusion_lit.data.collate import EncodedExample, collate_responses
-from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.utils.keys import stable_key
 
 _GROUP = 4096
 """Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from refusion_lit.noise import stable_key
 from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.utils.keys import stable_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def encode_example(
     """
     if not example.response:
         raise ValueError(
-            f"example {example.id}: expected a response, got an empty one; remove it or skip malformed ones."
+            f"example {example.id}: expected a response, got an empty one; remove it, or set data.malformed: skip."
         )
     try:
         prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)

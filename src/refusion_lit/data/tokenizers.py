@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from refusion_lit.modeling.architecture import warn_of_remote_code
+from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.vocabulary import ensure_mask_token
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
@@ -140,6 +141,7 @@ class PretrainedTokenizer(TokenizerSource):
         """
         if self.trust_remote_code:
             warn_of_remote_code(self.source)
+        check_source(self.source, "tokenizer.source")
         options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.source, **options)

@@ -1,16 +1,26 @@
-"""Decoders and the engine that runs them."""
+"""Decoders and the engine that runs them.
+
+Importing this package is light: torch is loaded with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.decoding.checks import ModelMismatchError, check_context, check_model
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
-from refusion_lit.decoding.engine import decode
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+
+if TYPE_CHECKING:
+    from refusion_lit.decoding.checks import ModelMismatchError, check_context, check_model
+    from refusion_lit.decoding.engine import decode
 
 __all__ = [
     "Autoregressive",
@@ -39,3 +49,16 @@ __all__ = [
     "decode",
     "most_certain",
 ]
+
+_LAZY = {
+    "ModelMismatchError": "refusion_lit.decoding.checks",
+    "check_context": "refusion_lit.decoding.checks",
+    "check_model": "refusion_lit.decoding.checks",
+    "decode": "refusion_lit.decoding.engine",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.decoding.requests import Branch, Draw
-from refusion_lit.noise import KeyedNoise, stable_key
+from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.keys import stable_key
 
 _BLOCK = 256
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder, check_context, check_model
-from refusion_lit.evaluation.loop import DecodingSetup, Evaluation, described
+from refusion_lit.evaluation.fingerprints import described
+from refusion_lit.evaluation.loop import DecodingSetup, Evaluation
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import gather
@@ -136,6 +137,7 @@ class EvaluationHooks(L.LightningModule):
             rank=self.trainer.global_rank,
             num_ranks=self.trainer.world_size,
             resume=self.resume,
+            watch=getattr(self.trainer.progress_bar_callback, "watch", None),
         )
 
     @property

@@ -11,7 +11,8 @@ from einops import rearrange
 
 from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.noise import KeyedNoise, stable_key
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.utils.keys import stable_key
 
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 

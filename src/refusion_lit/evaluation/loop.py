@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from refusion_lit.api import TextModel
-from refusion_lit.decoding import Decoder, DecodingOutput
+from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback
+from refusion_lit.evaluation.fingerprints import described, predictions_fingerprint
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Prompt, PromptBatch, SamplingParams
-from refusion_lit.utils.fingerprint import Fingerprint, prompts_fingerprint
+from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
+
+Watch = Callable[[str, int, int], Sequence[GenerationCallback]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ class DecodingSetup:
     sampling: SamplingParams
     options: DecodingOptions
 
-    def decode(self, decoder: Decoder, prompts: list[Prompt]) -> DecodingOutput:
+    def decode(
+        self, decoder: Decoder, prompts: list[Prompt], callbacks: Sequence[GenerationCallback] = ()
+    ) -> DecodingOutput:
         """Decode prompts; a mismatch was reported at the start."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* does not fit this model")
@@ -48,23 +52,15 @@ class DecodingSetup:
                 self.sampling,
                 batch_size=self.options.max_batch_size,
                 max_tokens_per_forward=self.options.max_tokens_per_forward,
+                callbacks=callbacks,
                 allow_mismatch=self.options.allow_mismatch,
             )
 
     def fingerprint(self, decoder: Decoder, prompts: Iterable[tuple[str, object]]) -> Fingerprint:
-        """Return what a decoder's predictions depend on.
-
-        Args:
-            decoder: The decoder.
-            prompts: Id and content of each prompt.
-        """
-        return {
-            "prompts": prompts_fingerprint(prompts),
-            "decoder": described(decoder),
-            "sampling": asdict(self.sampling),
-            "weights": weights_digest(self.model.backbone),
-            "record_forwards": self.options.record_forwards,
-        }
+        """Return what a decoder's predictions of prompts, given with their ids, depend on."""
+        record_forwards = self.options.record_forwards
+        backbone = self.model.backbone
+        return predictions_fingerprint(backbone, decoder, self.sampling, prompts, record_forwards=record_forwards)
 
 
 class DecoderRun:
@@ -91,13 +87,13 @@ class DecoderRun:
         if metrics is not None:
             metrics.restore(file.state or {})
 
-    def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
+    def step(self, batch: PromptBatch, callbacks: Sequence[GenerationCallback] = ()) -> list[dict[str, Any]]:
         """Decode a batch's prompts that are not done yet; write their predictions and return them."""
         pairs = zip(batch.prompts, batch.examples, strict=True)
         missing = [(prompt, example) for prompt, example in pairs if prompt.id not in self.file.done]
         if not missing:
             return []
-        output = self._setup.decode(self._decoder, [prompt for prompt, _ in missing])
+        output = self._setup.decode(self._decoder, [prompt for prompt, _ in missing], callbacks)
         lines = [
             prediction(
                 row,
@@ -130,6 +126,8 @@ class Evaluation:
         rank: This process's number.
         num_ranks: Number of processes.
         resume: Keep the predictions that are there.
+        watch: Shows the progress of a decoder: gets its name, the number of prompts and how many an interrupted run has
+            left, and returns callbacks for one call.
 
     Raises:
         ValueError: If there is nothing to resume, or something else, or two prompts have one id.
@@ -148,6 +146,7 @@ class Evaluation:
         rank: int,
         num_ranks: int,
         resume: bool,
+        watch: Watch | None = None,
     ) -> None:
         self.directory = directory
         self.fingerprints = {
@@ -160,10 +159,16 @@ class Evaluation:
             file = PredictionsFile(path, self.fingerprints[name], **share, resume=resume, overwrite=True)
             metrics = None if counted_on is None else DecodingMetrics().to(counted_on)
             self._runs[name] = DecoderRun(setup, decoder, task, file, metrics)
+        self._watch, self._num_prompts = watch, len(prompts) // num_ranks
+        self._num_resumed = {name: len(run.file.done) for name, run in self._runs.items()}
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Decode a batch of prompts with every decoder; return the new predictions."""
-        return [line for run in self._runs.values() for line in run.step(batch)]
+        lines = []
+        for name, run in self._runs.items():
+            callbacks = self._watch(name, self._num_prompts, self._num_resumed[name]) if self._watch else ()
+            lines += run.step(batch, callbacks)
+        return lines
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Return each decoder's figures over all processes, which must call this together."""
@@ -183,12 +188,6 @@ class Evaluation:
         """Record that all predictions are complete."""
         for run in self._runs.values():
             run.file.complete()
-
-
-def described(part: object) -> dict[str, Any]:
-    """Return the class of a decoder or task and its options."""
-    options = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
-    return {"class": type(part).__name__, **options}
 
 
 def _settings(task: Task) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from refusion_lit.decoding import Generation
+from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint
 from refusion_lit.utils.locks import try_lock
@@ -228,7 +229,7 @@ class PredictionsFile:
         """Take over the lines that are done."""
         if not self.path.is_file():
             if self._whole.is_file():
-                raise ValueError(f"resume: {self._whole} is complete; there is nothing left to do.")
+                raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             return
         meta = read_json(meta_path(self.path))
         try:
@@ -245,6 +246,6 @@ class PredictionsFile:
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         if progress is None and fingerprint.get("prompts") == self._fingerprint.get("prompts"):
-            raise ValueError(f"resume: {self.path} is complete; there is nothing left to do.")
+            raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
         self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from refusion_lit.modeling.hub import check_source
 from refusion_lit.utils.errors import reason_of
 
 
@@ -48,6 +49,7 @@ def config_of_source(
     Raises:
         ValueError: If it cannot be loaded, or has no such option.
     """
+    check_source(source, "backbone.source")
     if trust_remote_code:
         warn_of_remote_code(source)
     try:

@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.version import __version__
 
@@ -27,6 +25,8 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         seed: The run's seed.
         command: The command line; this process's own by default.
     """
+    import torch  # takes seconds; reading a saved environment does not need it
+
     return {
         "refusion_lit": __version__,
         "python": platform.python_version(),

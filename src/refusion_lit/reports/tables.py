@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from refusion_lit.reports.comparison import Comparison, MeasuredRow
 from refusion_lit.reports.intervals import Interval
 
 MISMATCH = "the model was not trained for this decoder"
-_FIGURES = (
+FIGURES = (
     ("score", "score", "{:.3f}"),
     ("tokens_per_forward", "tokens/forward", "{:.2f}"),
     ("tokens_per_second", "tokens/s", "{:.0f}"),
@@ -24,6 +26,16 @@ _FIGURES = (
     ("latency_median", "latency p50 s", "{:.3f}"),
     ("latency_p95", "p95 s", "{:.3f}"),
 )
+"""Name, title and format of each figure of a test."""
+
+_PRIORITY = (
+    "decoder", "score", "tokens_per_forward", "tokens_per_second", "calls_per_batch", "latency_median", "num_forwards",
+    "positions_per_token", "num_calls", "latency_p95",
+)  # fmt: skip
+"""Columns of a narrow terminal, the most important first."""
+
+_WIDTH_OF_FILES = 1000
+
 _COMPARED = (
     "decoder",
     "score %",
@@ -56,20 +68,57 @@ def decoder_table(
         console: Where to print; standard output by default.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    caption = f"* {MISMATCH}" if marked else None
-    table = Table(title=f"{num_prompts} prompts, batch size {batch_size}", caption=caption)
-    table.add_column("decoder")
-    for _, title, _ in _FIGURES:
-        table.add_column(title, justify="right")
-    for name, figures in results.items():
-        table.add_row(f"{name} *" if name in marked else name, *_cells(figures))
-    (console or Console(width=150)).print(table)
+    head = ["decoder", *(title for _, title, _ in FIGURES)]
+    rows = [[f"{name} *" if name in marked else name, *_cells(figures)] for name, figures in results.items()]
+    keys = ["decoder", *(key for key, _, _ in FIGURES)]
+    ranks = [_PRIORITY.index(key) if key in _PRIORITY else len(_PRIORITY) for key in keys]
+    title = f"{num_prompts} prompts, batch size {batch_size}"
+    print_table(title, head, rows, ranks=ranks, notes=[f"* {MISMATCH}"] if marked else [], console=console)
+
+
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    ranks: Sequence[int],
+    num_texts: int = 1,
+    notes: Sequence[str] = (),
+    console: Console | None = None,
+) -> None:
+    """Print a table; columns that do not fit the terminal are left out, those of the highest rank first.
+
+    Args:
+        title: Line above the table.
+        head: Names of the columns.
+        rows: Cells of each row.
+        ranks: Rank of each column; rank 0 is never left out.
+        num_texts: The first columns hold text, the others numbers.
+        notes: Lines below the table.
+        console: Where to print; standard output by default, with every column if it is no terminal.
+    """
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    widths = [max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)]
+    shown = list(range(len(head)))
+    while sum(widths[i] for i in shown) + 1 > console.width and any(ranks[i] for i in shown):
+        shown.remove(max(shown, key=lambda i: (ranks[i], i)))
+    hidden = [name for i, name in enumerate(head) if i not in shown]
+    notes = [
+        *notes,
+        *([f"without {', '.join(hidden)}: widen the terminal, or see the results' file"] if hidden else []),
+    ]
+    table = Table(title=title, caption="\n".join(notes) or None)
+    for i in shown:
+        table.add_column(head[i], justify="left" if i < num_texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row[i]) for i in shown))
+    console.print(table)
 
 
 def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset()) -> str:
     """Return the figures of a test as a Markdown table; arguments as for :func:`decoder_table`."""
-    titles = ["decoder", *(title for _, title, _ in _FIGURES)]
-    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(_FIGURES)}"]
+    titles = ["decoder", *(title for _, title, _ in FIGURES)]
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(FIGURES)}"]
     for name, figures in results.items():
         mark = r" \*" if name in marked else ""
         lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures))} |")
@@ -108,7 +157,7 @@ def latex_table(comparison: Comparison) -> str:
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
-    return [template.format(figures[key]) for key, _, template in _FIGURES]
+    return [template.format(figures[key]) for key, _, template in FIGURES]
 
 
 def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, template: str) -> list[Sequence[str]]:

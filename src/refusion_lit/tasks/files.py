@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text
 from refusion_lit.types import Example
+from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
 
 Preset = Literal["query_response", "question_answer", "instruction", "messages"]
@@ -148,7 +148,7 @@ class InstructionFiles(Task):
 
     def _example(self, row: Row, identity: str) -> Example:
         if row.values is None:
-            raise ValueError(f"{row.location}: {row.error}; fix the line, or set malformed: skip.")
+            raise ValueError(f"{row.location}: {row.error}; fix the line, or set data.task.malformed: skip.")
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
@@ -158,7 +158,7 @@ class InstructionFiles(Task):
             query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
             raise ValueError(
-                f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip."
+                f"{row.location}: expected a response, got an empty one; remove it, or set data.task.malformed: skip."
             )
         return Example(id=identity, query=query, response=response)
 

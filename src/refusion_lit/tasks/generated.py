@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, overload
 
-from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.types import Example
+from refusion_lit.utils.keys import stable_key
 
 _NUM_FEISTEL_ROUNDS = 4
 

@@ -24,7 +24,7 @@ from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise, stable_key
+from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.liger import check_liger
@@ -33,6 +33,7 @@ from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.validation import ValidationHooks, is_whole
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.keys import stable_key
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 

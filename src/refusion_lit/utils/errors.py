@@ -1,8 +1,12 @@
-"""Reasons of failed reads and writes, in one line for users."""
+"""Reasons of failed reads and writes in one line for users, and the error that is none."""
 
 from __future__ import annotations
 
 from pickle import UnpicklingError
+
+
+class NothingToDoError(ValueError):
+    """Everything that was asked for is done already; commands print it and succeed."""
 
 
 def reason_of(error: BaseException) -> str:

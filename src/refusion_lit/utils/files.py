@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,10 +37,44 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(target)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a failed write, as on a full disk, names no file
+            error.filename = str(target)
         raise
     _sync_directory(target.parent)
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Yield a directory to fill, which gets its name when the block ends without an error, and is removed otherwise.
+
+    Args:
+        path: The directory to create; it may exist if it is empty.
+
+    Raises:
+        OSError: If it cannot be created.
+    """
+    target = Path(path).absolute()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        readable = 0o666 & ~_umask()
+        for file in unfinished.rglob("*"):
+            if file.is_file():
+                file.chmod(readable)  # some libraries write for the owner alone
+        unfinished.replace(target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

@@ -32,6 +32,8 @@ def read_yaml(path: Path, option: str) -> Options:
     # What PyYAML raises for numbers and dates that are none (!!int x, 2001-99-99) is not its own error.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{option}: {path} is not YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        raise ValueError(f"{option}: expected options by name in {path}, got an empty file; leave it out.")
     if not isinstance(values, dict):
         raise ValueError(f"{option}: expected options by name in {path}, got {type(values).__name__}.")
     _check_plain(values, f"{option}: {path}", ())

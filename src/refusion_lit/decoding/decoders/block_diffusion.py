@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
-from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
 
 _RULES = ("threshold", "first_hitting", "ancestral")

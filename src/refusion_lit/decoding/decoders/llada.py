@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading, Steps
-from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}

@@ -28,7 +28,8 @@ class ReFusion(Decoder):
 
     Attributes:
         slot_size: Tokens a slot, K in the paper.
-        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right.
+        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. ``None``: 2, or 1
+            if the response has a single slot.
         slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
@@ -52,7 +53,7 @@ class ReFusion(Decoder):
     )
 
     slot_size: int = 8
-    num_serial_blocks: int = 2
+    num_serial_blocks: int | None = None
     slot_threshold: float = 0.9
     token_threshold: float = 0.9
     certainty: Literal["first", "mean", "min", "product"] = "first"
@@ -66,7 +67,8 @@ class ReFusion(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("slot_size", self.slot_size, 1)
-        require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
+        if self.num_serial_blocks is not None:
+            require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
         require_at_least("forward_cost", self.forward_cost, 0)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
@@ -81,16 +83,23 @@ class ReFusion(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_slots = -(-sampling.max_new_tokens // self.slot_size)
+        num_slots, num_blocks = self._num_slots(sampling), self._num_serial_blocks(sampling)
         expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
         fix = "use fewer serial blocks, smaller slots or more new tokens"
-        require(self.num_serial_blocks <= num_slots, "num_serial_blocks", expected, self.num_serial_blocks, fix)
+        require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
+
+    def _num_slots(self, sampling: SamplingParams) -> int:
+        return -(-sampling.max_new_tokens // self.slot_size)
+
+    def _num_serial_blocks(self, sampling: SamplingParams) -> int:
+        return min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of ``max_new_tokens`` rounded up to whole slots in equal serial blocks."""
-        unit = self.slot_size * self.num_serial_blocks
+        num_blocks = self._num_serial_blocks(sampling)
+        unit = self.slot_size * num_blocks
         length = -(-sampling.max_new_tokens // unit) * unit
-        sizes = {"slot_size": self.slot_size, "num_serial_blocks": self.num_serial_blocks}
+        sizes = {"slot_size": self.slot_size, "num_serial_blocks": num_blocks}
         return ReFusionState.blank(prompt, sampling, special_tokens, length, **sizes)
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
@@ -106,7 +115,7 @@ class ReFusion(Decoder):
         if not self._accept_prefix(state, chosen, drafts, passes):
             state.planned = None
             yield from self._fill(state, chosen, drafts, passes)
-        is_last = state.next_block == self.num_serial_blocks
+        is_last = state.next_block == state.num_serial_blocks
         state.finished = not state.remaining and (is_last or state.prefix_ends)
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:

@@ -1,0 +1,88 @@
+"""Start: how long a command takes until its help or a usage error is on the screen.
+
+usage: python -m benchmarks.startup [--repeats 7]
+
+Whole processes are timed, from their start to their end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import ROOT, Work, aim, interleaved, write
+from jsonargparse import auto_cli
+
+from refusion_lit.decoding import Generation, TraceRound
+from refusion_lit.traces import trace_of, write_trace
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+LIGHT = ("init", "report", "score", "sweep", "export", "fit", "test", "predict", "validate")
+WITH_DECODER = ("generate", "chat", "trace", "evaluate")
+ERRORS = {
+    "fit, unknown option": ["fit", "--config", QUICKSTART, "--precision=16"],
+    "fit, unknown key in the config": ["fit", "--config", str(ROOT / "experiments" / "thresholds" / "small.yaml")],
+    "test, value of another type": ["test", "--config", QUICKSTART, "--data.batch_size=many"],
+    "generate, unknown option": ["generate", "--ckpt_path=x", "--promt=1"],
+    "generate, value out of range": ["generate", "--ckpt_path=x", "--prompt=1", "--decoder.slot_threshold=1.5"],
+    "sweep, missing file": ["sweep", "--config=none.yaml"],
+    "report, missing run": ["report", "none"],
+    "unknown command": ["trian"],
+}
+
+
+def process(args: list[str], code: int) -> Work:
+    """Return a work that runs a command."""
+
+    def run() -> dict[str, int]:
+        done = subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args], capture_output=True, check=False)
+        assert done.returncode == code, done.stderr.decode()
+        return {}
+
+    return Work(run)
+
+
+def saved_trace(folder: Path) -> Path:
+    """Write a small trace."""
+    draft = TraceRound(phase="plan", shape=(1, 4), positions=[2, 3], tokens=[5, 1], probabilities=[0.9, 0.8])
+    draft.accepted = [2, 3]
+    row = Generation(id="0", token_ids=[5, 1], text="a", finish_reason="eos", num_forwards=1, num_positions=4)
+    row.trace = [draft]
+    trace = trace_of(row, prompt="a", prompt_length=2, decoder="ReFusion", slot_size=2, piece=str)
+    write_trace(trace, folder / "trace.json")
+    return folder / "trace.json"
+
+
+def main(repeats: int = 7, output: str | None = None) -> None:
+    """Time commands.
+
+    Args:
+        repeats: Runs of each command.
+        output: Where to write the JSON.
+    """
+    started = time.perf_counter()
+    works = {f"{name} --help": process([name, "--help"], 0) for name in (*LIGHT, *WITH_DECODER)}
+    works |= {name: process(args, 2) for name, args in ERRORS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = ["trace", f"--trace_file={saved_trace(Path(folder))}", f"--output={folder}/t.html"]
+        works["trace of a file"] = process(trace, 0)
+        interleaved(works, repeats)
+    medians = {name: work.summary()["median_seconds"] for name, work in works.items()}
+    slow = [f"{name} --help" for name in WITH_DECODER]
+    aims = [
+        aim("help of a command with a decoder, the slowest, in seconds", max(medians[name] for name in slow), 1.5,
+            at_least=False),
+        aim("help of the other commands, usage errors, trace of a file: the slowest, in seconds",
+            max(value for name, value in medians.items() if name not in slow), 0.7, at_least=False),
+    ]  # fmt: skip
+    cases = {name: {"seconds": round(medians[name], 3), "all": [round(s, 3) for s in work.seconds]}
+             for name, work in works.items()}  # fmt: skip
+    seconds = time.perf_counter() - started
+    write("startup", {"repeats": repeats}, {"aims": aims, "cases": cases}, output=output, seconds=seconds, seed=0)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,194 @@
+"""Answers a file of prompts: what ``generate`` does with ``--prompts`` or ``--output``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import Namespace
+
+from refusion_lit.cli.parser import load_model_of, sampling_of
+from refusion_lit.cli.progress import AnswerProgress
+from refusion_lit.decoding import Generation, GenerationCallback
+from refusion_lit.evaluation.predictions import PredictionsFile, prediction, read_fingerprint, write_line
+from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.api import TextModel
+
+_SECONDS_BETWEEN_WRITES = 1.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    id: str
+    prompt: str
+    reference: str | None = None
+
+
+def write_answers(options: Namespace) -> None:
+    """Answer all prompts that the options name and write JSON lines.
+
+    Raises:
+        ValueError: If an option, a prompt or the model is wrong, or the file cannot be written.
+    """
+    requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
+    if not requests:
+        raise ValueError(f"prompts: expected at least one prompt, got an empty file {options.prompts}.")
+    for request in requests:
+        if not request.prompt:
+            raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
+    (name, count), *_ = Counter(request.id for request in requests).most_common(1)
+    require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
+    _check_output(options)
+    sampling = sampling_of(options)
+    model = load_model_of(options)
+    progress = AnswerProgress()
+    with _writer(options, requests, model, sampling) as (waiting, write):
+        decoder = type(options.decoder).__name__
+        watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
+        try:
+            model.generate(
+                [request.prompt for request in waiting],
+                decoder=options.decoder,
+                sampling=sampling,
+                batch_size=options.batch_size,
+                max_tokens_per_forward=options.max_tokens_per_forward,
+                ids=[request.id for request in waiting],
+                callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
+                allow_mismatch=options.allow_mismatch,
+            )
+        finally:
+            progress.stop()
+    if options.output:
+        pace = progress.paces[decoder]
+        sys.stderr.write(f"{pace.answers} answers, {pace.rate()}, {options.output}\n")
+
+
+def _check_output(options: Namespace) -> None:
+    """Refuse to lose what is in the output file, before the model is loaded.
+
+    Raises:
+        ValueError: If the file cannot be written, or holds something other than our predictions.
+    """
+    if options.output is None:
+        require(not options.resume, "resume", "--output, whose answers are kept", None, "give --output")
+        return
+    output = Path(options.output)
+    directory = output.resolve().parent
+    require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
+    holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
+    require(holds, "output", "another file than --prompts", str(output), "choose another name")
+    if output.exists() and not options.overwrite and read_fingerprint(output) is None:
+        raise ValueError(
+            f"output: expected a new file or one that generate wrote, got {output}, which is something else; choose "
+            "another name, or add --overwrite."
+        )
+
+
+@contextmanager
+def _writer(
+    options: Namespace, requests: list[_Request], model: TextModel, sampling: SamplingParams
+) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
+    """Open the output; yield the requests that are not answered yet, and what writes an answer."""
+    if options.output is None:
+        yield requests, partial(write_line, sys.stdout)
+        return
+    from refusion_lit.evaluation.fingerprints import predictions_fingerprint
+
+    prompts = [(request.id, request.prompt) for request in requests]
+    record = options.record_forwards
+    fingerprint = predictions_fingerprint(model.backbone, options.decoder, sampling, prompts, record_forwards=record)
+    file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
+    pending = _Pending(file)
+    try:
+        yield [request for request in requests if request.id not in file.done], pending.add
+        pending.flush()
+        file.complete()
+    finally:
+        with suppress(ValueError):  # the error of a failed write is on its way already
+            pending.flush()
+        file.close()
+
+
+class _Pending:
+    """Answers that wait for a second to be written together, as each write is synced to disk."""
+
+    def __init__(self, file: PredictionsFile) -> None:
+        self._file, self._lines = file, []
+        self._written = time.monotonic()
+
+    def add(self, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        if time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self._file.write(lines)
+        self._written = time.monotonic()
+
+
+class _Writer(GenerationCallback):
+    """Writes each response as it finishes."""
+
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], requests: list[_Request], *, record_forwards: bool
+    ) -> None:
+        self._write, self._requests, self._record_forwards = write, requests, record_forwards
+
+    def on_finished(self, index: int, generation: Generation) -> None:
+        request = self._requests[index]
+        prompt, reference = request.prompt, request.reference
+        self._write(prediction(generation, prompt=prompt, reference=reference, record_forwards=self._record_forwards))
+
+
+def read_prompts(source: str) -> Iterator[_Request]:
+    """Read prompts: a plain line is one prompt; a JSON object needs ``prompt``, may have ``id`` and ``reference``.
+
+    Raises:
+        ValueError: If the file is missing or a line is malformed.
+    """
+    if source == "-":
+        text = sys.stdin.read()
+    else:
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts: {source} is not UTF-8 text ({error.reason}); convert it.") from error
+    lines = text.split("\n")  # other line separators (U+2028, say) are characters of a prompt
+    is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        yield _from_json(line, f"{source}:{number}", str(number - 1)) if is_json else _Request(str(number - 1), line)
+
+
+def _from_json(line: str, where: str, default_id: str) -> _Request:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}).") from error
+    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
+        raise ValueError(f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}.")
+    reference = values.get("reference")
+    try:
+        reference = None if reference is None else str(reference)
+        request = _Request(str(values.get("id", default_id)), values["prompt"], reference)
+        "".join((request.id, request.prompt, reference or "")).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompts: {where}: expected Unicode, got half a surrogate pair; correct the line.") from error
+    return request

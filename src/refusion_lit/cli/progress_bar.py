@@ -1,0 +1,158 @@
+"""The progress bar of ``fit``, ``validate``, ``test`` and ``predict``."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from refusion_lit.cli.progress import AnswerProgress, clock
+from refusion_lit.decoding import GenerationCallback
+
+
+class RunProgress(ProgressBar):
+    """Shows steps and losses of a training, batches of a validation, and answers of a test or prediction.
+
+    On a terminal they are bars on standard error, which disappear at the end. Elsewhere a training prints a line after
+    each validation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console(stderr=True)
+        self._enabled = True
+        self._bars: Progress | None = None
+        self._steps: TaskID | None = None
+        self._batches: TaskID | None = None
+        self._answers: AnswerProgress | None = None
+        self._started = (0.0, 0)
+
+    def disable(self) -> None:
+        """Show nothing; Lightning calls this on all processes but the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show bars and lines again."""
+        self._enabled = True
+
+    def print(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - Lightning's signature
+        """Print above the bars."""
+        (self._bars.console if self._bars else self._console).print(*args, **options)
+
+    def watch(self, name: str, total: int, finished: int = 0) -> list[GenerationCallback]:
+        """Return what shows the answers of one call of ``decode``; for arguments see :class:`AnswerProgress`."""
+        if not self._enabled:
+            return []
+        self._answers = self._answers or AnswerProgress(self._console)
+        return [self._answers.watch(name, total, finished)]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the size of the model and the bar of the steps."""
+        self._started = (time.monotonic(), trainer.global_step)
+        if not self._enabled:
+            return
+        trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
+        size = sum(p.numel() for p in pl_module.parameters())
+        what = f"{size:,} parameters" if trained == size else f"{trained:,} of {size:,} parameters"
+        self._console.print(f"training {what}", highlight=False)
+        self._start_bars()
+        total = _num_steps(trainer)
+        self._steps = self._add("training", total, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
+        """Move the bar of the steps."""
+        if self._bars and self._steps is not None:
+            self._bars.update(self._steps, completed=trainer.global_step, text=self._state(trainer))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Show the bar of the validation's batches."""
+        if self._enabled:
+            self._start_bars()
+            batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            self._batches = self._add("validation", sum(batches) if isinstance(batches, list) else batches, 0)
+
+    def on_validation_batch_end(self, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
+        """Move the bar of the validation."""
+        if self._bars and self._batches is not None:
+            self._bars.advance(self._batches)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Replace the bar of the validation by a line with the losses."""
+        if self._bars and self._batches is not None:
+            self._bars.remove_task(self._batches)
+        self._batches = None
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._stop()
+        elif self._enabled and not trainer.sanity_checking:
+            total = _num_steps(trainer)
+            steps = f"step {trainer.global_step}" + ("" if total is None else f"/{total}")
+            self.print(f"{steps}: {self._state(trainer)}", highlight=False, markup=False, soft_wrap=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Remove the bars, and show how the training ended."""
+        self._stop()
+        if self._enabled:
+            seconds = time.monotonic() - self._started[0]
+            line = f"trained to step {trainer.global_step} in {clock(seconds)}: {self._losses(trainer)}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Remove the bars before the table is printed."""
+        self._stop()
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Remove the bars."""
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Remove the bars, so that the error stands alone."""
+        self._stop()
+
+    def _start_bars(self) -> None:
+        if self._bars is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}", markup=False),
+            )
+            terminal = self._console.is_terminal
+            self._bars = Progress(*columns, console=self._console, transient=True, disable=not terminal)
+            self._bars.start()
+
+    def _add(self, name: str, total: float | None, completed: int) -> TaskID:
+        assert self._bars is not None
+        bounded = None if total is None or not math.isfinite(total) else total
+        return self._bars.add_task(name, total=bounded, completed=completed, text="")
+
+    def _stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        if self._answers is not None:
+            self._answers.stop()
+        self._bars = self._steps = self._batches = self._answers = None
+
+    def _losses(self, trainer: L.Trainer) -> str:
+        shown = {name: trainer.callback_metrics.get(name) for name in ("train/loss", "val/loss")}
+        return ", ".join(f"{name} {float(value):.4g}" for name, value in shown.items() if value is not None)
+
+    def _state(self, trainer: L.Trainer) -> str:
+        """Return losses, pace and time left."""
+        start, first = self._started
+        seconds, steps = time.monotonic() - start, trainer.global_step - first
+        total = _num_steps(trainer)
+        parts = [self._losses(trainer), f"{steps / seconds:.2f} steps/s" if steps and seconds else ""]
+        if total is not None and steps:
+            parts.append(f"{clock(seconds / steps * (total - trainer.global_step))} left")
+        return ", ".join(filter(None, parts))
+
+
+def _num_steps(trainer: L.Trainer) -> int | None:
+    total = trainer.estimated_stepping_batches
+    return int(total) if math.isfinite(total) else None

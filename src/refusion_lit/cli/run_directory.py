@@ -1,0 +1,120 @@
+"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from refusion_lit.utils.require import require
+from refusion_lit.utils.yaml_files import read_yaml
+
+CONFIG = "config.yaml"
+_OPTIONS = ("runs_dir", "run_name", "run_version")
+
+
+def check_names(run_name: str, run_version: str | None) -> None:
+    """Refuse names that lead out of the directory of runs.
+
+    Raises:
+        ValueError: If a name is empty or leads to another directory.
+    """
+    for option, value in (("run_name", run_name), ("run_version", run_version)):
+        parts = () if value is None else Path(value).parts
+        inside = value is None or (bool(parts) and ".." not in parts and not Path(value).is_absolute())
+        holds = inside and (option == "run_name" or len(parts) < 2)
+        require(holds, option, "a name inside RUNS_DIR", value, "choose a name without .. and leading /")
+
+
+def next_version(folder: Path) -> str:
+    """Return the first free ``version_N``; other processes of the same run read it from the environment."""
+    shared = os.environ.get("REFUSION_LIT_RUN_VERSION")
+    if shared:
+        return shared
+    taken = [int(p.name[8:]) for p in folder.glob("version_*") if p.name[8:].isdigit()]
+    version = f"version_{max(taken, default=-1) + 1}"
+    if "RANK" not in os.environ:
+        os.environ["REFUSION_LIT_RUN_VERSION"] = version
+    return version
+
+
+def is_first_process() -> bool:
+    """Return whether this process writes the run's directory."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+
+
+def prepare(directory: Path) -> None:
+    """Create a run's directory before any work, and keep the losses of an interrupted run in it from the logger.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    if not is_first_process():
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
+        ) from error
+    metrics = directory / "metrics.csv"
+    if metrics.is_file():
+        number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
+        metrics.rename(directory / f"metrics_before_{number}.csv")
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Remove a run's directory in which a failed run has left nothing."""
+    if is_first_process():
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
+    """Return the arguments of a command that resumes a run.
+
+    Args:
+        command: ``fit``, ``test`` or ``predict``.
+        args: The other arguments.
+        resume: The run's directory, or its version, or nothing for the newest run of the name.
+
+    Raises:
+        ValueError: If the command cannot be resumed, or ``resume`` is neither a run nor a version.
+    """
+    require(command != "validate", "resume", "fit, test or predict", command, "leave it out")
+    goes_on = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
+    directory = Path(resume)
+    if resume and (directory / CONFIG).is_file():
+        config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
+        place = (directory.parent.parent, directory.parent.name, directory.name)
+        named = [f"--{option}={value}" for option, value in zip(_OPTIONS, place, strict=True)]
+        return [*(f"--config={path}" for path in config), *args, *named, *goes_on]
+    known = _given(args)
+    folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
+    version = resume or known.get("run_version")
+    if resume and not (folder / resume).is_dir():
+        raise ValueError(f"resume: expected a run's directory (with {CONFIG}) or a version in {folder}, got {resume}.")
+    if version is None:
+        runs = [path.parent for path in folder.glob(f"*/{CONFIG}")]
+        version = max(runs, key=lambda path: path.stat().st_mtime_ns).name if runs else None
+    return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
+
+
+def _given(args: Sequence[str]) -> Mapping[str, Any]:
+    """Return where a run lands, as far as arguments and config files say so."""
+    known: dict[str, Any] = {}
+    for place, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        value = value if equals else next(iter(args[place + 1 :]), "")
+        if name in ("--config", "-c"):
+            values = read_yaml(Path(value), "config")
+            known.update({option: values[option] for option in _OPTIONS if values.get(option) is not None})
+        elif name.removeprefix("--") in _OPTIONS:
+            known[name.removeprefix("--")] = value
+    return known

@@ -1,0 +1,111 @@
+"""Runs a command of the Trainer, and says where its results are or how it is resumed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from refusion_lit.cli import run_directory
+from refusion_lit.cli.lightning import RefusionCLI, SaveRun
+from refusion_lit.cli.messages import show_own_logs
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.training.module import SlotDiffusionModule
+
+# True, but nothing a user could act on.
+_EXPECTED = (
+    "Experiment logs directory .* exists and is not empty",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "The dirpath has changed from",
+    "Checkpoint directory .* exists and is not empty",
+    "The .* does not have many workers",
+    "The number of training batches",
+    "Trying to infer the `batch_size`",
+    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
+)
+
+
+# Callbacks of the training, which only a training goes on with.
+_EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
+
+
+def run(args: list[str]) -> int:
+    """Run a subcommand of the Trainer."""
+    show_own_logs()
+    for pattern in _EXPECTED if args[0] == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
+        warnings.filterwarnings("ignore", message=pattern)
+    if "LOCAL_RANK" not in os.environ:
+        os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
+    RefusionCLI.run_directory = None
+    try:
+        cli = RefusionCLI(
+            SlotDiffusionModule,
+            InstructionDataModule,
+            args=args,
+            save_config_callback=SaveRun,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+        )
+    except SIGTERMException as stopped:
+        message = getattr(stopped, "message", f"stopped by SIGTERM; {_how_to_resume(args[0])}")
+        return _fail(message, int(stopped.code or 143))
+    except MisconfigurationException as error:  # Lightning's word for a user's error
+        return _fail(f"trainer: {' '.join(str(error).split())}", 2)
+    except RuntimeError as error:
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        return _fail("another process of this run has ended; its own error says why", 1)
+    except SystemExit as stopped:
+        if not isinstance(stopped.__context__, KeyboardInterrupt):
+            raise
+        return _fail(f"interrupted; {_how_to_resume(args[0])}", 130)
+    finally:
+        if RefusionCLI.run_directory is not None:
+            run_directory.remove_if_empty(RefusionCLI.run_directory)
+    _say_what_next(cli)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason  # pyright: ignore[reportFunctionMemberAccess]
+        sys.stderr.write(f"refusion-lit: error: {message}\n")
+    return code
+
+
+def _how_to_resume(command: str) -> str:
+    directory = RefusionCLI.run_directory
+    return "finished work is on disk" + (
+        f"; resume with: refusion-lit {command} --resume {_shown(directory)}" if directory is not None else ""
+    )
+
+
+def _say_what_next(cli: RefusionCLI) -> None:
+    """Print where the results are, and after a training the command that tests them."""
+    if not cli.trainer.is_global_zero:
+        return
+    if cli.subcommand == "validate":
+        for name, value in cli.trainer.callback_metrics.items():
+            print(f"{name} {float(value):.6g}")
+    directory = RefusionCLI.run_directory
+    if cli.subcommand == "predict" and directory is not None:
+        print(f"predictions: {_shown(directory / 'predictions.jsonl')}")
+    if cli.subcommand == "fit":
+        paths = [
+            getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+            for callback in cli.trainer.checkpoint_callbacks
+        ]
+        path = next(filter(None, paths), None)
+        if path is not None:
+            config = cli.config["fit"].get("config") or [(directory or Path()) / run_directory.CONFIG]
+            configs = " ".join(f"--config {_shown(Path(str(file)))}" for file in config)
+            print(f"checkpoint: {_shown(Path(path))}")
+            print(f"next: refusion-lit test {configs} --ckpt_path {_shown(Path(path))}")
+
+
+def _shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside."""
+    return str(path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,187 @@
+"""Self-speculative decoding: masks draft, the model's own next-token predictions verify, the text stays the same.
+
+Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
+second view of a frozen model. Deliberate differences: masks stand behind several possible acceptances of one forward,
+so that a round may be a single forward; with a temperature, drafts and verification share their noise, so that sampled
+text is the same token for token, not in distribution only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice
+
+
+@dataclass(kw_only=True)
+class SpeculativeState(RowState):
+    """State of self-speculative decoding.
+
+    Attributes:
+        num_cached: Tokens of prompt and response whose keys and values are cached.
+        drafts: Drafts of the tokens after the committed ones.
+        num_tested: Drafts compared with the exact token so far.
+        num_accepted: Those that were equal.
+    """
+
+    num_cached: int = 0
+    drafts: list[int] = field(default_factory=list)
+    num_tested: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a draft is accepted."""
+        return (self.num_accepted + 1) / (self.num_tested + 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfSpeculative(Decoder):
+    """Drafts tokens by masks, keeps those that the sequential decoder would have produced, and one more.
+
+    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is that of
+    :class:`Autoregressive`. With ``slot_size`` it runs on hybrid models: the text is that of decoding slots left to
+    right, a slot's first token read at its mask and each other token at the token before it.
+
+    A forward feeds the pending token and the drafts after it, and groups of masks that draft what follows if exactly so
+    many drafts are accepted. Equality holds in exact arithmetic: other shapes round differently, so that the most
+    probable token may differ where two are equally probable.
+
+    Attributes:
+        num_drafts: Maximum number of drafts verified by a forward; ``None``: as many as the drafter has masks, or
+            ``slot_size``.
+        slot_size: Tokens a slot, for hybrid models; ``None`` for models with a drafter.
+        layout: ``single_forward``: masks behind every possible acceptance, so that each forward verifies and drafts.
+            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: masks where they are
+            likely to pay, given the acceptance so far and ``forward_cost``. Changes forwards, never the text.
+        forward_cost: Fixed cost of a forward in positions: a / b of a cost a + b * positions, over the batch size.
+    """
+
+    num_drafts: int | None = None
+    slot_size: int | None = None
+    layout: Literal["auto", "single_forward", "two_forwards"] = "auto"
+    forward_cost: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        if self.num_drafts is not None:
+            require_at_least("num_drafts", self.num_drafts, 0)
+        if self.slot_size is not None:
+            require_at_least("slot_size", self.slot_size, 1)
+        require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
+        require_at_least("forward_cost", self.forward_cost, 0)
+
+    def requirements(self) -> ModelRequirements:
+        """Return what it needs: next-token predictions, or, with ``slot_size``, those of the hybrid objective."""
+        if self.slot_size is None:
+            return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
+        return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SpeculativeState:
+        """Create a canvas of ``max_new_tokens``.
+
+        Raises:
+            ValueError: If the model has no drafter, and no ``slot_size`` says that it is a hybrid one.
+        """
+        has_masks = self.slot_size is not None or bool(special_tokens.draft_token_ids) or self.num_drafts == 0
+        fix = "load one with --draft, or set slot_size for a model of the hybrid objective"
+        require(has_masks, "decoder", "a model with a drafter", "one without", fix)
+        return SpeculativeState.blank(prompt, sampling, special_tokens)
+
+    def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
+        """One forward: verify the drafts, commit those that are exact and the token after them, draft the next ones."""
+        start, place = state.prompt_length, state.num_committed
+        text = [*state.prompt.token_ids, *state.tokens[:place]]
+        drafts = state.drafts[: len(state.tokens) - place - 1]
+        tokens = [*text[state.num_cached :], *drafts]
+        anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
+        groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
+        main = Branch(
+            tokens=tokens,
+            positions=range(state.num_cached, state.num_cached + len(tokens)),
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
+            shift=1,
+            draft_at=[anchor for j, anchor in enumerate(anchors) if not self._starts_slot(place + j)],
+        )
+        draw = Draw(sampling=state.sampling, with_probability=False)
+        phase = "+".join(["verify" if drafts else "next_token", *(["draft"] if groups else [])])
+        readings = yield Forward(phase=phase, branches=(main, *groups.values()), draw=draw, packed=True)
+        exact = self._exact(place, len(drafts), readings[0], dict(zip(groups, readings[1:], strict=True)))
+        accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
+        state.num_tested += min(accepted + 1, len(drafts))
+        state.num_accepted += accepted
+        final = exact[: accepted + 1]
+        eos = state.first_eos(final)
+        final = final if eos is None else final[: eos + 1]
+        state.num_cached = start + place + accepted
+        state.finished = eos is not None or place + len(final) == len(state.tokens)
+        state.commit(range(place, place + len(final)), final)
+        if not state.finished:
+            state.drafts = yield from self._drafts(groups, accepted, draw)
+
+    def _starts_slot(self, place: int) -> bool:
+        return self.slot_size is not None and place % self.slot_size == 0
+
+    def _exact(self, place: int, num_drafts: int, main: Reading, groups: dict[int, Reading]) -> list[int]:
+        """Return the sequential decoder's token after each anchor: at a slot's start it is read at the slot's mask."""
+        following = iter(main.tokens)
+        places = range(place, place + num_drafts + 1)
+        return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
+
+    def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
+        """Return, by number of accepted drafts, the masks that draft what follows; each sees only its own case."""
+        masks = state.special_tokens.draft_token_ids
+        size = self.slot_size
+        if size is not None:
+            masks = (state.mask_token_id,) * (1 + (size if self.num_drafts is None else self.num_drafts))
+        elif self.num_drafts is not None:
+            masks = masks[: self.num_drafts]
+        groups: dict[int, Branch] = {}
+        first = state.prompt_length + place
+        for j in range(num_drafts + 1):
+            # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
+            length = min(len(masks), len(state.tokens) - place - j - (size is None))
+            is_needed = self._starts_slot(place + j)
+            if not self._pays(state, j, num_drafts, length):
+                length = int(is_needed)
+            if length <= 0:
+                continue
+            groups[j] = Branch(
+                tokens=masks[:length],
+                positions=range(first + j, first + j + length),
+                visible=((0, first + j),),
+                write_at=write_at,
+                shift=int(size is None),
+                draft_at=(0,) if is_needed else (),
+                prefetch_at=() if is_needed else (range(length),),
+            )
+            write_at += length
+        return groups
+
+    def _pays(self, state: SpeculativeState, accepted: int, num_drafts: int, num_masks: int) -> bool:
+        """Whether masks behind a number of accepted drafts are worth their positions.
+
+        Without them, the next forward commits one token; with them, it commits the drafts that are accepted besides.
+        """
+        if self.layout != "auto":
+            return self.layout == "single_forward" or num_drafts == 0
+        alpha = state.acceptance
+        chance = alpha**accepted * (1 if accepted == num_drafts else 1 - alpha)
+        gain = sum(alpha**k for k in range(1, num_masks + 1))
+        cost_of_token = (self.forward_cost + 1 + num_drafts) / (1 + gain)
+        return chance * gain * cost_of_token > num_masks
+
+    def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
+        """Return the drafts behind the accepted ones, if masks were there."""
+        offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
+        length = len(groups[accepted].tokens) if accepted in groups else 0
+        if length <= offset:
+            return []
+        wanted = [range(offset, length) if j == accepted else () for j in groups]
+        readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
+        return readings[1 + list(groups).index(accepted)].tokens

@@ -1,0 +1,125 @@
+"""A drafter: low-rank adapters and learnt masks that let a frozen model draft several tokens ahead.
+
+The adapters act at mask positions only, so ordinary tokens go through the untouched model and its keys and values stay
+exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from refusion_lit.utils.require import require, require_at_least
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a block that are adapted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """Options of a drafter.
+
+    Attributes:
+        num_masks: Learnt masks, K: tokens that are drafted after the next one, at least 1.
+        rank: Rank of the adapters, at least 1.
+        alpha: The adapters are scaled by alpha / rank, as in LoRA.
+    """
+
+    num_masks: int = 5
+    rank: int = 32
+    alpha: float = 32.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        require_at_least("backbone.drafter.num_masks", self.num_masks, 1)
+        require_at_least("backbone.drafter.rank", self.rank, 1)
+        require(self.alpha > 0, "backbone.drafter.alpha", "a number above 0", self.alpha, "use the rank, say")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DrafterOptions:
+        """Read what :meth:`to_dict` wrote."""
+        return cls(num_masks=int(values["num_masks"]), rank=int(values["rank"]), alpha=float(values["alpha"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank update of one linear layer: y = W x + scale * up (down x)."""
+
+    down: Float[Tensor, "rank input"]
+    up: Float[Tensor, "output rank"]
+    scale: float
+
+    def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
+        """Return the update."""
+        return (x @ self.down.t()) @ self.up.t() * self.scale
+
+
+class Drafter(nn.Module):
+    """Adapters for every linear layer of a body's blocks, and one embedding for each mask.
+
+    The update starts at zero, and the embeddings start as the mean of the model's.
+
+    Args:
+        body: The body that is adapted; it is not changed.
+        options: Sizes.
+
+    Attributes:
+        options: The options.
+        masks: The masks' embeddings [mask, hidden].
+    """
+
+    def __init__(self, body: nn.Module, options: DrafterOptions) -> None:
+        super().__init__()
+        self.options = options
+        embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
+        mean = embedding.weight.detach().float().mean(0)
+        self.masks = nn.Parameter(mean.repeat(options.num_masks, 1).to(embedding.weight.device))
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        for name, linear in _linears(body).items():
+            down = torch.empty(options.rank, linear.in_features, device=linear.weight.device)
+            self.down[name] = nn.Parameter(nn.init.kaiming_uniform_(down, a=5**0.5))
+            self.up[name] = nn.Parameter(torch.zeros(linear.out_features, options.rank, device=linear.weight.device))
+
+    def adapter(self, name: str) -> Adapter:
+        """Return the adapter of a layer, named as in the body with dashes for dots."""
+        return Adapter(self.down[name], self.up[name], self.options.alpha / self.options.rank)
+
+    @contextmanager
+    def applied(self, body: nn.Module) -> Iterator[None]:
+        """Let the adapters act on every token while the block runs; gradients reach them, not the body."""
+
+        def hook(name: str) -> Any:  # noqa: ANN401 - a hook of torch
+            return lambda _module, inputs, output: output + self.adapter(name)(inputs[0]).to(output.dtype)
+
+        hooks = [linear.register_forward_hook(hook(name)) for name, linear in _linears(body).items()]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+
+def _linears(body: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that are adapted, by name with dashes for dots.
+
+    Raises:
+        ValueError: If the body has none of the expected layers.
+    """
+    found = {
+        name.replace(".", "-"): module
+        for name, module in body.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
+    }
+    expected = f"a body with linear layers named {', '.join(TARGETS)}"
+    require(bool(found), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
+    return found

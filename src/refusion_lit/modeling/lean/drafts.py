@@ -1,0 +1,113 @@
+"""Draft masks in the lean body: tokens whose embeddings are learnt, and for which a drafter's adapters act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.modeling.drafter import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """Adapters of several linear layers with the same input: one product down, one up each."""
+
+    down: Float[Tensor, "rank input"]
+    ups: tuple[Float[Tensor, "output rank"], ...]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        low = F.linear(x, self.down).split(self.ups[0].shape[1], -1)
+        return [F.linear(part, up) for part, up in zip(low, self.ups, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """Adapters of one block."""
+
+    attention: _Stacked
+    output: _Stacked
+    mlp: _Stacked
+    down: _Stacked
+
+
+class DraftMasks:
+    """The weights that draft masks need, in the type of the body's.
+
+    Args:
+        drafter: The drafter.
+        embedding: The body's embedding; ids from its end on are draft masks.
+        num_layers: Blocks of the body.
+    """
+
+    def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
+        self._first_id = embedding.shape[0]
+        self._embedding = drafter.masks.detach().to(embedding.dtype)
+
+        def stacked(layer: int, names: Sequence[str]) -> _Stacked:
+            adapters = [drafter.adapter(f"layers-{layer}-{name}") for name in names]
+            down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
+            return _Stacked(
+                down.to(embedding.dtype), tuple(adapter.up.detach().to(embedding.dtype) for adapter in adapters)
+            )
+
+        self.layers = [
+            LayerAdapters(
+                stacked(number, ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj")),
+                stacked(number, ("self_attn-o_proj",)),
+                stacked(number, ("mlp-gate_proj", "mlp-up_proj")),
+                stacked(number, ("mlp-down_proj",)),
+            )
+            for number in range(num_layers)
+        ]
+
+    def gate(self, ids: Int[Tensor, " token"]) -> DraftGate | None:
+        """Return where a forward's draft masks are; on CPUs ``None`` if it has none."""
+        is_mask = ids >= self._first_id
+        if ids.device.type != "cpu":  # looking for the rows would make the host wait
+            return DraftGate(None, is_mask[:, None])
+        rows = is_mask.nonzero()[:, 0]
+        if not len(rows):
+            return None
+        first, last = int(rows[0]), int(rows[-1])
+        is_run = last - first == len(rows) - 1
+        return DraftGate(slice(first, last + 1) if is_run else rows, None)
+
+    def embed(
+        self, ids: Int[Tensor, " token"], embedding: Float[Tensor, "row hidden"], gate: DraftGate
+    ) -> Float[Tensor, "token hidden"]:
+        """Return embeddings of tokens and draft masks."""
+        hidden = F.embedding(ids.clamp(max=self._first_id - 1), embedding)
+        if gate.rows is not None:
+            hidden[gate.rows] = F.embedding(ids[gate.rows] - self._first_id, self._embedding)
+            return hidden
+        assert gate.factor is not None
+        return torch.where(gate.factor, F.embedding((ids - self._first_id).clamp(min=0), self._embedding), hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGate:
+    """Which tokens of a forward are draft masks.
+
+    Attributes:
+        rows: Their places; ``None`` to compute the adapters for all tokens and multiply by ``factor``.
+        factor: Whether each token is one [token, 1].
+    """
+
+    rows: slice | Tensor | None
+    factor: Tensor | None
+
+    def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], *outputs: Float[Tensor, "token output"]) -> None:
+        """Add the adapters' updates to the outputs of linear layers, in place, for draft masks only."""
+        updates = adapters(x if self.rows is None else x[self.rows])
+        for output, update in zip(outputs, updates, strict=True):
+            if self.factor is not None:
+                output.add_(update * self.factor)
+            elif isinstance(self.rows, slice):
+                output[self.rows] += update
+            else:
+                output.index_add_(0, self.rows, update)  # type: ignore[arg-type] - a tensor by now

@@ -1,0 +1,156 @@
+"""Training of a drafter: masks behind many anchors of a text predict the tokens that the frozen model writes next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives.base import Objective, response_positions
+from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.objectives.cross_entropy import Head, default_chunk_size
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDraft(Objective):
+    """Masks draft what a frozen causal model says next; only the drafter is trained (``backbone.drafter``).
+
+    Behind an anchor a stand the drafter's K masks, at positions a+1 to a+K. They see the text up to the anchor and the
+    masks before them, and nothing of other anchors' masks. The model itself predicts the token at a+1 from the anchor,
+    so mask k predicts the token at a+1+k. Many anchors of a text are trained together; their masks run in a second
+    pass, after one pass of the frozen model over the text.
+
+    The text should be what the model itself writes greedily: then its tokens are the model's. The one term is
+    ``draft``, a mean over all labelled masks, weighted by ``decay``.
+
+    Attributes:
+        stride: Anchors stand every ``stride`` tokens of the response, from a random one on; at least 1.
+        decay: Weight of mask k is decay to the power k - 1, in (0, 1]: a draft counts only if those before it are
+            accepted.
+        distill: Train on the model's distribution after each text prefix (forward Kullback-Leibler divergence) instead
+            of the text's next token.
+    """
+
+    stride: int = 5
+    decay: float = 0.8
+    distill: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        super().__post_init__()
+        require_at_least("objective.stride", self.stride, 1)
+        require(0 < self.decay <= 1, "objective.decay", "a number in (0, 1]", self.decay, "use 0.8, say")
+        only_torch = self.kernel == "torch" or not self.distill
+        require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The frozen model's: causal attention; every token predicts the next."""
+        return ModelTraits(attention="causal", predictions=("next_token",))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The draft term."""
+        return {"draft": 1.0}
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002 - nothing is masked
+    ) -> CorruptedBatch:
+        """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
+
+        Raises:
+            ValueError: If the model has no drafter.
+        """
+        masks = special_tokens.draft_token_ids
+        fix = "set model.backbone.drafter, or train with another objective"
+        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
+        ids, device = batch.input_ids, batch.input_ids.device
+        length = ids.shape[1]
+        text, _ = response_positions(batch)
+        ends = batch.prompt_lengths + batch.response_lengths
+
+        offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
+        anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(
+            -(-length // self.stride), device=device
+        )
+        anchor = anchors.clamp(min=0).repeat_interleave(len(masks), 1)  # [batch, draft], a group's masks side by side
+        distance = torch.arange(1, len(masks) + 1, device=device).repeat(anchors.shape[1])
+        positions = anchor + distance
+        # A sample without a prompt has no token before its response to stand behind.
+        is_real = (positions + 1 < ends[:, None]) & (anchors >= 0).repeat_interleave(len(masks), 1)
+        labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
+        weights = (self.decay ** (distance - 1)).expand_as(positions).where(is_real, 0.0)
+        tokens = torch.tensor(masks, device=device).repeat(anchors.shape[1])
+
+        joined = torch.cat((ids, tokens.expand_as(positions).where(is_real, special_tokens.pad_token_id)), 1)
+        return CorruptedBatch(
+            input_ids=joined,
+            position_ids=torch.cat((text.expand_as(ids), positions.where(is_real, length)), 1),
+            labels=F.pad(labels, (length, 0), value=IGNORE_INDEX),
+            weights=F.pad(weights.float(), (length, 0)),
+            terms=torch.zeros_like(joined),
+            counts=weights.sum()[None].float(),
+            attention_mask=_two_pass_mask(anchor.where(is_real, -1), ends, length, len(masks)),
+            is_masked=F.pad(is_real, (length, 0)),
+            num_drafts=positions.shape[1],
+        )
+
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+        """Compute the loss; see :meth:`Objective.loss`."""
+        if not self.distill:
+            return super().loss(hidden, head, corrupted)
+        rows, columns = (corrupted.labels != IGNORE_INDEX).nonzero().unbind(1)
+        positions = corrupted.position_ids[rows, columns]
+        # The text's hidden state at a mask's position predicts the same token with all tokens before it in sight.
+        students, teachers = hidden[rows, columns], hidden[rows, positions].detach()
+        weights = corrupted.weights[rows, columns]
+        size = self.chunk_size or default_chunk_size(students, head)
+
+        def divergence(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = head(teacher).float().log_softmax(-1)
+            found = F.kl_div(head(student).float().log_softmax(-1), target, log_target=True, reduction="none").sum(-1)
+            return (found * weight).sum()
+
+        chunks = zip(students.split(size), teachers.split(size), weights.split(size), strict=True)
+        sums = torch.stack([checkpoint(divergence, *chunk, use_reentrant=False) for chunk in chunks]).sum()[None]
+        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+
+
+def _two_pass_mask(
+    anchor: Int[Tensor, "batch draft"], ends: Int[Tensor, " batch"], length: int, group_size: int
+) -> Bool[Tensor, "batch token token"]:
+    """Let text see text causally, and a mask the text up to its anchor and its group up to itself.
+
+    Args:
+        anchor: Each mask's anchor; negative for padding, which sees itself.
+        ends: Tokens of each text.
+        length: Tokens of the text part.
+        group_size: Masks of a group.
+    """
+    text = torch.arange(length, device=anchor.device)
+    num_drafts = anchor.shape[1]
+    place = torch.arange(num_drafts, device=anchor.device)
+    same_group = place[:, None] // group_size == place // group_size
+    own = (same_group & (place[:, None] >= place)) & (anchor >= 0)[:, None]
+    own = own | torch.eye(num_drafts, dtype=torch.bool, device=anchor.device)
+    to_text = text <= rearrange(anchor, "batch draft -> batch draft 1")
+    causal = (text[:, None] >= text) & (text < ends[:, None, None]) | torch.eye(
+        length, dtype=torch.bool, device=text.device
+    )
+    nothing = torch.zeros(len(anchor), length, num_drafts, dtype=torch.bool, device=anchor.device)
+    return torch.cat((torch.cat((causal, nothing), 2), torch.cat((to_text, own), 2)), 1)

@@ -1,0 +1,178 @@
+"""What is shown while a command works: bars that move within a batch, one-line warnings, a last line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
+from refusion_lit.cli.messages import show_own_logs, show_warnings
+from refusion_lit.cli.progress import AnswerProgress
+from refusion_lit.cli.progress_bar import RunProgress
+from refusion_lit.decoding import Autoregressive, GenerationCallback, ReFusion
+
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+PROMPTS = ["12+34>", "11+22,33+44>", "1+2,3+4,5+6>", "99+99>"]
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        """What was written, without colours and movements of the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
+
+
+def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Make standard error a terminal; not as a fixture, as pytest sets its own between set-up and test."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("refusion_lit.cli.progress._SECONDS_BETWEEN_UPDATES", 0)
+    return stream
+
+
+def test_answers_tokens_and_time_are_counted_within_a_batch() -> None:
+    import refusion_lit
+
+    model = refusion_lit.load(MODEL)
+    seen: list[tuple[int, int]] = []
+    progress = AnswerProgress(Console(file=Terminal(), force_terminal=True))
+
+    class After(GenerationCallback):
+        def on_commit(self, index: int, state: object) -> None:
+            pace = progress.paces["ar"]
+            seen.append((pace.answers, pace.tokens))
+
+    watch = progress.watch("ar", len(PROMPTS))
+    rows = model.generate(
+        PROMPTS, decoder=Autoregressive(), max_new_tokens=24, batch_size=4, callbacks=[watch, After()]
+    )
+    progress.stop()
+    pace = progress.paces["ar"]
+    assert (pace.answers, pace.total) == (4, 4)
+    assert pace.tokens == sum(row.num_tokens for row in rows)
+    assert [tokens for _, tokens in seen] == list(range(1, pace.tokens + 1))  # token by token
+    assert len({answers for answers, _ in seen}) > 2  # answers of one batch end one by one
+    assert pace.left() == "0:00:00 left"
+    assert float(pace.rate().split()[0].replace(",", "")) == pytest.approx(pace.tokens / pace.seconds, abs=1)
+
+
+def test_tokens_after_the_end_are_not_counted() -> None:
+    import refusion_lit
+
+    model, progress = refusion_lit.load(MODEL), AnswerProgress(Console(file=io.StringIO()))
+    rows = model.generate(PROMPTS, decoder=ReFusion(), max_new_tokens=64, callbacks=[progress.watch("a", 4)])
+    assert progress.paces["a"].tokens == sum(row.num_tokens for row in rows)
+
+
+def test_generate_has_a_bar_and_a_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = at_terminal(monkeypatch)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    output = tmp_path / "out.jsonl"
+    args = ["generate", f"--ckpt_path={MODEL}", f"--prompts={tmp_path / 'prompts.txt'}", f"--output={output}"]
+    assert main([*args, "--max_new_tokens=32", "--batch_size=2"]) == 0
+    shown = terminal.text
+    assert "ReFusion" in shown
+    assert "4/4 answers" in shown
+    last = shown.splitlines()[-1]
+    assert last.startswith("4 answers, ")
+    assert last.endswith(f" tokens/s, {output}")
+
+
+def test_test_names_its_decoders_and_prints_no_bar_after_the_table(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = at_terminal(monkeypatch)
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*args, "--model.decoders.one=RecomputeKV"]) == 0
+    shown, out = terminal.text, capsys.readouterr().out
+    for name in ("refusion", "one"):
+        assert f"{name} " in shown
+    assert "12/12 answers" in shown
+    assert "tokens/s" in shown
+    assert "answers" not in out
+    for leftover in ("v_num", "Epoch", "FLOPs", "GPU available", "Restoring states", "DataLoader"):
+        assert leftover not in shown + out
+
+
+def test_fit_shows_steps_and_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = at_terminal(monkeypatch)
+    tiny = [option for option in TINY if "progress_bar" not in option]
+    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    shown, out = terminal.text, capsys.readouterr().out
+    assert "step 2/4: train/loss " in shown
+    assert "step 4/4: train/loss " in shown
+    assert "val/loss" in shown
+    assert "trained to step 4 in 0:00:" in shown
+    for leftover in ("v_num", "Epoch", "FLOPs", "GPU available", "`Trainer.fit` stopped", "Seed set to", "/-2"):
+        assert leftover not in shown + out
+
+
+def test_without_a_terminal_there_are_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = [option for option in TINY if "progress_bar" not in option]
+    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    error = capsys.readouterr().err
+    assert "step 2/4: train/loss " in error
+    assert "\x1b" not in error
+    assert "━" not in error
+
+
+def test_other_processes_show_nothing() -> None:
+    bar = RunProgress()
+    bar.disable()
+    assert bar.watch("a", 3) == []
+    bar.enable()
+    assert len(bar.watch("a", 3)) == 1
+
+
+def test_a_warning_is_one_line_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = at_terminal(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show_warnings()
+        for _ in range(2):
+            warnings.warn("two\n  lines", UserWarning, stacklevel=1)
+        warnings.warn("of a library", DeprecationWarning, stacklevel=1)
+    assert terminal.getvalue() == "refusion-lit: \x1b[33mwarning\x1b[0m: two lines\n"
+
+
+def test_only_warnings_of_lightning_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_own_logs()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.info("GPU available: False")
+    logger.warning("something\nto know")
+    assert capsys.readouterr().err == "refusion-lit: warning: something to know\n"
+
+
+def test_generate_keeps_what_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    args = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34,56+78>", "--max_new_tokens=32", f"--output={output}"]
+    output.write_text('{"id": "0", "prompt": "mine"}\n')
+    assert main(args) == 2
+    assert "which is something else; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert output.read_text() == '{"id": "0", "prompt": "mine"}\n'
+    assert main([*args, "--overwrite"]) == 0
+    first = json.loads(output.read_text())
+    assert first["response"] == "12+34=46;56+78=134;"
+    assert main([*args, "--max_new_tokens=40"]) == 0  # its own
+    assert main([*args, "--resume"]) == 2
+    assert "max_new_tokens was 40, is 32" in capsys.readouterr().err
+    assert main([*args, "--resume", "--max_new_tokens=40"]) == 0
+    assert "is complete; there is nothing left to do" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""Runs of the Trainer's commands: where they land, how they are resumed, what is printed at their end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from cli.conftest import QUICKSTART, TINY
+from refusion_lit.cli import main
+
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+def steps(path: Path) -> int:
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    """Return a directory of runs with one finished run, ``quickstart/version_0``, of four steps."""
+    shutil.copytree(trained, tmp_path / "quickstart" / "version_0")
+    return tmp_path
+
+
+def fit(runs: Path, *options: str) -> int:
+    return main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={runs}", *options])
+
+
+def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "quickstart" / "version_0"
+    config = (run / "config.yaml").read_text()
+    last = run / "checkpoints" / "last.ckpt"
+    assert steps(last) == 4
+    for extra in (["--resume"], ["--resume", "version_0"]):
+        more = steps(last) + 2
+        assert fit(runs, f"--trainer.max_steps={more}", *extra) == 0
+        assert steps(last) == more
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=10"]) == 0
+    assert steps(last) == 10
+    assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
+    assert not list(run.rglob("last-v*"))
+    assert (run / "config.yaml").read_text() == config
+    assert "beginning" not in capsys.readouterr().err
+
+
+def test_without_a_run_a_new_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(tmp_path, "--resume") == 0
+    assert "no checkpoint of quickstart yet: training starts at the beginning" in capsys.readouterr().err
+    assert steps(tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt") == 4
+
+
+def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(runs, "--run_version=other", "--ckpt_path=last", "--trainer.max_steps=2") == 0
+    assert "training starts at the beginning" in capsys.readouterr().err
+    assert steps(runs / "quickstart" / "other" / "checkpoints" / "last.ckpt") == 2
+
+
+def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(runs.rglob("*"))
+    assert fit(runs, "--run_version=version_0") == 2
+    error = capsys.readouterr().err
+    assert "run_version: expected a new run, got" in error
+    assert "add --resume to continue it, or choose another name" in error
+    assert sorted(runs.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run_version=../../evil"], "run_version: expected a name inside RUNS_DIR, got '../../evil'"),
+        (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
+        (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
+        (["--resume=none"], "resume: expected a run's directory (with config.yaml) or a version in"),
+        (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
+        (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
+        (["--data.task.num_train=-1"], "num_train"),
+        (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
+        (["--model.optimizer=Adam", "--model.optimizer.lr=fast"], "model.optimizer.lr: expected a number, got 'fast'."),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_nothing(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit(tmp_path / "runs", *options) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert message in line
+    assert len(line) < 300
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("version_")]
+
+
+def test_validate_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--config", QUICKSTART, "--resume"]) == 2
+    assert "resume: expected fit, test or predict, got 'validate'" in capsys.readouterr().err
+
+
+def test_a_test_is_resumed_only_with_its_settings(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*args, "--trainer.enable_progress_bar=false"]) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["resume"] is False
+    capsys.readouterr()
+    assert main(["test", "--resume", str(run)]) == 0
+    assert "predictions_refusion.jsonl is complete; there is nothing left to do\n" in capsys.readouterr().err
+    assert main(["test", "--resume", str(run), "--model.sampling.max_new_tokens=12"]) == 2
+    assert "max_new_tokens was 16, is 12" in capsys.readouterr().err
+
+
+def test_fit_prints_its_checkpoint_and_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(tmp_path) == 0
+    shown = capsys.readouterr().out
+    checkpoint = tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"
+    assert f"checkpoint: {checkpoint}\n" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("next: ")]
+    program, *command = shlex.split(line.removeprefix("next: "))
+    assert program == "refusion-lit"
+    assert main([*command, *TINY_TEST, f"--runs_dir={tmp_path}", "--trainer.enable_progress_bar=false"]) == 0
+    assert "tokens/forward" in capsys.readouterr().out
+
+
+def test_predict_and_validate_print_where_and_what(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main(["predict", *options]) == 0
+    file = Path(capsys.readouterr().out.removeprefix("predictions: ").strip())
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 12
+    assert main(["validate", *options]) == 0
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert shown.keys() == {"val/loss", "val/ar", "val/mdm"}
+    assert float(shown["val/loss"]) == pytest.approx(float(shown["val/ar"]) + float(shown["val/mdm"]), rel=1e-4)

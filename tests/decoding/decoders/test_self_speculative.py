@@ -1,0 +1,221 @@
+"""Self-speculative decoding writes what sequential decoding writes, in fewer forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoder_cases import decode_with_prefetch, prompts, temperatures
+from fakes import (
+    DRAFTS,
+    EOS,
+    HYBRID,
+    MASK,
+    SPECIAL,
+    HashModel,
+    OracleModel,
+    oracle_text,
+    tiny_backbone,
+)
+from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+
+NEXT = ModelTraits(predictions=("next_token",))
+UNABLE = replace(SPECIAL, draft_token_ids=())
+LAYOUTS = ("auto", "single_forward", "two_forwards")
+
+
+def texts(output: DecodingOutput) -> list[tuple[list[int], str]]:
+    return [(row.token_ids, row.finish_reason) for row in output.rows]
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "num_drafts": draw(st.none() | st.integers(0, 6)),
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "forward_cost": draw(st.sampled_from([0, 8, 200])),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
+    found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),
+)  # fmt: skip
+def test_the_text_is_that_of_autoregressive_decoding(
+    seed: int,
+    ends: frozenset[int],
+    bias: float,
+    found: list[Prompt],
+    options: dict[str, Any],
+    size: int,
+    length: int,
+    temperature: float,
+) -> None:
+    def model() -> HashModel:
+        return HashModel(seed, ends=ends, end_bias=bias, traits=NEXT)
+
+    sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed)
+    expected = decode(model(), Autoregressive(), found, sampling)
+    output = decode(model(), SelfSpeculative(**options), found, sampling, max_batch_size=size)
+    assert texts(output) == texts(expected)
+    assert all(row.num_forwards <= row.num_tokens for row in output.rows), "every forward commits a token"
+    early = decode_with_prefetch(model(), SelfSpeculative(**options), found, sampling, max_batch_size=size)
+    assert texts(early) == texts(expected)
+
+
+def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, length: int) -> list[int]:
+    """Decode slots left to right without a cache: a slot's first token at its mask, the others at the one before."""
+    tokens: list[int] = []
+    banned = [*model.special_tokens.banned_token_ids, *range(model.special_tokens.vocab_size, 99)]
+    while len(tokens) < length:
+        starts = len(tokens) % slot_size == 0
+        row = [*prompt, *tokens, *([MASK] if starts else [])]
+        mask = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
+        hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
+        logits = model.logits(hidden[0, -1:])[0]
+        logits[[token for token in banned if token < len(logits)]] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in model.special_tokens.eos_token_ids:
+            break
+    return tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    slot_size=st.integers(1, 5), options=options(), length=st.integers(1, 17), size=st.integers(1, 3),
+)  # fmt: skip
+def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
+    seed: int,
+    ends: frozenset[int],
+    found: list[Prompt],
+    slot_size: int,
+    options: dict[str, Any],
+    length: int,
+    size: int,
+) -> None:
+    decoder = SelfSpeculative(slot_size=slot_size, **options)
+    model, slow = (HashModel(seed, ends=ends, end_bias=-8.0) for _ in range(2))
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        assert row.token_ids == slot_by_slot(slow, prompt.token_ids, slot_size, length)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperature: float) -> None:
+    model = tiny_backbone(NEXT)
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7, 2, 9)]
+    sampling = SamplingParams(max_new_tokens=40, temperature=temperature)
+    expected = decode(model, Autoregressive(), found, sampling)
+    for size in (1, 3):
+        output = decode(model, SelfSpeculative(layout=layout), found, sampling, max_batch_size=size)
+        assert texts(output) == texts(expected)
+
+
+def test_a_real_hybrid_model_is_decoded_slot_by_slot() -> None:
+    model, prompt = tiny_backbone(HYBRID), (3, 4, 5)
+    expected = slot_by_slot(model, prompt, 4, 23)
+    found = [Prompt(token_ids=prompt, id="0")]
+    [row] = decode(model, SelfSpeculative(slot_size=4), found, SamplingParams(max_new_tokens=23)).rows
+    assert row.token_ids == expected
+
+
+def forwards(layout: str, length: int, *, right: bool) -> tuple[int, int]:
+    """Return forwards and positions of a decode whose drafts are all right, or all wrong."""
+    text = oracle_text(None)
+    model = OracleModel(text, traits=NEXT)
+    if not right:
+        wrong = OracleModel(lambda place: 3 + (text(place) - 2) % 11, traits=NEXT)
+        known = model.logits
+        model.hidden_states = lambda ids, places, mask, cache=None: torch.stack(  # type: ignore[method-assign]
+            [places + 1, torch.isin(ids, torch.tensor(DRAFTS)).long()], -1
+        )
+        model.logits = (
+            lambda hidden: torch.where(  # type: ignore[method-assign]
+                hidden[:, 1:] == 1, wrong.logits(hidden * torch.tensor([1, 0])), known(hidden * torch.tensor([1, 0]))
+            )
+        )
+    decoder = SelfSpeculative(layout=layout)  # type: ignore[arg-type]
+    [row] = decode(model, decoder, [Prompt(token_ids=(5, 6), id="0")], SamplingParams(max_new_tokens=length)).rows
+    assert row.token_ids == [text(2 + i) for i in range(length)]
+    return row.num_forwards, row.num_positions
+
+
+def test_forwards_follow_from_arithmetic() -> None:
+    num_masks, length = len(DRAFTS), 31
+    # The first forward commits one token and drafts; each later one commits all drafts and one token more.
+    assert forwards("single_forward", length, right=True)[0] == 1 + -(-(length - 1) // (num_masks + 1))
+    # Draft and verify in turn: one token, then the drafts and one more.
+    assert forwards("two_forwards", length, right=True)[0] == -(-length // (num_masks + 2)) * 2 - (length % 6 == 1)
+    assert forwards("single_forward", length, right=False)[0] == length
+    assert forwards("two_forwards", length, right=False)[0] == length
+    assert forwards("two_forwards", length, right=False)[1] < forwards("single_forward", length, right=False)[1]
+
+
+def test_masks_stand_where_they_pay() -> None:
+    found, sampling = [Prompt(token_ids=(5, 6, 7), id="0")], SamplingParams(max_new_tokens=60)
+    counts = {}
+    for cost in (0, 10_000):
+        model = HashModel(5, end_bias=-60.0, traits=NEXT)
+        [row] = decode(model, SelfSpeculative(forward_cost=cost), found, sampling).rows
+        counts[cost] = (row.num_forwards, row.num_positions)
+    assert counts[10_000][0] <= counts[0][0]
+    assert counts[10_000][1] > counts[0][1]
+
+
+def test_a_model_without_masks_is_refused() -> None:
+    found = [Prompt(token_ids=(5,), id="0")]
+    with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .* load one with --draft"):
+        decode(HashModel(traits=NEXT, special=UNABLE), SelfSpeculative(), found, SamplingParams())
+    sequential = SelfSpeculative(num_drafts=0)
+    decode(HashModel(traits=NEXT, special=UNABLE), sequential, found, SamplingParams(max_new_tokens=3))
+
+
+def test_sampled_tokens_follow_the_models_distribution() -> None:
+    # With a vocabulary of few tokens and two places, all outcomes can be counted.
+    number = 4000
+    model = HashModel(11, end_bias=-60.0, traits=NEXT)
+    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.8, top_k=3)
+    rows = decode(model, SelfSpeculative(layout="single_forward"), found, sampling, max_batch_size=400).rows
+    counts: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
+    statistic, degrees = 0.0, -1
+    for text, probability in outcomes(model, (5, 6), sampling).items():
+        statistic += (counts.get(text, 0) - number * probability) ** 2 / (number * probability)
+        degrees += 1
+    assert set(counts) <= set(outcomes(model, (5, 6), sampling))
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 6, "beyond four standard deviations"
+
+
+def outcomes(model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return the probability of every text, in plain Python."""
+    found = {(): 1.0}
+    for _ in range(sampling.max_new_tokens):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, probability in found.items():
+            if text and text[-1] == EOS:
+                longer[text] = longer.get(text, 0) + probability
+                continue
+            row = [*prompt, *text]
+            mask = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
+            fresh = HashModel(11, end_bias=-60.0, traits=NEXT)
+            hidden = fresh.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
+            logits = fresh.logits(hidden[0, -1:])[0]
+            logits[[0, MASK]] = -torch.inf
+            kept = logits[: model.special_tokens.vocab_size].topk(sampling.top_k or 99)
+            shares = (kept.values / sampling.temperature).softmax(-1)
+            for token, share in zip(kept.indices.tolist(), shares.tolist(), strict=True):
+                longer[(*text, token)] = longer.get((*text, token), 0) + probability * share
+        found = longer
+    return found
