@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 import refusion_lit.decoding.decoders
-from fakes import EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
+from fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
     BlockDiffusion,
     Decoder,
@@ -122,7 +122,9 @@ def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams
 
 SPECIALS = [
     SPECIAL,
-    SpecialTokens(mask_token_id=VOCAB - 1, eos_token_ids=(EOS, 5), pad_token_id=EOS, vocab_size=VOCAB),
+    SpecialTokens(
+        mask_token_id=VOCAB - 1, eos_token_ids=(EOS, 5), pad_token_id=EOS, vocab_size=VOCAB, draft_token_ids=DRAFTS[:2]
+    ),
 ]
 
 

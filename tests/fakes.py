@@ -7,6 +7,7 @@ of everything that a query sees, so that any mistake in tokens, positions, masks
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, SpecialTokens
 
@@ -23,7 +25,11 @@ PAD, EOS, MASK = 0, 1, 2
 VOCAB = 14
 NUM_EXTRA_ROWS = 3
 """Rows of the head beyond the tokenizer."""
-SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB)
+DRAFTS = tuple(range(VOCAB + NUM_EXTRA_ROWS, VOCAB + NUM_EXTRA_ROWS + 4))
+"""Masks of a drafter, beyond all rows of the embedding."""
+SPECIAL = SpecialTokens(
+    mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB, draft_token_ids=DRAFTS
+)
 HYBRID = ModelTraits(predictions=("mask", "next_token_in_slot"))
 NUM_LEVELS = 2
 
@@ -78,7 +84,7 @@ class FakeModel(LanguageModel):
 
     def record(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, is_real: Tensor) -> None:
         assert input_ids.shape == position_ids.shape == mask.shape[:2] == is_real.shape
-        assert ((input_ids >= 0) & (input_ids < self.num_head_rows)).all()
+        assert ((input_ids >= 0) & (input_ids < self.num_head_rows + len(self.special_tokens.draft_token_ids))).all()
         assert (position_ids >= 0).all()
         assert mask.dtype == torch.bool
         assert mask.any(-1).all(), "a query that sees nothing gives NaN"
@@ -303,5 +309,12 @@ def tiny_qwen(num_rows: int = VOCAB + NUM_EXTRA_ROWS) -> torch.nn.Module:
 
 
 def tiny_backbone(traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL) -> Backbone:
-    """Return a real backbone with random weights."""
-    return Backbone(tiny_qwen(), traits, special)  # type: ignore[arg-type]
+    """Return a real backbone with random weights, and a drafter with random weights."""
+    backbone = Backbone(copy.deepcopy(tiny_qwen()), traits, special)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        drafter = Drafter(backbone.body, DrafterOptions(num_masks=len(DRAFTS), rank=3))
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    backbone.attach(drafter.double())
+    return backbone

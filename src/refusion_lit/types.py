@@ -70,12 +70,15 @@ class SpecialTokens:
         eos_token_ids: Ids that end a response.
         pad_token_id: Fills up batches; may be one of ``eos_token_ids``.
         vocab_size: Number of ids that the tokenizer knows; head rows from here on are never produced.
+        draft_token_ids: Ids of a drafter's learnt masks, the first one for the nearest token; beyond all rows of the
+            embedding, never part of a text.
     """
 
     mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     vocab_size: int
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

@@ -14,14 +14,16 @@ from torch import Tensor
 
 import decoder_cases
 from decoder_cases import LastState, check_output, decode_with_prefetch, prompts, setups, traits_for
-from fakes import NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
+from fakes import DRAFTS, NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 ATTACKS = ("none", "nan", "inf", "-inf", "ties", "ends", "no ends", "forbidden", "huge", "one nan", "tiny", "few")
 SPECIALS = [
     *decoder_cases.SPECIALS,
-    SpecialTokens(mask_token_id=0, eos_token_ids=(VOCAB - 1,), pad_token_id=0, vocab_size=VOCAB),
+    SpecialTokens(
+        mask_token_id=0, eos_token_ids=(VOCAB - 1,), pad_token_id=0, vocab_size=VOCAB, draft_token_ids=DRAFTS
+    ),
 ]
 TEMPERATURES = (0.0, 0.0, 1e-30, 1e-6, 0.7, 1.0, 100.0, 1e30)
 CALLS_PER_TOKEN = 12

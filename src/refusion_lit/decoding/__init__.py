@@ -15,6 +15,7 @@ from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
+from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 
@@ -41,6 +42,7 @@ __all__ = [
     "Reading",
     "RecomputeKV",
     "RowState",
+    "SelfSpeculative",
     "Steps",
     "TraceRound",
     "check_context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.checks import body_of, check_compilable, check_packed, check_supported
+from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
@@ -18,6 +20,7 @@ from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require
 
 
 class Backbone(nn.Module, LanguageModel):
@@ -50,6 +53,7 @@ class Backbone(nn.Module, LanguageModel):
         if compile:
             check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
+        self.drafter: Drafter | None = None
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         self.adapters: Adapters | None = None
@@ -98,6 +102,20 @@ class Backbone(nn.Module, LanguageModel):
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         return self.head(hidden)
 
+    def attach(self, drafter: Drafter) -> None:
+        """Let a drafter draft: its masks get the ids after the embedding's last row.
+
+        Raises:
+            ValueError: If the model decodes by transformers' forward, which has no gate for the adapters.
+        """
+        has_gate = self.lean and is_known(self.body) and not self.compile_steps
+        expected = "a Llama, Qwen2 or Qwen3 model decoded with lean: true and compile: false"
+        got = f"{type(self.body).__name__}, lean: {self.lean}, compile: {self.compile_steps}"
+        require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
+        first = self.model.get_input_embeddings().weight.shape[0]
+        masks = tuple(range(first, first + drafter.options.num_masks))
+        self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
+
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
         # Modules may be wrapped or replaced between two generations, but not during one: look at them here, once.
         if self.compile_steps:
@@ -111,20 +129,58 @@ class Backbone(nn.Module, LanguageModel):
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
         attention_mask: Bool[Tensor, "batch token key"] | None = None,
+        num_drafts: int = 0,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states by the library's forward, as training needs them.
 
         The entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
+
+        Args:
+            input_ids: Tokens in sequence order.
+            position_ids: Position of each token in the final text.
+            attention_mask: Which token sees which; ``None``: causal.
+            num_drafts: The last tokens of each row are draft masks. The tokens before them run first, causally, without
+                gradients and without the drafter; the masks then see them by their keys and values.
         """
+        if num_drafts:
+            return self._draft_states(input_ids, position_ids, attention_mask, num_drafts)
         return self._library_states(input_ids, position_ids, attention_mask, None)
+
+    def _draft_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, num_drafts: int
+    ) -> Tensor:
+        assert self.drafter is not None
+        assert attention_mask is not None
+        length = input_ids.shape[1] - num_drafts
+        with torch.no_grad():
+            text = self.body(
+                input_ids=input_ids[:, :length],
+                position_ids=position_ids[:, :length],
+                attention_mask=torch.ones_like(input_ids[:, :length]),
+                use_cache=True,
+            )
+        masks = self.drafter.masks[(input_ids[:, length:] - self.special_tokens.draft_token_ids[0]).clamp(min=0)]
+        with self.drafter.applied(self.body):
+            drafts = self.body(
+                inputs_embeds=masks.to(self.dtype),
+                position_ids=position_ids[:, length:],
+                attention_mask=self._library_mask(attention_mask[:, length:], position_ids),
+                past_key_values=text.past_key_values,
+                use_cache=True,
+            )
+        return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
     def _lean_body(self) -> LeanBody | None:
         body = self.body
-        return LeanBody(body) if self.lean and is_known(body) else None
+        return LeanBody(body, self.drafter) if self.lean and is_known(body) else None
 
     def _library_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
+        # On a GPU the host would have to wait for this check.
+        if self.drafter is not None and cache is not None and input_ids.device.type == "cpu":
+            has_masks = bool((input_ids >= self.special_tokens.draft_token_ids[0]).any())
+            require(not has_masks, "drafter", "decoding without autocast", "autocast", "set precision: 32-true")
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,

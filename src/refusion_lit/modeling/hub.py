@@ -20,8 +20,8 @@ def check_source(source: str, option: str) -> None:
         option: The option that named it, for the message.
 
     Raises:
-        ValueError: If ``config.json`` is no JSON object, or the source is neither a directory nor in the cache while the
-            hub cannot be reached.
+        ValueError: If ``config.json`` is no JSON object, or the source is neither a directory nor in the cache while
+            the hub cannot be reached.
     """
     config = Path(source) / "config.json"
     if config.is_file():
@@ -51,6 +51,6 @@ def _check_hub(source: str, option: str) -> None:
         is_cached, reason = False, "and it cannot be a hub id"
     if not is_cached:
         raise ValueError(
-            f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub cannot "
-            f"be asked ({reason}). Check the path, or the network."
+            f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "
+            f"cannot be asked ({reason}). Check the path, or the network."
         )

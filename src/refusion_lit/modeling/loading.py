@@ -13,11 +13,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.checks import check_compilable
+from refusion_lit.modeling.checks import body_of, check_compilable
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.vocabulary import fit_vocabulary, special_tokens_of
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
@@ -52,6 +54,7 @@ class BackboneConfig:
             gained (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
+        drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
         trust_remote_code: Let the source run Python code of its own on this machine. Off by default.
     """
 
@@ -67,6 +70,7 @@ class BackboneConfig:
     compile: bool = False
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
+    drafter: DrafterOptions | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +83,8 @@ class BackboneConfig:
         if self.attention is not None or self.block_size is not None:
             # Refuses one without the other.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
+        both = self.lora is not None and self.drafter is not None
+        require(not both, "backbone.drafter", "none with lora", self.drafter, "train one of them")
         if self.compile:
             check_compilable(lean=self.lean, attn_implementation=self.attn_implementation)
             if self.lora is not None:
@@ -116,7 +122,10 @@ class BackboneConfig:
                 _enable_checkpointing(model)
             if self.lora is not None:
                 model = add_adapters(model, self.lora)
+            drafter = None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter)
         backbone = Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean, compile=self.compile)
+        if drafter is not None:
+            backbone.attach(drafter)
         if self.lora is not None:
             backbone.adapters = Adapters(
                 options=self.lora,

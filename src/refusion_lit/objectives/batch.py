@@ -69,6 +69,8 @@ class CorruptedBatch:
         is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
             its samples cannot be packed.
         num_views: Number of views of each sample.
+        num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
+            drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -81,6 +83,7 @@ class CorruptedBatch:
     is_masked: Bool[Tensor, "batch token"] | None = None
     is_real: Bool[Tensor, "batch token"] | None = None
     num_views: int = 1
+    num_drafts: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
         """Return the batch on a device."""

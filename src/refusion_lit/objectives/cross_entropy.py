@@ -64,7 +64,7 @@ def chunked_cross_entropy(
 
     if kernel == "liger" and torch.is_grad_enabled() and len(values):
         return term_sums(liger_losses(values, head, targets) * factors, groups)
-    size = chunk_size or _default_chunk_size(values, head)
+    size = chunk_size or default_chunk_size(values, head)
 
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
         logits = head(values)
@@ -79,7 +79,8 @@ def chunked_cross_entropy(
     return torch.stack(sums).sum(0)
 
 
-def _default_chunk_size(values: Tensor, head: Head) -> int:
+def default_chunk_size(values: Tensor, head: Head) -> int:
+    """Return how many positions' float32 logits stay below ``LOGITS_BYTES``."""
     with torch.no_grad():
         vocab_size = head(values[:0]).shape[-1]
     return max(1, LOGITS_BYTES // (4 * vocab_size))

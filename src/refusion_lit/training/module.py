@@ -159,7 +159,9 @@ class SlotDiffusionModule(ValidationHooks):
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
-        hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = self.model(
+            corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask, num_drafts=corrupted.num_drafts
+        )
         return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature

@@ -16,8 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.attention import attention_for
+from refusion_lit.modeling.lean.drafts import DraftMasks
 from refusion_lit.modeling.lean.rows import Attention, Rows
 
 _MAX_TABLE = 1 << 14
@@ -78,9 +80,10 @@ class LeanBody:
 
     Args:
         body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
+        drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
     """
 
-    def __init__(self, body: Any) -> None:  # noqa: ANN401 - a transformers model
+    def __init__(self, body: Any, drafter: Drafter | None = None) -> None:  # noqa: ANN401 - a transformers model
         config, attention = body.config, body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
@@ -92,6 +95,7 @@ class LeanBody:
         self._sign = self._embedding.new_ones(self._head_dim)
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
+        self._drafts = None if drafter is None else DraftMasks(drafter, self._embedding, len(self._layers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,14 +158,29 @@ class LeanBody:
             rotation: What :meth:`angles` gives for their positions.
             attention: How they attend.
         """
-        hidden = F.embedding(ids, self._embedding)
-        for number, layer in enumerate(self._layers):
+        drafts = self._drafts
+        masks = None if drafts is None else drafts.gate(ids)
+        if drafts is None or masks is None:
+            hidden, adapters = F.embedding(ids, self._embedding), [None] * len(self._layers)
+        else:
+            hidden, adapters = drafts.embed(ids, self._embedding, masks), drafts.layers
+        for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
-            query, key, value = self._heads(layer, normed, rotation)
-            hidden.addmm_(attention(number, query, key, value).flatten(1), layer.output.t())
+            query, key, value = (F.linear(normed, *linear) for linear in (layer.query, layer.key, layer.value))
+            if masks is not None and adapter is not None:
+                masks.add(adapter.attention, normed, query, key, value)
+            mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
+            hidden.addmm_(mixed, layer.output.t())
+            if masks is not None and adapter is not None:
+                masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gated = F.silu(F.linear(normed, layer.gate), inplace=True).mul_(F.linear(normed, layer.up))
+            gate, up = F.linear(normed, layer.gate), F.linear(normed, layer.up)
+            if masks is not None and adapter is not None:
+                masks.add(adapter.mlp, normed, gate, up)
+            gated = F.silu(gate, inplace=True).mul_(up)
             hidden.addmm_(gated, layer.down.t())
+            if masks is not None and adapter is not None:
+                masks.add(adapter.down, gated, hidden)
         return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,16 +198,18 @@ class LeanBody:
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
-    def _heads(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [token, head, dim], rotated."""
         num_heads, dim = self._num_heads, self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
-        heads = torch.cat((F.linear(x, *layer.query), F.linear(x, *layer.key)), -1).view(len(x), -1, dim)
+        heads = torch.cat((query, key), -1).view(len(query), -1, dim)
         if layer.heads_norm is not None:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
         heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
-        return heads[:, :num_heads], heads[:, num_heads:], F.linear(x, *layer.value).view(len(x), -1, dim)
+        return heads[:, :num_heads], heads[:, num_heads:], value.view(len(value), -1, dim)
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int) -> _Layer:  # noqa: ANN401
