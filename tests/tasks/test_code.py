@@ -52,6 +52,7 @@ def test_pass_at_k_of_many_samples_and_impossible_numbers() -> None:
         ("```\nx\n```", "x"),
         ("```py\na\n```\n```python\nlonger\n```", "longer"),
         ("```python\ncut off", "cut off"),
+        ("```" + " " * 200_000, "```" + " " * 200_000),
     ],
 )
 def test_code_is_extracted_from_fences(response: str, code: str) -> None:

@@ -47,6 +47,9 @@ from tasks.samples import write_jsonl
         ("#### none", None),
         ("#### 1/0", None),
         ("", None),
+        ("#### " + "9" * 5000, None),
+        ("#### 1/" + "9" * 5000, None),
+        ("#### " + " " * 100_000 + "x 5", 5),
     ],
 )
 def test_the_final_number_of_a_solution(text: str, expected: int | None) -> None:

@@ -17,7 +17,9 @@ from refusion_lit.tasks.readers import Row
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require_at_least, require_between, require_choice
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(
+    r"```[ \t]*+(?:python|py|python3)?[ \t]*+\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,16 +52,16 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _first_number(text: str) -> Fraction | None:
-    """Return the exact value of the first number in a text; ``None`` if there is none."""
+    """Return the exact value of the first number in a text; ``None`` if there is none or it is too long to convert."""
+    text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
     text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r"\1/\2", text.replace("\\$", "$")))
     match = _NUMBER.search(text)
     if match is None:
         return None
-    value = Fraction(match["digits"].replace(",", "").rstrip("."))
-    if match["denominator"]:
-        if int(match["denominator"]) == 0:
-            return None
-        value /= int(match["denominator"])
+    try:
+        value = Fraction(match["digits"].replace(",", "").rstrip(".")) / int(match["denominator"] or 1)
+    except (ZeroDivisionError, ValueError):  # Python converts at most 4300 digits, which no reference has
+        return None
     return -value if match["sign"] in ("-", "\N{MINUS SIGN}") else value
 
 
