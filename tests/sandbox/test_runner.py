@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 
 from refusion_lit.sandbox import Limits, Outcome, Sandbox
+from refusion_lit.sandbox.folder import delete_tree
 from refusion_lit.sandbox.isolation import Isolation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
-QUICK = Limits(seconds=1.0, cpu_seconds=1, memory_mb=128, file_mb=1, num_open_files=32, num_processes=16)
-LAYERS = (("bubblewrap", "landlock", "seccomp"), ("namespaces", "landlock", "seccomp"), ("landlock", "seccomp"))
+QUICK = Limits(
+    seconds=1.0, cpu_seconds=1, memory_mb=128, file_mb=1, disk_mb=4, num_files=50, num_open_files=32, num_processes=16
+)
+LAYERS = (
+    ("bubblewrap", "tmpfs", "landlock", "seccomp"),
+    ("namespaces", "tmpfs", "landlock", "seccomp"),
+    ("landlock", "seccomp"),
+)
 
 
 @pytest.fixture(scope="module", params=LAYERS, ids="-".join)
@@ -94,6 +101,83 @@ def test_no_process_can_be_started(sandbox: Sandbox) -> None:
 def test_files_and_their_number_are_limited(sandbox: Sandbox) -> None:
     assert "OSError" in sandbox.run("open('big', 'wb').write(bytes(2 << 20))", "").message
     assert "OSError" in sandbox.run("files = [open(str(i), 'w') for i in range(64)]", "").message
+
+
+def test_the_files_of_a_run_are_limited_as_a_whole(sandbox: Sandbox) -> None:
+    few = "for i in range(3): open(str(i), 'wb').write(bytes(1 << 20))"
+    assert sandbox.run(few, "import os\nos.makedirs('/'.join('abcdefgh'))").passed
+    large = "for i in range(5): open(str(i), 'wb').write(bytes(1 << 20))"
+    many = "for i in range(60): open(str(i), 'w').close()"
+    nested = "for i in range(60): os.mkdir('a'); os.chdir('a')"
+    for attempt in (large, many, nested):
+        outcome = sandbox.run(f"import os\n{attempt}", "")
+        assert not outcome.passed, attempt
+        assert "No space left" in outcome.message or outcome.message == "more than 4 MiB or 50 files"
+
+
+def test_a_program_that_outgrows_its_limits_is_stopped_while_it_runs() -> None:
+    box = Sandbox(limits=replace(QUICK, seconds=60), layers=(), minimum="limits")
+    grow = "import time\nfor i in range(60): open(str(i), 'w').close()\ntime.sleep(600)"
+    assert box.run(grow, "") == Outcome(status="exited", message="more than 4 MiB or 50 files")
+
+
+def test_deeply_nested_directories_end_nothing_and_are_deleted(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    roomy = replace(sandbox, limits=replace(QUICK, num_files=5000))
+    for name, depth in (("a", 1500), ("a" * 200, 1500)):
+        program = f"import os\nfor i in range({depth}): os.mkdir('{name}'); os.chdir('{name}')"
+        assert roomy.run(program, "open('file', 'w').close()").status in ("passed", "exited")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_trees_of_any_shape_are_deleted(tmp_path: Path) -> None:
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    top.mkdir()
+    (top / "link").symlink_to(outside)
+    (top / "closed" / "inner").mkdir(parents=True)
+    (top / "closed" / "inner" / "file").write_text("a")
+    (top / "closed" / "link").symlink_to(outside)
+    (top / "closed").chmod(0)
+    descriptor = os.open(top, os.O_RDONLY)
+    for _ in range(5000):  # far longer than a path may be
+        os.mkdir("nested", dir_fd=descriptor)
+        below = os.open("nested", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+    os.close(descriptor)
+    delete_tree(str(top))
+    assert list(tmp_path.iterdir()) == [outside]
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_a_directory_that_cannot_be_deleted_is_named_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(directory: str) -> None:
+        os.rmdir(directory)
+        raise OSError("busy")
+
+    monkeypatch.setattr("refusion_lit.sandbox.folder.delete_tree", fail)
+    with pytest.warns(UserWarning, match=r"the files of a program are left in .* \(busy\)"):
+        assert Sandbox(limits=QUICK, layers=(), minimum="limits").run("", "").passed
+
+
+@pytest.mark.parametrize(
+    "message",
+    ['{"error": ' + "[" * 900 + "]" * 900 + "}", '{"error": ' + "9" * 4000 + "}", '{"error": "\\ud800"}', "[" * 2000],
+)
+def test_messages_that_a_program_forges_end_nothing(sandbox: Sandbox, message: str) -> None:
+    forge = f"for i in range(3, 32):\n    try: os.write(i, {message!r}.encode() + b'\\n')\n    except OSError: pass"
+    outcome = sandbox.run(f"import os\n{forge}", "")
+    assert outcome.status in ("failed", "exited")
+    outcome.message.encode()
+
+
+def test_messages_hold_no_lone_surrogates(sandbox: Sandbox) -> None:
+    outcome = sandbox.run("raise ValueError('\\ud800')", "")
+    assert outcome.message == "program: ValueError: \\ud800"
 
 
 def test_files_outside_cannot_be_read_changed_or_deleted(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -196,7 +280,8 @@ def test_too_weak_isolation_is_refused_before_anything_runs(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("layers", "level"),
     [((), "limits"), (("seccomp",), "limits"), (("namespaces",), "limits"), (("landlock",), "files"),
-     (("landlock", "seccomp"), "full"), (("bubblewrap", "seccomp"), "full")],
+     (("landlock", "seccomp"), "full"), (("bubblewrap", "seccomp"), "full"),
+     (("tmpfs", "seccomp"), "limits")],
 )  # fmt: skip
 def test_levels(layers: tuple[str, ...], level: str) -> None:
     assert Isolation(wrapper=(), layers=layers).level == level

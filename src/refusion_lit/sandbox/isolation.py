@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class Isolation:
 
     Attributes:
         wrapper: Command through which the interpreter is started; empty for none.
-        layers: Names of the active layers: ``bubblewrap`` or ``namespaces`` from the wrapper, ``landlock`` and
-            ``seccomp`` from the process itself.
+        layers: Names of the active layers: ``bubblewrap`` or ``namespaces`` from the wrapper; ``tmpfs`` (a file
+            system of limited size for the program's files), ``landlock`` and ``seccomp`` from the process itself.
     """
 
     wrapper: tuple[str, ...]
@@ -60,11 +61,13 @@ def bubblewrap(directory: str) -> tuple[str, ...] | None:
     program = shutil.which("bwrap")
     if program is None:
         return None
+    # The process mounts a tmpfs and drops the capability before it runs a program. A setuid bwrap refuses to add any.
+    capability = () if os.stat(program).st_mode & stat.S_ISUID else ("--cap-add", "CAP_SYS_ADMIN")
     binds = [part for path in readable_paths() if not path.startswith("/dev") for part in ("--ro-bind-try", path, path)]
     return (
-        program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev",
-        "--tmpfs", "/tmp", *binds, "--ro-bind", interpreter(), interpreter(), "--bind", directory, directory,
-        "--chdir", directory,
+        program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", *capability,
+        "--dev", "/dev", "--tmpfs", "/tmp", *binds, "--ro-bind", interpreter(), interpreter(),
+        "--bind", directory, directory, "--chdir", directory,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,11 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from refusion_lit.sandbox import isolation
+from refusion_lit.sandbox.folder import exceeds, working_directory
 from refusion_lit.sandbox.isolation import LEVELS, Isolation, Level
 from refusion_lit.utils.require import require_at_least, require_choice
 
 _MAX_LINE_BYTES = 1 << 16
-_START_TIMEOUT = 30.0
+_MAX_MESSAGE_LENGTH = 500
+_START_TIMEOUT = 120.0
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Limits:
         cpu_seconds: Processor time, including the start of the interpreter, at least 1.
         memory_mb: Address space in MiB, at least 64.
         file_mb: Size of a file in MiB, at least 0.
+        disk_mb: Size of all files of the run in MiB, at least 1.
+        num_files: Number of files and directories of the run, at least 1.
         num_open_files: Number of open files, at least 16.
         num_processes: Number of processes and threads of the user, at least 1. Where the kernel does not count per
             user namespace, this includes the user's other processes.
@@ -44,12 +48,14 @@ class Limits:
     cpu_seconds: int = 10
     memory_mb: int = 512
     file_mb: int = 16
+    disk_mb: int = 64
+    num_files: int = 1000
     num_open_files: int = 64
     num_processes: int = 64
 
     def __post_init__(self) -> None:
-        minima = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0, "num_open_files": 16,
-                  "num_processes": 1}  # fmt: skip
+        minima = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0, "disk_mb": 1,
+                  "num_files": 1, "num_open_files": 16, "num_processes": 1}  # fmt: skip
         for name, minimum in minima.items():
             require_at_least(f"limits.{name}", getattr(self, name), minimum)
 
@@ -78,8 +84,10 @@ class Sandbox:
     """Runs programs with their tests in isolation.
 
     Each run is a fresh ``python -I -S`` in an empty temporary directory and in its own session, with a minimal
-    environment, resource limits and no privileges. Its process group is killed at the end. See
-    :mod:`refusion_lit.sandbox` for what the isolation prevents and what it does not.
+    environment, resource limits and no privileges. Its process group is killed at the end. The size and number of all
+    files of a run are limited by a tmpfs where the process may mount one. Elsewhere this process measures the directory
+    every 20 ms and ends a run that is over its limits. See :mod:`refusion_lit.sandbox` for what the isolation prevents
+    and what it does not.
 
     Attributes:
         limits: Resource limits of one run.
@@ -89,7 +97,7 @@ class Sandbox:
 
     limits: Limits = field(default_factory=Limits)
     minimum: Level = "full"
-    layers: tuple[str, ...] = ("bubblewrap", "namespaces", "landlock", "seccomp")
+    layers: tuple[str, ...] = ("bubblewrap", "namespaces", "tmpfs", "landlock", "seccomp")
 
     def __post_init__(self) -> None:
         require_choice("minimum_isolation", self.minimum, LEVELS)
@@ -101,7 +109,7 @@ class Sandbox:
         Raises:
             ValueError: If it is weaker than the minimum.
         """
-        with tempfile.TemporaryDirectory() as directory:
+        with working_directory() as directory:
             wrapper, name = self._wrapper(directory)
             process = _SandboxedProcess(wrapper, directory, self.limits, self.layers)
             try:
@@ -128,7 +136,7 @@ class Sandbox:
             ValueError: If the isolation is weaker than the minimum or differs from that of :attr:`isolation`.
         """
         expected = self.isolation.layers
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        with working_directory() as directory:
             wrapper, name = self._wrapper(directory)
             process = _SandboxedProcess(wrapper, directory, self.limits, self.layers)
             try:
@@ -155,7 +163,8 @@ class _SandboxedProcess:
     """A started process, and the caller's end of its control socket."""
 
     def __init__(self, wrapper: Sequence[str], directory: str, limits: Limits, layers: Sequence[str]) -> None:
-        self._seconds = limits.seconds
+        self._limits, self._directory = limits, directory
+        self._is_measured = False
         self._control, theirs = socket.socketpair()
         self._buffer = b""
         source = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
@@ -178,23 +187,28 @@ class _SandboxedProcess:
         line = self._receive(time.monotonic() + _START_TIMEOUT)
         if not line:
             raise ValueError("sandbox: expected a Python process to start, got none; check that Python is readable.")
-        return json.loads(line)["layers"]
+        layers = json.loads(line)["layers"]
+        self._is_measured = "tmpfs" not in layers
+        return layers
 
     def run(self, program: str, tests: str) -> Outcome:
         """Send the program and wait for its result."""
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._limits.seconds
         try:
             self._send({"program": program, "tests": tests}, deadline)
             answer = _parse_message(self._receive(deadline))
             if answer.get("tests") != "done":
                 error = answer.get("error")
-                return Outcome(status="failed", message=str(error)) if error else _EXITED
+                return Outcome(status="failed", message=_printable(error)) if isinstance(error, str) else _EXITED
             nonce = secrets.token_hex(16)
             self._send({"nonce": nonce}, deadline)
             returned = _parse_message(self._receive(deadline)).get("nonce")
+            self._measure()
             return Outcome(status="passed") if returned == nonce else _EXITED
+        except _DirectoryLimitError as error:
+            return Outcome(status="exited", message=str(error))
         except TimeoutError:
-            return Outcome(status="timeout", message=f"still running after {self._seconds} s")
+            return Outcome(status="timeout", message=f"still running after {self._limits.seconds} s")
         except OSError:
             return _EXITED
 
@@ -212,13 +226,28 @@ class _SandboxedProcess:
     def _receive(self, deadline: float) -> bytes:
         """Return the next line; empty if the process has closed the socket."""
         while b"\n" not in self._buffer and len(self._buffer) < _MAX_LINE_BYTES:
-            self._control.settimeout(_remaining(deadline))
-            read = self._control.recv(4096)
+            self._measure()
+            remaining = _remaining(deadline)
+            self._control.settimeout(min(remaining, _POLL_SECONDS) if self._is_measured else remaining)
+            try:
+                read = self._control.recv(4096)
+            except TimeoutError:
+                continue  # to measure again, or to raise at the deadline
             if not read:
                 return b""
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+    def _measure(self) -> None:
+        """Raise an error if the files of the run are over its limits and no tmpfs enforces these."""
+        limits = self._limits
+        if self._is_measured and exceeds(self._directory, limits.disk_mb << 20, limits.num_files):
+            raise _DirectoryLimitError(f"more than {limits.disk_mb} MiB or {limits.num_files} files")
+
+
+class _DirectoryLimitError(Exception):
+    """The files of a run are over its limits."""
 
 
 _EXITED = Outcome(status="exited", message="the process ended before its tests had run")
@@ -238,3 +267,8 @@ def _parse_message(line: bytes) -> dict[str, object]:
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def _printable(text: str) -> str:
+    """Return the start of a message of the process, without the lone surrogates that no file or terminal can hold."""
+    return text[:_MAX_MESSAGE_LENGTH].encode(errors="backslashreplace").decode()
