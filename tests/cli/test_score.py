@@ -40,6 +40,31 @@ def test_scores_are_written_anew_and_the_rest_is_kept(
     assert (tmp_path / "p.jsonl").read_text() == before
 
 
+def test_predictions_for_other_prompts_are_refused_with_both(
+    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": "test:test.jsonl:1", "prompt": "q0", "response": "#### 0"},
+            {"id": "test:test.jsonl:2", "prompt": "another", "response": "#### 1"}]  # fmt: skip
+    assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 2
+    error = capsys.readouterr().err
+    assert "q.jsonl was made for something else: the prompt of 'test:test.jsonl:2' was 'another', is 'q1'" in error
+    assert not (tmp_path / "q.scored.jsonl").exists()
+    rows[1]["prompt"] = "q1"
+    assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(gsm8k) == 0
+    assert "p.jsonl has lines without a prompt" in capsys.readouterr().err
+
+
+def test_only_own_files_are_overwritten(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.scored.jsonl").write_text("mine")
+    assert main(gsm8k) == 2
+    assert "output: expected a new file or one with predictions of refusion-lit" in capsys.readouterr().err
+    assert (tmp_path / "p.scored.jsonl").read_text() == "mine"
+    assert main([*gsm8k, "--overwrite"]) == 0
+    assert main(gsm8k) == 0
+
+
 def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: dict[str, list[dict[str, object]]] = {
         "twice": [{"id": "test:test.jsonl:1", "response": ""}] * 2,
@@ -52,7 +77,7 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
     messages = {
-        "folder": "output: expected a file in a folder that exists",
+        "folder": "output: expected a file in a directory that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1' 2 times",
         "unknown": "1 of 1 ids",
         "fields": "fields.jsonl:1: expected an object with texts 'id' and 'response'",

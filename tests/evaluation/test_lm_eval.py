@@ -219,6 +219,7 @@ def test_estimates_that_a_model_cannot_give_are_refused() -> None:
 def test_what_cannot_be_decoded_is_refused_before_anything_is(
     adapter: RefusionLitModel, data: dict[str, object]
 ) -> None:
+    adapter.decoder = ReFusion(slot_size=4, num_serial_blocks=2)
     with pytest.raises(ValueError, match="num_serial_blocks: expected at most 1 "):
         evaluate(adapter, [_sums(data), _sums(data, "short", max_gen_toks=3)])
     with pytest.raises(ValueError, match=r"prompt sums/0#0: expected at most .* got 12; shorten it"):

@@ -10,12 +10,14 @@ import pytest
 
 from cli.conftest import QUICKSTART
 from hardness.malformed import nested
-from refusion_lit.cli.generate import read_prompts
-from refusion_lit.cli.lightning import parse_only
-from refusion_lit.cli.parser import with_component_files
-from refusion_lit.evaluation.predictions import PredictionsFile, finished_ids
+from refusion_lit.cli.answers import read_prompts
+from refusion_lit.cli.check import check_arguments
+from refusion_lit.cli.component_files import with_component_files
+from refusion_lit.cli.trainer_options import read_description
+from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports import read_runs
 from refusion_lit.traces import read_trace, write_trace
+from refusion_lit.utils.fingerprint import meta_path
 from refusion_lit.utils.yaml_files import read_yaml
 from traces.samples import random_trace
 
@@ -47,25 +49,58 @@ def test_invalid_prompts_are_refused_with_their_line(tmp_path: Path, line: str, 
         list(read_prompts(str(path)))
 
 
+def interrupted_predictions(path: Path) -> Path:
+    """Write one prediction as an interrupted run does, and return where its fingerprint lies."""
+    file = PredictionsFile(path, {"weights": "w"})
+    file.write([{"id": "é"}])
+    file.close()
+    return meta_path(path)
+
+
 def test_predictions_cut_inside_a_character_can_be_resumed(tmp_path: Path) -> None:
-    path, whole = tmp_path / "a.jsonl", '{"id": "é"}\n'.encode()
+    path = tmp_path / "a.jsonl"
+    interrupted_predictions(path)
+    whole = path.read_bytes()
     path.write_bytes(whole + '{"id": "é'.encode()[:-1])
-    assert finished_ids(path) == {"é"}
+    file = PredictionsFile(path, {"weights": "w"}, resume=True)
+    file.close()
+    assert file.done == {"é"}
     assert path.read_bytes() == whole
-    path.write_text(nested(100_000) + "\n")
-    with pytest.raises(ValueError, match="output: expected a predictions file"):
-        finished_ids(path)
+
+
+@pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])
+def test_damaged_predictions_are_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.jsonl"
+    interrupted_predictions(path)
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"^resume: expected the predictions of an interrupted run in .*a\.jsonl"):
+        PredictionsFile(path, {"weights": "w"}, resume=True)
+    assert path.read_bytes() == content.encode("latin-1")
 
 
 @pytest.mark.parametrize(
-    "progress", ["{", "[]", "{}", '{"settings": 1, "num_lines": 1, "state": null}', nested(100_000),
-                 '{"settings": {"num_processes": 1}, "num_lines": 1e999, "state": null}'],
-)  # fmt: skip
-def test_a_damaged_progress_file_is_refused(tmp_path: Path, progress: str) -> None:
-    (tmp_path / "p.jsonl").write_text('{"id": "0"}\n')
-    (tmp_path / ".p.progress.json").write_text(progress)
-    with pytest.raises(ValueError, match="resume: expected an unfinished run's predictions"):
-        PredictionsFile(tmp_path, "p", {}, resume=True)
+    "change",
+    [
+        {},
+        {"fingerprint": 1},
+        {"fingerprint": {}},
+        {"progress": {"num_lines": 1}},
+        {"progress": {"num_lines": 10**400, "state": None}},
+        {"progress": {"num_lines": math.inf, "state": None}},
+        {"progress": {"num_lines": "x", "state": None}},
+        {"progress": [1]},
+    ],
+)
+def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "a.jsonl"
+    meta = interrupted_predictions(path)
+    before = path.read_bytes()
+    for damaged in (json.dumps({**json.loads(meta.read_text()), **change}) if change else "{", "[]", nested(100_000)):
+        meta.write_text(damaged)
+        with pytest.raises(ValueError, match=r"^resume: expected the predictions of an interrupted run in .*a\.jsonl"):
+            PredictionsFile(path, {"weights": "w"}, resume=True)
+        assert path.read_bytes() == before
+        assert meta.read_text() == damaged
 
 
 @pytest.mark.parametrize("seconds", ["1e999", "9" * 400])
@@ -107,7 +142,7 @@ def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, content: byt
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
-        parse_only().parse_args(["fit", "--config", QUICKSTART, f"--config={path}"])
+        check_arguments(["--config", QUICKSTART, f"--config={path}"], read_description("fit"), "fit")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
-from refusion_lit.cli.generate import read_prompts
-from refusion_lit.evaluation.predictions import PredictionsFile, finished_ids
+from refusion_lit.cli.answers import read_prompts
+from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.tasks import InstructionFiles
+from refusion_lit.utils.fingerprint import meta_path
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 ROWS = [
@@ -81,50 +82,51 @@ def test_prompts(folder: Path, data: st.DataObject, name: str) -> None:
 
 
 LINES = [json.dumps({"id": f"{i}é", "response": text}, ensure_ascii=False) + "\n" for i, text in enumerate(MARKUP)]
-
-
-@FUZZ
-@given(num_bytes=st.integers(0, len("".join(LINES).encode())))
-def test_a_truncated_predictions_file_keeps_its_complete_lines(folder: Path, num_bytes: int) -> None:
-    path = folder / "answers.jsonl"
-    path.write_bytes("".join(LINES).encode()[:num_bytes])
-    ids = finished_ids(path)
-    num_whole = path.read_bytes().count(b"\n")
-    assert ids == {f"{i}é" for i in range(num_whole)}
-    assert path.read_bytes() == "".join(LINES[:num_whole]).encode()
-    assert len("".join(LINES[: num_whole + 1]).encode()) > num_bytes or num_whole == len(LINES)
+FINGERPRINT = {"prompts": {"num_prompts": len(LINES), "digest": "d"}, "weights": None}
+META = {"fingerprint": {**FINGERPRINT, "num_processes": 1}, "progress": {"num_lines": 2, "state": None}}
 
 
 @FUZZ
 @given(num_done=st.integers(1, len(LINES) - 1), num_more=st.integers(0, 99))
 def test_a_run_resumes_after_its_last_complete_batch(folder: Path, num_done: int, num_more: int) -> None:
-    file = PredictionsFile(folder, "run", {"seed": 0})
+    path = folder / "run.jsonl"
+    file = PredictionsFile(path, FINGERPRINT)
     file.write([json.loads(line) for line in LINES[:num_done]])
     file.close()
-    with file.path.open("ab") as torn:
+    with path.open("ab") as torn:
         torn.write("".join(LINES[num_done:]).encode()[:num_more])
-    again = PredictionsFile(folder, "run", {"seed": 0}, resume=True)
+    again = PredictionsFile(path, FINGERPRINT, resume=True)
     again.close()
     assert again.done == {f"{i}é" for i in range(num_done)}
-    assert again.path.read_bytes() == "".join(LINES[:num_done]).encode()
+    assert path.read_bytes() == "".join(LINES[:num_done]).encode()
 
 
 @FUZZ
 @given(content=st.one_of(rows(as_list=False), damaged("".join(LINES).encode())))
 def test_predictions_to_resume(folder: Path, content: bytes) -> None:
-    path = folder / "other.jsonl"
+    path = folder / "odd.jsonl"
     path.write_bytes(content)
-    ids = outcome(lambda: finished_ids(path))
-    assert isinstance(ids, set) or (ids.startswith("output: ") and str(path) in ids)
+    meta_path(path).write_text(json.dumps(META))
+    message = outcome(lambda: PredictionsFile(path, FINGERPRINT, resume=True).close())
+    if message is None:
+        lines = path.read_bytes().split(b"\n")
+        assert lines[:-1] == content.split(b"\n")[:2]
+        assert all("id" in json.loads(line) for line in lines[:-1])
+    else:
+        assert message.startswith("resume: ")
+        assert str(path) in message
+        assert path.read_bytes() == content
 
 
 @FUZZ
-@given(
-    progress=with_replaced_values({"settings": {"seed": 0, "num_processes": 1}, "num_lines": 2, "state": None}),
-    data=st.data(),
-)
-def test_progress_files_to_resume(folder: Path, progress: str, data: st.DataObject) -> None:
-    (folder / "odd.jsonl").write_bytes(data.draw(damaged("".join(LINES).encode(), max_edits=1)))
-    (folder / ".odd.progress.json").write_text(progress)
-    message = outcome(lambda: PredictionsFile(folder, "odd", {"seed": 0}, resume=True).close())
-    assert message is None or message.startswith("resume: ")
+@given(meta=with_replaced_values(META), data=st.data())
+def test_fingerprints_to_resume(folder: Path, meta: str, data: st.DataObject) -> None:
+    path, content = folder / "odd.jsonl", data.draw(damaged("".join(LINES).encode(), max_edits=1))
+    path.write_bytes(content)
+    meta_path(path).write_text(meta)
+    message = outcome(lambda: PredictionsFile(path, FINGERPRINT, resume=True).close())
+    assert content.startswith(path.read_bytes())
+    if message is not None:
+        assert message.startswith("resume: ") or "nothing left to do" in message
+        assert path.read_bytes() == content
+        assert meta_path(path).read_text() == meta

@@ -34,12 +34,12 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     def patch() -> None:
         decode, count = DecodingSetup.decode, 0
 
-        def interrupted(self: DecodingSetup, decoder: Any, prompts: Any) -> Any:
+        def interrupted(self: DecodingSetup, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
-            return decode(self, decoder, prompts)
+            return decode(self, decoder, prompts, callbacks)
 
         DecodingSetup.decode = interrupted
 

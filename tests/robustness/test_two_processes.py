@@ -65,8 +65,8 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
     alone, both = _run(tmp_path, "test", num), _run(tmp_path, "test", num, *TWO)
     assert {path.name for path in both.iterdir() if "tfevents" not in path.name} == {
         "config.yaml", "environment.json", "hparams.yaml", "metrics.csv", "report", "results.json",
-        "predictions_other.jsonl", "predictions_refusion.jsonl", "predictions_other.meta.json",
-        "predictions_refusion.meta.json",
+        "predictions_other.jsonl", "predictions_refusion.jsonl", "predictions_other.jsonl.meta.json",
+        "predictions_refusion.jsonl.meta.json",
     }  # fmt: skip
     results = [json.loads((run / "results.json").read_text())["results"] for run in (alone, both)]
     for decoder in ("refusion", "other"):

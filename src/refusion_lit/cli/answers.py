@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import Generation, GenerationCallback
-from refusion_lit.evaluation.predictions import PredictionsFile, prediction, read_fingerprint, write_line
+from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
@@ -52,13 +51,14 @@ def write_answers(options: Namespace) -> None:
     _check_output(options)
     sampling = sampling_of(options)
     model = load_model_of(options)
+    encoded = {request.id: model.encode(request.prompt) for request in requests}
     progress = AnswerProgress()
-    with _writer(options, requests, model, sampling) as (waiting, write):
+    with _writer(options, requests, encoded, model, sampling) as (waiting, write):
         decoder = type(options.decoder).__name__
         watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
         try:
-            model.generate(
-                [request.prompt for request in waiting],
+            model.generate_ids(
+                [encoded[request.id] for request in waiting],
                 decoder=options.decoder,
                 sampling=sampling,
                 batch_size=options.batch_size,
@@ -84,30 +84,28 @@ def _check_output(options: Namespace) -> None:
         require(not options.resume, "resume", "--output, whose answers are kept", None, "give --output")
         return
     output = Path(options.output)
-    directory = output.resolve().parent
-    require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
     holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
     require(holds, "output", "another file than --prompts", str(output), "choose another name")
-    if output.exists() and not options.overwrite and read_fingerprint(output) is None:
-        raise ValueError(
-            f"output: expected a new file or one that generate wrote, got {output}, which is something else; choose "
-            "another name, or add --overwrite."
-        )
+    check_writable(output, "output", overwrite=options.overwrite)
 
 
 @contextmanager
 def _writer(
-    options: Namespace, requests: list[_Request], model: TextModel, sampling: SamplingParams
+    options: Namespace,
+    requests: list[_Request],
+    encoded: dict[str, list[int]],
+    model: TextModel,
+    sampling: SamplingParams,
 ) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
     """Open the output; yield the requests that are not answered yet, and what writes an answer."""
     if options.output is None:
-        yield requests, partial(write_line, sys.stdout)
+        yield requests, _print_line
         return
     from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 
-    prompts = [(request.id, request.prompt) for request in requests]
-    record = options.record_forwards
-    fingerprint = predictions_fingerprint(model.backbone, options.decoder, sampling, prompts, record_forwards=record)
+    fingerprint = predictions_fingerprint(
+        model.backbone, options.decoder, sampling, encoded.items(), record_forwards=options.record_forwards
+    )
     file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
     pending = _Pending(file)
     try:
@@ -118,6 +116,11 @@ def _writer(
         with suppress(ValueError):  # the error of a failed write is on its way already
             pending.flush()
         file.close()
+
+
+def _print_line(line: dict[str, Any]) -> None:
+    sys.stdout.write(as_line(line))
+    sys.stdout.flush()
 
 
 class _Pending:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import atomic_directory, write_atomically
+from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
 
@@ -36,6 +38,7 @@ def run(args: list[str]) -> int:
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file
     from refusion_lit.modeling.saving import save_adapters, save_model
+    from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import model_card
 
     if options.adapter_only:
@@ -47,6 +50,9 @@ def run(args: list[str]) -> int:
         backbone, tokenizer, template = load_model(source)
     name = options.push_to_hub or options.output
     results = [Path(path) for path in as_list(options.results)]
+    if results:
+        tested = load_model(source)[0] if options.adapter_only else backbone  # a test merges adapters
+        _check_results(results, weights_digest(tested))
     card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
     with atomic_directory(output) as directory:
         if options.adapter_only:
@@ -59,6 +65,17 @@ def run(args: list[str]) -> int:
         _upload(options.output, options.push_to_hub, private=options.private)
         sys.stdout.write(f"uploaded to {options.push_to_hub}\n")
     return 0
+
+
+def _check_results(directories: Sequence[Path], weights: str | None) -> None:
+    """Refuse the results of another model."""
+    from refusion_lit.reports.results import RESULTS, read_results
+
+    for directory in directories:
+        recorded = (read_results(directory / RESULTS) or {}).get("fingerprints") or {}
+        for fingerprint in recorded.values():
+            check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
+                              fix="Give the directory of a test of this checkpoint")  # fmt: skip
 
 
 def _run_of(source: str) -> Path | None:

@@ -11,11 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from refusion_lit.cli.messages import print_line
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.evaluation.predictions import write_lines
+from refusion_lit.evaluation.predictions import check_writable, write_predictions
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
+from refusion_lit.utils.fingerprint import read_fingerprint
+
+_LONGEST_SHOWN = 80
 
 
 def build_parser() -> OneLineParser:
@@ -27,6 +31,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="where from")
     scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=scored)
+    parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
     parser.add_argument("--k", type=list[int], default=[1], help="the k of pass@k, for tasks scored by running code")
     parser.add_argument("--num_workers", type=int, default=1, help="responses scored at the same time")
     parser.add_argument("--allow_code_execution", action="store_true",
@@ -47,8 +52,7 @@ def run(args: list[str]) -> int:
         raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
     if output.resolve() == source.resolve():
         raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
-    if not output.parent.is_dir():
-        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
+    check_writable(output, "output", overwrite=options.overwrite)
     task = options.task
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
@@ -61,11 +65,13 @@ def run(args: list[str]) -> int:
     examples = {example.id: example for example in task.examples(options.split)}
     lines = read_predictions(source)
     _check_ids(lines, examples, source, repeated=isinstance(task, CodeTask))
+    _check_prompts(lines, examples, source)
     if isinstance(task, CodeTask):
         _check_k(lines, options.k)
     with ThreadPoolExecutor(options.num_workers) as pool:
         scores = list(pool.map(lambda line: task.score(examples[line["id"]], line["response"]), lines))
-    write_lines(output, ({**line, "score": score} for line, score in zip(lines, scores, strict=True)))
+    scored = ({**line, "score": score} for line, score in zip(lines, scores, strict=True))
+    write_predictions(output, scored, read_fingerprint(source) or {})
     figures = summarise(lines, scores, options.k if isinstance(task, CodeTask) else [])
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
@@ -137,6 +143,25 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     if count > 1 and not repeated:
         raise ValueError(f"predictions: expected each id once, got {identity!r} {count} times in {source}.")
+
+
+def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
+    """Refuse predictions for other prompts than the task's, whose ids are the same for every seed and size."""
+    for line in lines:
+        got, expected = line.get("prompt"), examples[line["id"]].query
+        if got is not None and got != expected:
+            raise ValueError(
+                f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
+                f"{_shortened(got)}, is {_shortened(expected)} in the task; give --task and --split with the options "
+                "that the predictions were made with."
+            )
+    if any(line.get("prompt") is None for line in lines):
+        print_line("warning", f"{source} has lines without a prompt, which are matched by their ids alone")
+
+
+def _shortened(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
 
 
 def _check_k(lines: Sequence[dict[str, Any]], ks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What predictions depend on: prompts, decoder, sampling and weights."""
+"""What predictions depend on: prompts, decoder, sampling and model."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def predictions_fingerprint(
         "decoder": described(decoder),
         "sampling": asdict(sampling),
         "weights": weights_digest(backbone),
+        "dtype": str(next(backbone.parameters()).dtype).removeprefix("torch."),
+        "traits": backbone.traits.to_dict(),
         "record_forwards": record_forwards,
     }
 

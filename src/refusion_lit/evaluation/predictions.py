@@ -1,6 +1,6 @@
 """The predictions file: one JSON object a line, an interface for other programs.
 
-Beside ``NAME.jsonl`` lies ``NAME.meta.json`` with the predictions' fingerprint and, until they are complete, the
+Beside ``NAME.jsonl`` lies ``NAME.jsonl.meta.json`` with the predictions' fingerprint and, until they are complete, the
 progress to resume from.
 """
 
@@ -11,13 +11,14 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 from refusion_lit.decoding import Generation
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
-from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint, meta_path, read_fingerprint
+from refusion_lit.utils.locks import release_lock, try_lock
+from refusion_lit.utils.require import require
 
 KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
         "forward_shapes", "seconds")  # fmt: skip
@@ -27,7 +28,6 @@ def prediction(
     row: Generation,
     *,
     prompt: str,
-    response: str | None = None,
     reference: str | None = None,
     score: float | None = None,
     record_forwards: bool,
@@ -37,7 +37,6 @@ def prediction(
     Args:
         row: What the engine returned.
         prompt: The query as it was given.
-        response: The response's text; the generation's own by default.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
         record_forwards: Whether to add ``forward_shapes``, pairs of rows and length of each forward.
@@ -45,7 +44,7 @@ def prediction(
     values: dict[str, Any] = {
         "id": row.id,
         "prompt": prompt,
-        "response": row.text if response is None else response,
+        "response": row.text,
         "response_ids": row.token_ids,
         "reference": reference,
         "score": score,
@@ -63,46 +62,35 @@ def as_line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-def meta_path(predictions: Path) -> Path:
-    """Return where a predictions file's fingerprint lies."""
-    return predictions.with_suffix(".meta.json")
+def check_writable(file: Path, option: str, *, overwrite: bool) -> None:
+    """Refuse to write predictions over a file that was not written as predictions.
 
-
-def read_fingerprint(predictions: Path) -> Fingerprint | None:
-    """Return a predictions file's fingerprint; ``None`` if it has none."""
-    meta = read_json(meta_path(predictions))
-    fingerprint = meta.get("fingerprint") if isinstance(meta, dict) else None
-    return fingerprint if isinstance(fingerprint, dict) else None
-
-
-def write_line(file: TextIO, values: dict[str, Any]) -> None:
-    """Write one prediction and flush."""
-    file.write(as_line(values))
-    file.flush()
-
-
-def write_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Write a whole predictions file."""
-    write_atomically(path, "".join(map(as_line, lines)))
-
-
-def finished_ids(path: str | Path) -> set[str]:
-    """Return the ids in a predictions file, if it is there, and cut off a torn last line.
+    Args:
+        file: The file to write.
+        option: The option that names it.
+        overwrite: Write over any file.
 
     Raises:
-        ValueError: If it is no predictions file.
+        ValueError: If it holds something else, or its directory does not exist.
     """
-    file = Path(path)
-    if not file.is_file():
-        return set()
-    whole, _, torn = file.read_bytes().rpartition(b"\n")  # a kill may cut a character in two
-    try:
-        ids = {str(json.loads(line)["id"]) for line in whole.split(b"\n") if line}
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"output: expected a predictions file to resume, got {path}; choose another one.") from error
-    if torn:
-        os.truncate(file, file.stat().st_size - len(torn))
-    return ids
+    directory = file.resolve().parent
+    require(directory.is_dir(), option, "a file in a directory that exists", str(file), f"create {directory} first")
+    if file.exists() and not overwrite and read_fingerprint(file) is None:
+        raise ValueError(
+            f"{option}: expected a new file or one with predictions of refusion-lit, got {file}, which is something "
+            "else; choose another name, or add --overwrite."
+        )
+
+
+def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
+    """Write a whole predictions file with its fingerprint, or nothing.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    meta_path(file).unlink(missing_ok=True)  # a kill between the two writes must not leave another file's
+    write_atomically(file, "".join(map(as_line, lines)))
+    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
 class PredictionsFile:
@@ -148,16 +136,13 @@ class PredictionsFile:
         try:
             if resume:
                 self._resume()
-            elif path.exists() and not overwrite and read_fingerprint(path) is None:
-                raise ValueError(
-                    f"output: {path} exists, and no run of refusion-lit wrote it as predictions; choose another file, "
-                    "or allow it to be overwritten."
-                )
+            else:
+                check_writable(path, "output", overwrite=overwrite)
         except BaseException:
-            self._unlock()
+            release_lock(self._lock)
             raise
+        self._write_meta()  # before the file is emptied: a kill must not leave an empty file that counts as complete
         self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
-        self._write_meta()
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
         """Write a batch's predictions, then that they are done.
@@ -183,7 +168,7 @@ class PredictionsFile:
     def close(self) -> None:
         """Close the file; what is done stays known."""
         self._file.close()
-        self._unlock()
+        release_lock(self._lock)
 
     def merge(self) -> None:
         """Join the shares of all processes in order, once all are done; for one process to call."""
@@ -200,8 +185,9 @@ class PredictionsFile:
         write_json_atomically(meta_path(self._whole), {"fingerprint": self._fingerprint})
 
     def complete(self) -> None:
-        """Record that this process's file, unless merged into the whole one, is complete."""
-        if self.path.is_file():
+        """Record that this process's file, unless merged into the whole one, is complete if it has all prompts."""
+        num_prompts = (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
+        if self.path.is_file() and (self._parts or len(self.done) >= num_prompts):
             write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint})
 
     def _write_meta(self) -> None:
@@ -221,10 +207,6 @@ class PredictionsFile:
             raise ValueError(f"output: another process is writing {self.path}; wait for it, or choose another file.")
         return lock
 
-    def _unlock(self) -> None:
-        Path(self._lock.name).unlink(missing_ok=True)  # first, so that nobody locks a file that is being removed
-        self._lock.close()
-
     def _resume(self) -> None:
         """Take over the lines that are done."""
         if not self.path.is_file():
@@ -233,7 +215,7 @@ class PredictionsFile:
             return
         meta = read_json(meta_path(self.path))
         try:
-            fingerprint, progress = dict(meta["fingerprint"]), meta.get("progress")
+            fingerprint, progress = {key: meta["fingerprint"][key] for key in self._fingerprint}, meta.get("progress")
             lines = self.path.read_bytes().split(b"\n")
             lines = lines[: max(int(progress["num_lines"]), 0)] if progress else lines[:-1]  # without a torn last line
             self.state = progress["state"] if progress else None
@@ -245,7 +227,7 @@ class PredictionsFile:
             ) from error
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
-        if progress is None and fingerprint.get("prompts") == self._fingerprint.get("prompts"):
+        if progress is None:
             raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
         self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

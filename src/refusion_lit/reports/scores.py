@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from refusion_lit.utils.fingerprint import read_fingerprint
+
 _SCORED = ".scored.jsonl"
 
 
@@ -27,8 +29,8 @@ class ScoredPrediction:
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
     """Return a decoder's predictions by prompt id, from the files of all processes.
 
-    Scores that ``refusion-lit score`` wrote later take precedence over those of the test. A prompt that a distributed
-    sampler repeated counts once.
+    Scores that ``refusion-lit score`` wrote later for these very predictions take precedence over those of the test.
+    A prompt that a distributed sampler repeated counts once.
 
     Args:
         folder: The run's directory.
@@ -40,6 +42,10 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
     predictions: dict[str, ScoredPrediction] = {}
     for path in sorted(paths, key=lambda path: (not path.name.endswith(_SCORED), path.name)):
         if path.name.endswith(_SCORED):
+            original = path.with_name(path.name.removesuffix(_SCORED) + ".jsonl")
+            if original.exists() and (read_fingerprint(original) or {}) != (read_fingerprint(path) or {}):
+                notes.append(f"{path.name} scores other predictions than those of {original.name} and was left out.")
+                continue
             notes.append(f"{path.name}: the scores of {decoder} are those written by `refusion-lit score`.")
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):

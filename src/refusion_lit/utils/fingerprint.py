@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from refusion_lit.utils.files import read_json
 
 Fingerprint = Mapping[str, Any]
 """Names of what a file depends on, with JSON values; ``None`` where something is unknown."""
@@ -23,6 +26,18 @@ def prompts_fingerprint(prompts: Iterable[tuple[str, object]]) -> dict[str, Any]
     """Return number and digest of prompts, given with their ids; their order does not matter."""
     pairs = sorted((identity, digest(prompt)) for identity, prompt in prompts)
     return {"num_prompts": len(pairs), "digest": digest(pairs)}
+
+
+def meta_path(file: Path) -> Path:
+    """Return where the fingerprint of a file lies: beside it, as ``NAME.meta.json``."""
+    return file.with_name(f"{file.name}.meta.json")
+
+
+def read_fingerprint(file: Path) -> Fingerprint | None:
+    """Return a file's fingerprint; ``None`` if there is none, which is so for every file that we did not write."""
+    meta = read_json(meta_path(file))
+    fingerprint = meta.get("fingerprint") if isinstance(meta, dict) else None
+    return fingerprint if isinstance(fingerprint, dict) else None
 
 
 def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fingerprint, *, fix: str) -> None:
