@@ -75,15 +75,22 @@ def _plain(options: Options, bases: Any, components: dict[str, Any]) -> dict[str
         values = {key: value for key, value in asdict(option).items() if value != getattr(Option(), key)}
         if option.base is not None:
             module = bases.known[option.base].__module__
-            if not module.startswith("refusion_lit."):
+            if not _is_own(module):
                 values = {key: value for key, value in values.items() if key not in ("kinds", "choices", "base")}
             elif option.base not in components:
                 components[option.base] = {"module": module, "classes": {}}
+                own = {cls.__name__ for cls in concrete_classes(bases.known[option.base]) if _is_own(cls.__module__)}
                 components[option.base]["classes"] = {
-                    cls: _plain(inner or {}, bases, components) for cls, inner in bases[option.base].items()
+                    cls: _plain(inner or {}, bases, components)
+                    for cls, inner in bases[option.base].items()
+                    if cls in own
                 }
         found[name] = values
     return json.loads(json.dumps(found))
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] == "refusion_lit"
 
 
 if __name__ == "__main__":
