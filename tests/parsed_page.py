@@ -5,7 +5,10 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
-_RUNS_OR_LOADS = ("script", "svg", "iframe", "object", "embed", "link", "base", "form")
+_RUNS_OR_LOADS = (
+    "script", "iframe", "object", "embed", "link", "base", "form", "img", "image",
+    "foreignobject", "use", "animate", "set",
+)  # fmt: skip
 
 
 class ParsedPage(HTMLParser):
@@ -56,11 +59,11 @@ class ParsedPage(HTMLParser):
 
     @property
     def unsafe(self) -> list[str]:
-        """Elements and attributes that run code, or load anything but an embedded PNG."""
+        """Elements and attributes that run code or load anything."""
         found = [tag for tag, _ in self.elements if tag in _RUNS_OR_LOADS]
         for tag, attributes in self.elements:
             for name, value in attributes.items():
                 loads = name in ("src", "href", "srcset", "action", "data")
-                if name.startswith("on") or (loads and not (value or "").startswith(("data:image/png;base64,", "#"))):
+                if name.startswith("on") or (loads and not (value or "").startswith("#")):
                     found.append(f"{tag} {name}={value}")
         return found

@@ -27,11 +27,11 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     assert {"command", "git", "hardware", "packages"} <= results["environment"].keys()
     assert results["config"]["data"]["eval_batch_size"] == 5
     page = (run / "report" / "report.html").read_bytes()
-    assert (run / "report" / "tradeoff.png").is_file()
+    assert (run / "report" / "tradeoff.svg").is_file()
     capsys.readouterr()
     assert main(["report", str(run), "--format=all"]) == 0
     written = capsys.readouterr().out
-    assert [name for name in ("report.html", "table.md", "table.tex", "tradeoff.png") if name not in written] == []
+    assert [name for name in ("report.html", "table.md", "table.tex", "tradeoff.svg") if name not in written] == []
     assert (run / "report" / "report.html").read_bytes() == page
 
 

@@ -13,6 +13,7 @@ from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_repla
 from parsed_page import ParsedPage
 from refusion_lit.reports import Bootstrap, compare, read_runs
 from refusion_lit.reports.page import html_page
+from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.tables import latex_table, markdown_table
 from reports.samples import prediction, write_run
 
@@ -39,7 +40,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
     comparison = compare(read_runs([run]), None, QUICK)
-    page = html_page(comparison, {"tradeoff.png": b"\x89PNG"})
+    page = html_page(comparison, {"tradeoff.svg": tradeoff_plot(comparison)})
     for text in (page, latex_table(comparison), markdown_table(comparison)):
         text.encode()
     assert ParsedPage(page).unsafe == []

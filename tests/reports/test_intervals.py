@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from refusion_lit.reports import Bootstrap, accuracy_under_parallelism, pareto_front
 
@@ -93,6 +94,35 @@ def test_the_interval_of_a_mean_is_close_to_the_normal_approximation() -> None:
     assert interval.high == pytest.approx(0.3 + spread, abs=0.006)
     assert interval == Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
     assert interval != Bootstrap(num_resamples=4000, seed=1).ratio(scores, [1.0] * 400)
+
+
+@pytest.mark.parametrize("num", [1, 2, 96, 5000])
+@pytest.mark.parametrize("level", [0.9, 0.95])
+def test_scores_at_the_edges_have_wilsons_intervals(num: int, level: float) -> None:
+    bootstrap = Bootstrap(num_resamples=20, level=level)
+    for number, score in ((num, 100.0), (0, 0.0)):
+        expected = binomtest(number, num).proportion_ci(level, method="wilson")
+        interval = bootstrap.score([score] * num)
+        assert (interval.low, interval.estimate, interval.high) == pytest.approx(
+            (100 * expected.low, score, 100 * expected.high)
+        )
+
+
+def test_differences_at_the_edges_have_a_width_that_shrinks_with_the_prompts() -> None:
+    bootstrap = Bootstrap(num_resamples=20)
+    widths = []
+    for num in (2, 20, 200):
+        same = bootstrap.score_difference([100.0] * num, [100.0] * num)
+        assert (same.estimate, same.low) == (0, -same.high)
+        widths.append(same.high)
+        apart = bootstrap.score_difference([0.0] * num, [100.0] * num)
+        assert -100 == apart.estimate == apart.low < apart.high < 0
+    assert widths == sorted(widths, reverse=True)
+    # Newcombe (1998), method 10, by hand for two prompts: Wilson's lower limit is 2 / (2 + 1.96 ** 2).
+    assert widths[0] == pytest.approx(100 - 100 * 2 / (2 + 1.96**2), abs=0.01)
+    mixed = [100.0, 0.0] * 10
+    assert bootstrap.score(mixed) == bootstrap.ratio(mixed, [1.0] * 20)
+    assert bootstrap.score_difference(mixed, mixed).high == 0
 
 
 def test_a_ratio_divides_totals_and_resamples_prompts() -> None:

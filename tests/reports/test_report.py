@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from scipy.stats import binomtest
 
 from parsed_page import ParsedPage
 from refusion_lit.reports import compare, read_runs, write_report
 from refusion_lit.reports.tables import latex_table, markdown_table
 from refusion_lit.reports.write import write_test_report
 from reports.samples import HOSTILE, QUICK, prediction, predictions, write_run, write_sweep
+
+WILSON_20 = 100 * binomtest(20, 20).proportion_ci(method="wilson").low
 
 
 def _page(path: Path) -> ParsedPage:
@@ -31,7 +36,7 @@ def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) > 6  # prompts, responses, reference, config: shown as they are
     for text in ("refusion-lit test '--x=a b'", "Some GPU", "torch 2.99", "max_steps: 3", "11"):
         assert text in page.text
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files[1:])
+    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in files[1:])
 
 
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
@@ -39,11 +44,12 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"good": good, "bad": bad}, mismatches={"bad": ["another attention"]})
     comparison = compare(read_runs([run]), "bad", QUICK)
     first, second = comparison.measured
-    assert (first.score.estimate, first.score.low, first.tokens_per_forward.high) == (100, 100, 10)
+    assert (first.score.estimate, first.score.low, first.tokens_per_forward.high) == pytest.approx((100, WILSON_20, 10))
     assert (first.on_front, second.on_front) == (True, False)
     (difference,) = comparison.differences
     assert difference.score is not None
-    assert (difference.row.label, difference.score.low, difference.num_shared) == ("good", 100, 20)
+    assert (difference.row.label, difference.num_shared) == ("good", 20)
+    assert difference.score.low == pytest.approx(100 - math.hypot(100 - WILSON_20, 100 - WILSON_20))
     assert comparison.aup == {"good": (1000.0, 1), "bad": (0.0, 1)}
     markdown, latex = markdown_table(comparison), latex_table(comparison)
     assert "| bad * |" in markdown
@@ -54,7 +60,7 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     for table, mark in ((markdown, r"\*"), (latex, "$^{*}$")):
         assert f" {mark}: the model was not trained for this decoder." in table
     write_report([run], tmp_path / "out", formats=("html", "markdown", "latex"), bootstrap=QUICK)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "table.tex", "tradeoff.png"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "table.tex", "tradeoff.svg"}
     assert "another attention" in _page(tmp_path / "out" / "report.html").text
 
 
@@ -87,11 +93,87 @@ def test_a_sweep_has_curves_and_heat_maps(tmp_path: Path) -> None:
     assert [row.label for row in alone.rows] == ["refusion"]
     files = write_report([sweep], bootstrap=QUICK)
     assert len([path for path in files if path.name.startswith("heat_map")]) == 2
-    assert [tag for tag, _ in _page(files[0]).elements].count("img") == 3
+    assert [tag for tag, _ in _page(files[0]).elements].count("svg") == 3
+
+
+def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_path: Path) -> None:
+    grid = [(size, threshold) for size in (8, 4, 16) for threshold in (0.9, 0.5)]
+    ids = [f"{hash((size, threshold)) % 16**12:012x}" for size, threshold in grid]
+    for identity, (size, threshold) in zip(ids, grid, strict=True):
+        options = {"model.decoders.refusion.slot_size": size, "model.decoders.refusion.slot_threshold": threshold}
+        write_run(tmp_path / "points" / identity / "test", {"refusion": predictions([1.0])}, options=options)
+    (tmp_path / "sweep.json").write_text(json.dumps({"points": ids}))
+    comparison = compare(read_runs([tmp_path]), bootstrap=QUICK)
+    assert [tuple(m.row.options.values()) for m in comparison.measured] == [(str(a), str(b)) for a, b in grid]
+    files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown", "latex"), bootstrap=QUICK)
+    head = [text for tag, text in _page(files[0]).texts if tag == "th"]
+    assert head[:4] == ["decoder", "slot_size", "slot_threshold", "prompts"]
+    assert "| refusion | 8 | 0.9 | 1 |" in (tmp_path / "out" / "table.md").read_text()
+    assert "refusion & 8 & 0.9 & 1 &" in (tmp_path / "out" / "table.tex").read_text()
+
+
+def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Path) -> None:
+    for i in range(2):
+        options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}
+        options["model.decoders.a"] = {"class_path": f"x.y.Class{i}", "init_args": {"long": "x" * 500}}
+        write_run(tmp_path / str(i) / "test", {"a": predictions([1.0])}, options=options)
+    comparison = compare(read_runs([tmp_path]), bootstrap=QUICK)
+    assert list(comparison.option_names.values()) == ["a.slot_size", "b.slot_size", "seed", "a"]
+    assert comparison.measured[1].row.options["model.decoders.a"] == "Class1"
+
+
+def test_prompts_and_runs_are_in_natural_order(tmp_path: Path) -> None:
+    lines = [prediction(f"test-{i}") for i in (10, 0, 2, 1)]
+    for name in ("run10", "run9"):
+        write_run(tmp_path / name, {"d": lines})
+    collection = read_runs([tmp_path])
+    assert [run.name for run in collection.runs] == ["run9", "run10"]
+    assert list(collection.rows[0].predictions) == ["test-0", "test-1", "test-2", "test-10"]
+    assert _page(write_report([tmp_path], bootstrap=QUICK)[0]).contents("summary")[0] == "test-0"
+
+
+def test_a_row_with_few_prompts_is_no_headline(tmp_path: Path) -> None:
+    full = [prediction(f"p{i}", float(i % 8 > 0), 10, 5) for i in range(96)]
+    slow = [prediction(f"p{i}", float(i % 4 > 0), 10, 10) for i in range(96)]
+    run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full, "slow": slow})
+    comparison = compare(read_runs([run]), "full", QUICK)
+    assert [m.on_front for m in comparison.measured] == [False, True, False]
+    assert list(comparison.aup) == ["full", "slow"]
+    assert comparison.aup["full"] == (pytest.approx(2 * 87.5), 1)
+    files = write_report([run], baseline="full", formats=("html", "markdown"), bootstrap=QUICK)
+    page = _page(files[0])
+    best, left_out = [text for tag, text in page.texts if tag == "li"][:2]
+    assert best.startswith("Best score and most tokens per forward: full with a score of 87.5 %")
+    assert "on 96 prompts, at 2.00 tokens per forward" in best
+    assert left_out.endswith("less than half of the 96 prompts: lucky (2).")
+    assert "2 of 96" in page.text
+    assert "| lucky | 2 of 96 |" in files[1].read_text()
+
+
+def test_a_test_of_few_prompts_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"d": predictions([1.0] * 2)})
+    page = _page(write_report([run], bootstrap=QUICK)[0]).text
+    assert "d with a score of 100.0 % (34.2 to 100.0) on 2 prompts" in page
+    assert "2 prompts are few" in page
+
+
+def test_every_point_and_cell_says_what_it_is(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep")
+    _, tradeoff, score, _ = write_report([sweep], bootstrap=QUICK)
+    titles = [[e.text for e in ElementTree.parse(path).iter() if e.tag.endswith("title")] for path in (tradeoff, score)]
+    assert len(titles[0]) == len(titles[1]) == 6
+    assert titles[0][0] is not None
+    assert titles[0][0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
+    assert titles[1][0] == "slot_size 4, slot_threshold 0.5: 33.3 %"
+
+
+def test_table_heads_have_a_scope(tmp_path: Path) -> None:
+    elements = _page(write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)[0]).elements
+    assert {values.get("scope") for tag, values in elements if tag == "th"} == {"col", "row"}
 
 
 def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"refusion": predictions([1.0])})
+    run = write_run(tmp_path / "run", {"refusion": predictions([1.0] * 3)})
     comparison = compare(read_runs([run, write_sweep(tmp_path / "sweep")]), bootstrap=QUICK)
     assert comparison.measured[0].row.label == "run: refusion"
     assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
@@ -159,4 +241,4 @@ def test_latex_and_markdown_escape_names(tmp_path: Path) -> None:
     assert r"a\_b|50\%\&\textless{}x\textgreater{} &" in latex_table(comparison)
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
-    assert len(re.findall(r"(?<!\\)\|", row)) == 9
+    assert len(re.findall(r"(?<!\\)\|", row)) == 10

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refusion_lit.reports.intervals import Bootstrap, Interval, accuracy_under_parallelism, pareto_front
-from refusion_lit.reports.runs import Collection, Row, Run, varied_options
+from refusion_lit.reports.runs import Collection, Row, Run, option_text, varied_options
 
 _MAX_LISTED_NAMES = 20
 
@@ -21,6 +20,9 @@ class MeasuredRow:
         score: Mean score in percent.
         tokens_per_forward: Total tokens divided by total forwards.
         has_intervals: ``False`` without predictions, where low and high equal the estimate.
+        num_prompts: Number of prompts that the score is a mean over.
+        num_expected: Number of prompts of the largest test. A row with less than half of them is shown, but takes no
+            part in the summary, the Pareto front and AUP: few prompts give extreme scores by chance.
         on_front: Whether the row is on the Pareto front.
     """
 
@@ -28,7 +30,14 @@ class MeasuredRow:
     score: Interval
     tokens_per_forward: Interval
     has_intervals: bool
+    num_prompts: int
+    num_expected: int
     on_front: bool = False
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the row has less than half of the prompts of the largest test."""
+        return 2 * self.num_prompts < self.num_expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,10 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """One figure of a method over two swept options; ``values[y][x]`` is ``None`` where the sweep has no point."""
+    """One figure of a method over two swept options; ``values[y][x]`` is ``None`` where the sweep has no point.
+
+    Numbers are in increasing order, other values in the order of the sweep.
+    """
 
     method: str
     figure: str
@@ -77,8 +89,9 @@ class Comparison:
         measured: All rows with their intervals.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
-        aup: AUP and number of points of each method.
+        aup: AUP and number of points of each method, without partial rows.
         grids: Score and tokens per forward of each method, for sweeps that vary exactly two options.
+        option_names: Short names of the swept options of all rows, by their full names.
     """
 
     collection: Collection
@@ -88,6 +101,7 @@ class Comparison:
     differences: list[Difference]
     aup: dict[str, tuple[float, int]]
     grids: list[Grid]
+    option_names: dict[str, str]
 
 
 def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
@@ -104,9 +118,11 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
     """
     bootstrap = bootstrap or Bootstrap()
     rows = collection.rows
-    measured = [_measure(row, bootstrap) for row in rows]
-    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]):
-        measured[index].on_front = True
+    num_expected = max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows)
+    measured = [_measure(row, num_expected, bootstrap) for row in rows]
+    complete = [m for m in measured if not m.is_partial]
+    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in complete]):
+        complete[index].on_front = True
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(
@@ -115,26 +131,34 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
         measured=measured,
         baseline=baseline,
         differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
-        aup=_aup(measured),
+        aup=_aup(complete),
         grids=_grids(measured, collection.runs),
+        option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
     )
 
 
-def _measure(row: Row, bootstrap: Bootstrap) -> MeasuredRow:
-    scores, speed = _totals(row, list(row.predictions))
-    if sum(speed[1]) == 0:
+def _measure(row: Row, num_expected: int, bootstrap: Bootstrap) -> MeasuredRow:
+    scores, speed = _values(row, list(row.predictions))
+    has_intervals = sum(speed[1]) > 0
+    if has_intervals:
+        score, tokens_per_forward = bootstrap.score(scores), bootstrap.ratio(*speed)
+    else:
         figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
-        intervals = [Interval(estimate=value, low=value, high=value) for value in figures]
-        return MeasuredRow(row=row, score=intervals[0], tokens_per_forward=intervals[1], has_intervals=False)
+        score, tokens_per_forward = (Interval(estimate=value, low=value, high=value) for value in figures)
     return MeasuredRow(
-        row=row, score=bootstrap.ratio(*scores), tokens_per_forward=bootstrap.ratio(*speed), has_intervals=True
+        row=row,
+        score=score,
+        tokens_per_forward=tokens_per_forward,
+        has_intervals=has_intervals,
+        num_prompts=len(scores) if has_intervals else int(row.figures.get("num_prompts", num_expected)),
+        num_expected=num_expected,
     )
 
 
-def _totals(row: Row, ids: Sequence[str]) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
-    """Return numerators and denominators, one value per prompt, of the score and of tokens per forward."""
+def _values(row: Row, ids: Sequence[str]) -> tuple[list[float], tuple[list[float], list[float]]]:
+    """Return one value per prompt: the scores in percent, and the tokens and forwards."""
     predictions = [row.predictions[i] for i in ids]
-    scores = [100 * p.score for p in predictions], [1.0] * len(ids)
+    scores = [100 * p.score for p in predictions]
     return scores, ([float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions])
 
 
@@ -155,8 +179,9 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
     shared = [i for i in row.predictions if i in baseline.predictions]
     score = speed = None
     if shared:
-        pairs = zip(_totals(row, shared), _totals(baseline, shared), strict=True)
-        score, speed = (bootstrap.paired_difference(first, second) for first, second in pairs)
+        (scores, counts), (base_scores, base_counts) = _values(row, shared), _values(baseline, shared)
+        score = bootstrap.score_difference(scores, base_scores)
+        speed = bootstrap.paired_difference(counts, base_counts)
     return Difference(
         row=row,
         baseline=baseline,
@@ -169,7 +194,7 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
 
 
 def _aup(measured: Sequence[MeasuredRow]) -> dict[str, tuple[float, int]]:
-    best = max(m.score.estimate for m in measured)
+    best = max((m.score.estimate for m in measured), default=0.0)
     points: dict[str, list[tuple[float, float]]] = {}
     for m in measured:
         points.setdefault(m.row.method, []).append((m.tokens_per_forward.estimate, m.score.estimate))
@@ -185,11 +210,11 @@ def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
         if len(names) != 2 or not options:
             continue
         axes[m.row.method] = names
-        y, x = (_text(options.get(name)) for name in names)
+        y, x = (option_text(options.get(name)) for name in names)
         cells.setdefault(m.row.method, {}).setdefault((y, x), []).append(m)
     grids = []
     for method, found in cells.items():
-        ys, xs = (sorted({key[axis] for key in found}, key=_numbers_first) for axis in (0, 1))
+        ys, xs = (sorted(dict.fromkeys(key[axis] for key in found), key=_numbers_first) for axis in (0, 1))
         for figure in ("score", "tokens_per_forward"):
             values = [[_mean([getattr(m, figure).estimate for m in found.get((y, x), [])]) for x in xs] for y in ys]
             y_name, x_name = axes[method]
@@ -200,16 +225,23 @@ def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
     return grids
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _numbers_first(text: str) -> tuple[int, float, str]:
-    """Sort key: numbers by value, then other texts by name."""
+def _numbers_first(text: str) -> tuple[int, float]:
+    """Sort key: numbers by value, then other texts in their present order."""
     try:
-        return 0, float(text), text
+        return 0, float(text)
     except ValueError:
-        return 1, 0.0, text
+        return 1, 0.0
+
+
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each dotted name, with as many parts before it as tell the names apart."""
+    short = {}
+    for name in names:
+        parts = name.split(".")
+        endings = [".".join(parts[-number:]) for number in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in names if other != name]
+        short[name] = next((e for e in endings if not any(o.endswith(f".{e}") for o in others)), name)
+    return short
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,9 +1,11 @@
-"""Statistics of a comparison: bootstrap intervals, the Pareto front and accuracy under parallelism (AUP)."""
+"""Statistics of a comparison: bootstrap and Wilson intervals, the Pareto front and accuracy under parallelism (AUP)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +71,39 @@ class Bootstrap:
             _ratio_of_totals(resampled[:, :2]) - _ratio_of_totals(resampled[:, 2:]),
         )
 
+    def score(self, values: Sequence[float]) -> Interval:
+        """Return the mean of scores in percent.
+
+        If all prompts are right, or all are wrong, every resample is the same and the bootstrap's interval has no
+        width. The interval is Wilson's (1927) then, which also holds for few prompts.
+
+        Args:
+            values: One score from 0 to 100 per prompt; at least one.
+        """
+        if _at_edge(values):
+            return _wilson(values, self.level)
+        return self.ratio(values, [1.0] * len(values))
+
+    def score_difference(self, first: Sequence[float], second: Sequence[float]) -> Interval:
+        """Return the first mean score in percent minus the second, paired by prompt.
+
+        If both means are 0 or 100, the interval is made of the two Wilson intervals (Newcombe 1998, method 10, where
+        the correlation is 0 at the edges).
+
+        Args:
+            first: One score from 0 to 100 per prompt.
+            second: The scores of the other row, with the prompts in the same order.
+        """
+        ones = [1.0] * len(first)
+        if not (_at_edge(first) and _at_edge(second)):
+            return self.paired_difference((first, ones), (second, ones))
+        a, b = _wilson(first, self.level), _wilson(second, self.level)
+        return Interval(
+            estimate=a.estimate - b.estimate,
+            low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),
+            high=a.estimate - b.estimate + math.hypot(a.high - a.estimate, b.estimate - b.low),
+        )
+
     def _resampled_totals(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the totals of each column in each resample, [resample, column]."""
         generator = np.random.default_rng(self.seed)
@@ -130,6 +165,22 @@ def accuracy_under_parallelism(
     for i in range(1, len(kept)):
         area += (kept[i][0] - kept[i - 1][0]) * (weighted[i] + weighted[i - 1]) / 2
     return float(area)
+
+
+def _at_edge(values: Sequence[float]) -> bool:
+    """Return whether all scores are 0, or all are 100."""
+    return set(values) in ({0.0}, {100.0})
+
+
+def _wilson(values: Sequence[float], level: float) -> Interval:
+    """Return Wilson's score interval in percent of scores that are all 0 or all 100."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    width = 100 * z**2 / (len(values) + z**2)
+    return (
+        Interval(estimate=100.0, low=100.0 - width, high=100.0)
+        if values[0]
+        else Interval(estimate=0.0, low=0.0, high=width)
+    )
 
 
 def _aup_weight(accuracy: float, best: float, decay: float) -> float:

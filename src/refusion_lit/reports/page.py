@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import shlex
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from refusion_lit.reports.comparison import Comparison
+from refusion_lit.reports.comparison import Comparison, MeasuredRow
 from refusion_lit.reports.environment import described_environment
 from refusion_lit.reports.runs import Run
+from refusion_lit.reports.svg import STYLE
 from refusion_lit.version import __version__
 
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
 _MAX_EXAMPLE_LENGTH = 1500
 _MAX_LISTED_SOURCES, _MAX_LISTED_ROWS = 3, 8
+_FEW_PROMPTS = 30
 
 
-def html_page(comparison: Comparison, plots: Mapping[str, bytes]) -> str:
+def html_page(comparison: Comparison, plots: Mapping[str, str]) -> str:
     """Render the report.
 
     Args:
         comparison: The rows, differences and grids to show.
-        plots: PNG files by name: the trade-off plot first, then one heat map per grid in the order of the grids.
+        plots: SVG elements by name: the trade-off plot first, then one heat map per grid in the order of the grids.
     """
     environment = Environment(
         loader=PackageLoader("refusion_lit", "reports"),
@@ -38,13 +40,15 @@ def html_page(comparison: Comparison, plots: Mapping[str, bytes]) -> str:
     environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     rows = [m.row for m in comparison.measured]
     runs = comparison.collection.runs
-    images = [b64encode(content).decode("ascii") for content in plots.values()]
+    images = [Markup(content) for content in plots.values()]
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
         title=_listed(list(dict.fromkeys(run.source for run in runs)), _MAX_LISTED_SOURCES),
         findings=_findings(comparison),
         tradeoff=images[0],
-        maps=list(zip(comparison.grids, images[1:], strict=True)),
+        maps=images[1:],
+        plot_style=STYLE,
+        any_partial=any(m.is_partial for m in comparison.measured),
         runs=[(run, _facts(run)) for run in runs],
         examples=_examples(comparison),
         hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
@@ -53,7 +57,7 @@ def html_page(comparison: Comparison, plots: Mapping[str, bytes]) -> str:
         version=__version__,
         level=f"{100 * comparison.bootstrap.level:g}",
         marked_methods={row.method for row in rows if row.mismatches},
-        best=max(m.score.estimate for m in comparison.measured),
+        best=max(m.score.estimate for m in comparison.measured if not m.is_partial),
     )
 
 
@@ -63,15 +67,24 @@ def _listed(names: Sequence[str], limit: int) -> str:
 
 def _findings(comparison: Comparison) -> list[str]:
     """Return the main results as sentences."""
-    best = max(comparison.measured, key=lambda m: m.score.estimate)
-    fastest = max(comparison.measured, key=lambda m: m.tokens_per_forward.estimate)
-    template = "{}: {} with a score of {:.1f} % at {:.2f} tokens per forward."
-    lines = [
-        template.format(title, m.row.label, m.score.estimate, m.tokens_per_forward.estimate)
-        for title, m in (("Best score", best), ("Most tokens per forward", fastest))
-    ]
-    if len(comparison.measured) > 1:
-        front = _listed([m.row.label for m in comparison.measured if m.on_front], _MAX_LISTED_ROWS)
+    complete = [m for m in comparison.measured if not m.is_partial]
+    best = max(complete, key=lambda m: (m.score.estimate, m.tokens_per_forward.estimate))
+    fastest = max(complete, key=lambda m: (m.tokens_per_forward.estimate, m.score.estimate))
+    if len(comparison.measured) == 1:
+        lines = [f"{_result(best)}."]
+    elif best is fastest:
+        lines = [f"Best score and most tokens per forward: {_result(best)}."]
+    else:
+        lines = [f"Best score: {_result(best)}.", f"Most tokens per forward: {_result(fastest)}."]
+    if partial := [f"{m.row.label} ({m.num_prompts})" for m in comparison.measured if m.is_partial]:
+        lines.append(
+            f"Left out here, because they have less than half of the {best.num_expected} prompts: "
+            f"{_listed(partial, _MAX_LISTED_ROWS)}."
+        )
+    if best.num_prompts < _FEW_PROMPTS:
+        lines.append(f"{best.num_prompts} prompts are few: differences between rows are mostly due to chance.")
+    if len(complete) > 1:
+        front = _listed([m.row.label for m in complete if m.on_front], _MAX_LISTED_ROWS)
         lines.append(f"On the Pareto front (no other row is both better and faster): {front}.")
     if comparison.differences:
         significant = [d for d in comparison.differences if d.score and (d.score.low > 0 or d.score.high < 0)]
@@ -81,6 +94,16 @@ def _findings(comparison: Comparison) -> list[str]:
             f"{_listed(names, _MAX_LISTED_ROWS) or 'none'}."
         )
     return lines
+
+
+def _result(m: MeasuredRow) -> str:
+    score = f"{m.score.estimate:.1f} %"
+    if m.has_intervals:
+        score += f" ({m.score.low:.1f} to {m.score.high:.1f})"
+    prompts = f"{m.num_prompts} prompt{'' if m.num_prompts == 1 else 's'}"
+    return (
+        f"{m.row.label} with a score of {score} on {prompts}, at {m.tokens_per_forward.estimate:.2f} tokens per forward"
+    )
 
 
 def _facts(run: Run) -> dict[str, str]:

@@ -1,104 +1,230 @@
-"""Plots as PNG bytes, drawn with matplotlib's object interface: no display and no pyplot state."""
+"""Plots as SVG: every point and cell has a title that says what it is, shown while the mouse is over it."""
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from refusion_lit.reports.comparison import Comparison, Grid, MeasuredRow
+from refusion_lit.reports.intervals import Interval
+from refusion_lit.reports.svg import CHARACTER_WIDTH, document, element, shortened
 
-# Okabe and Ito's palette for colour-blind readers; the marker shapes make methods distinguishable without colour.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A6D00")
-_MARKERS = "osD^vPX*"
-_TITLES = {"score": "score (%)", "tokens_per_forward": "tokens per forward"}
+# Shapes around (0, 0): methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers.
+_SHAPES = (
+    "M5 0A5 5 0 1 1 -5 0A5 5 0 1 1 5 0Z", "M-4.5 -4.5H4.5V4.5H-4.5Z", "M0 -6L5.5 4.5H-5.5Z", "M0 -6L6 0L0 6L-6 0Z",
+    "M0 6L5.5 -4.5H-5.5Z", "M-2 -6H2V-2H6V2H2V6H-2V2H-6V-2H-2Z", "M-5 -5H5L-5 5H5Z",
+    "M0 -6L6 -1L4 5H-4L-6 -1Z",
+)  # fmt: skip
+_NUM_COLOURS = 8
 _MAX_LEGEND_ENTRIES = 24
+_MAX_LABEL_LENGTH, _MAX_NAME_LENGTH = 28, 60
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900.0, 400.0, 62.0, 24.0, 14.0, 50.0
+
+# Viridis at five places: its lightness grows steadily, which every kind of colour blindness keeps.
+_RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+_CELL_WIDTH, _CELL_HEIGHT = 88.0, 34.0
 
 
-def tradeoff_plot(comparison: Comparison) -> bytes:
-    """Plot score over tokens per forward, with intervals and the Pareto front."""
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class _Scale:
+    """Maps values to pixels."""
 
-    figure = Figure(figsize=(8.6, 4.8), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Return some five to ten round values inside the range."""
+        rough = (self.high - self.low) / 7
+        magnitude = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
+        return [number * step for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+def tradeoff_plot(comparison: Comparison) -> str:
+    """Plot score over tokens per forward, with intervals and the Pareto front, as an SVG element."""
     methods: dict[str, list[MeasuredRow]] = {}
     for m in comparison.measured:
         methods.setdefault(m.row.method, []).append(m)
-    front = sorted(_point(m) for m in comparison.measured if m.on_front)
-    axes.plot(*zip(*front, strict=True), color="#999999", linewidth=5, alpha=0.35, marker="o", markersize=17,
-              zorder=1, label="Pareto front")  # fmt: skip
-    for i, (method, rows) in enumerate(methods.items()):
-        rows.sort(key=lambda m: m.tokens_per_forward.estimate)
-        colour = _COLOURS[i % len(_COLOURS)]
-        _draw_points(axes, method, rows, colour, _MARKERS[i % len(_MARKERS)])
-        if not comparison.grids:  # points of a grid over two options do not form a curve
-            axes.plot(*zip(*map(_point, rows), strict=True), color=colour, linewidth=1, alpha=0.7, zorder=2)
-    axes.set_xlabel("tokens per forward (more is faster)")
-    axes.set_ylabel("score (%)")
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.08)
-    if len(methods) <= _MAX_LEGEND_ENTRIES:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9, markerscale=0.8)
-    return _png(figure)
+    styles = {method: number for number, method in enumerate(methods)}
+    legend, top = _legend(methods) if len(methods) <= _MAX_LEGEND_ENTRIES else ("", _TOP)
+    x = _scale([m.tokens_per_forward for m in comparison.measured], _LEFT, _WIDTH - _RIGHT)
+    y = _scale([m.score for m in comparison.measured], top + _HEIGHT, top, maximum=100.0)
+    places = {id(m): (x(m.tokens_per_forward.estimate), y(m.score.estimate)) for m in comparison.measured}
+    front = sorted(places[id(m)] for m in comparison.measured if m.on_front)
+    parts = [legend, _axes(x, y)]
+    if len(comparison.measured) > 1:
+        parts.append(_line(front, class_="front"))
+        parts += [element("circle", cx=a, cy=b, r=11, class_="front", stroke_width=3) for a, b in front]
+    for method, rows in methods.items():
+        if len(rows) > 1 and not comparison.grids:  # points of a grid over two options do not form a curve
+            points = [places[id(m)] for m in sorted(rows, key=lambda m: m.tokens_per_forward.estimate)]
+            parts.append(_line(points, fill="none", stroke=_colour(styles[method]), stroke_opacity="0.6"))
+    parts += [_point(m, x, y, styles[m.row.method], comparison) for m in comparison.measured]
+    parts.append(_labels(comparison, places, (_LEFT, top, _WIDTH - _RIGHT, top + _HEIGHT)))
+    title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; see the table for the values"
+    return document(_WIDTH, top + _HEIGHT + _BOTTOM, title, *parts)
 
 
-def heat_map(grid: Grid) -> bytes:
-    """Plot one figure over two options, with its value in every cell."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    values = np.array([[np.nan if v is None else v for v in row] for row in grid.values], dtype=float)
-    width = max(4.2, 1.6 + 0.9 * len(grid.x_values))
-    figure = Figure(figsize=(width, max(3.0, 1.4 + 0.55 * len(grid.y_values))), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(values, cmap="viridis", aspect="auto")
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    for (row, column), value in np.ndenumerate(values):
-        is_dark = high == low or (value - low) / (high - low) < 0.6
-        text = "--" if np.isnan(value) else f"{value:.1f}" if grid.figure == "score" else f"{value:.2f}"
-        colour = "#555555" if np.isnan(value) else "white" if is_dark else "black"
-        axes.text(column, row, text, ha="center", va="center", color=colour)
-    axes.set_xticks(range(len(grid.x_values)), [_literal(v) for v in grid.x_values])
-    axes.set_yticks(range(len(grid.y_values)), [_literal(v) for v in grid.y_values])
-    axes.set_xlabel(_literal(grid.x_name.rsplit(".", 1)[-1]))
-    axes.set_ylabel(_literal(grid.y_name.rsplit(".", 1)[-1]))
-    axes.set_title(_literal(f"{grid.method}: {_TITLES[grid.figure]}"), fontsize=10)
-    figure.colorbar(image, ax=axes)
-    return _png(figure)
-
-
-def _draw_points(axes: Any, method: str, rows: Sequence[MeasuredRow], colour: str, marker: str) -> None:  # noqa: ANN401
-    points = list(zip(*map(_point, rows), strict=True))
-    errors = {
-        f"{axis}err": [
-            [max(value.estimate - value.low, 0.0) for value in values],
-            [max(value.high - value.estimate, 0.0) for value in values],
-        ]
-        for axis, values in (("x", [m.tokens_per_forward for m in rows]), ("y", [m.score for m in rows]))
-    }
-    axes.errorbar(*points, **errors, fmt="none", ecolor=colour, elinewidth=1, alpha=0.6, capsize=2, zorder=2)
-    is_marked = any(m.row.mismatches for m in rows)
-    axes.plot(*points, linestyle="none", marker=marker, markersize=7, color=colour, zorder=3,
-              markerfacecolor="white" if is_marked else colour,
-              label=_literal(f"{method} *" if is_marked else method))  # fmt: skip
+def heat_map(grid: Grid) -> str:
+    """Plot one figure over two options as an SVG element, with its value in every cell."""
+    form: Callable[[float], str] = "{:.1f} %".format if grid.figure == "score" else "{:.2f}".format
+    x_name, y_name = (name.rsplit(".", 1)[-1] for name in (grid.x_name, grid.y_name))
+    title = f"{grid.method}: {'score' if grid.figure == 'score' else 'tokens per forward'}"
+    left = 34.0 + CHARACTER_WIDTH * max(len(shortened(value, _MAX_LABEL_LENGTH)) for value in grid.y_values)
+    width = left + max(_CELL_WIDTH * len(grid.x_values), CHARACTER_WIDTH * 40) + 12
+    bottom = 34 + _CELL_HEIGHT * len(grid.y_values)
+    known = [value for row in grid.values for value in row if value is not None]
+    parts = [element("text", text=shortened(title, int((width - 16) / CHARACTER_WIDTH)), x=8, y=18, font_weight=600)]
+    for row, y_value in enumerate(grid.y_values):
+        y = 30 + _CELL_HEIGHT * row
+        label = shortened(y_value, _MAX_LABEL_LENGTH)
+        parts.append(element("text", text=label, x=left - 8, y=y + 21, text_anchor="end"))
+        for column, x_value in enumerate(grid.x_values):
+            value, x = grid.values[row][column], left + _CELL_WIDTH * column
+            shown = "no point" if value is None else form(value)
+            fraction = (
+                0.0 if value is None or max(known) == min(known) else (value - min(known)) / (max(known) - min(known))
+            )
+            parts.append(
+                _cell(f"{y_name} {y_value}, {x_name} {x_value}: {shown}", x, y, shown, fraction, value is None)
+            )
+    for column, x_value in enumerate(grid.x_values):
+        label = shortened(x_value, int(_CELL_WIDTH / CHARACTER_WIDTH))
+        middle = left + _CELL_WIDTH * (column + 0.5)
+        parts.append(element("text", text=label, x=middle, y=bottom + 14, text_anchor="middle"))
+    middle = left + _CELL_WIDTH * len(grid.x_values) / 2
+    parts.append(element("text", text=x_name, x=middle, y=bottom + 34, text_anchor="middle", class_="soft"))
+    turned = f"translate(14 {(30 + bottom) / 2:g}) rotate(-90)"
+    parts.append(element("text", text=y_name, transform=turned, text_anchor="middle", class_="soft"))
+    return document(width, bottom + 44, f"{title} over {y_name} and {x_name}", *parts)
 
 
-def _point(measured: MeasuredRow) -> tuple[float, float]:
-    return measured.tokens_per_forward.estimate, measured.score.estimate
+def describe(measured: MeasuredRow, option_names: dict[str, str]) -> str:
+    """Return what a point is, in one line."""
+    options = ", ".join(f"{option_names[name]} {value}" for name, value in measured.row.options.items())
+    name = f"{measured.row.name} ({options})" if options else measured.row.name
+    score, speed = measured.score, measured.tokens_per_forward
+    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if measured.has_intervals else "" for v in (score, speed)]
+    figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
+    note = (
+        f", {measured.num_prompts} of {measured.num_expected} prompts"
+        if measured.num_prompts < measured.num_expected
+        else ""
+    )
+    return f"{name}: {figures}{note}"
 
 
-def _literal(text: str) -> str:
-    """Escape ``$``, which starts a formula, and a leading ``_``, which hides an entry from the legend."""
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
+def _scale(values: Sequence[Interval], start: float, end: float, maximum: float = math.inf) -> _Scale:
+    low, high = min(v.low for v in values), max(v.high for v in values)
+    margin = 0.06 * (high - low) or 0.1 * high or 1.0
+    return _Scale(
+        max(low - margin, 0.0 if low > 0 else -margin), min(high + margin, maximum + 0.4 * margin), start, end
+    )
 
 
-def _png(figure: Any) -> bytes:  # noqa: ANN401 - matplotlib is imported lazily
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
-        figure.savefig(stream, format="png", metadata={"Software": None})
-    return stream.getvalue()
+def _axes(x: _Scale, y: _Scale) -> str:
+    parts = []
+    for value in y.ticks():
+        if value <= 100:
+            parts.append(element("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
+            parts.append(element("text", text=f"{value:g}", x=x.start - 8, y=y(value) + 4, text_anchor="end"))
+    for value in x.ticks():
+        parts.append(element("line", x1=x(value), x2=x(value), y1=y.start, y2=y.end, class_="grid"))
+        parts.append(element("text", text=f"{value:g}", x=x(value), y=y.start + 18, text_anchor="middle"))
+    parts.append(element("path", d=f"M{x.start:g} {y.end:g}V{y.start:g}H{x.end:g}", fill="none", class_="axis"))
+    middle = (x.start + x.end) / 2
+    name = "tokens per forward (more is faster)"
+    parts.append(element("text", text=name, x=middle, y=y.start + 40, text_anchor="middle", class_="soft"))
+    turned = f"translate(16 {(y.start + y.end) / 2:g}) rotate(-90)"
+    parts.append(element("text", text="score in %", transform=turned, text_anchor="middle", class_="soft"))
+    return element("g", *parts)
+
+
+def _legend(methods: dict[str, list[MeasuredRow]]) -> tuple[str, float]:
+    """Return the legend above the plot, in as many lines as it needs, and where the plot starts below it."""
+    parts, x, y = [], _LEFT, 16.0
+    for number, (method, rows) in enumerate(methods.items()):
+        is_marked = any(m.row.mismatches for m in rows)
+        name = shortened(method, _MAX_NAME_LENGTH) + (" *" if is_marked else "")
+        width = 34 + CHARACTER_WIDTH * len(name)
+        if x > _LEFT and x + width > _WIDTH - _RIGHT:
+            x, y = _LEFT, y + 20
+        parts += [_marker(number, x + 6, y - 4, is_marked), element("text", text=name, x=x + 18, y=y)]
+        x += width
+    return element("g", *parts), y + 16
+
+
+def _point(m: MeasuredRow, x: _Scale, y: _Scale, number: int, comparison: Comparison) -> str:
+    speed, score = m.tokens_per_forward, m.score
+    place = x(speed.estimate), y(score.estimate)
+    bars = [
+        element("path", d=d, fill="none", stroke=_colour(number), stroke_opacity=0.6)
+        for d in (
+            f"M{x(speed.low):.2f} {place[1]:.2f}H{x(speed.high):.2f}",
+            f"M{place[0]:.2f} {y(score.low):.2f}V{y(score.high):.2f}",
+        )
+    ]
+    target = element("circle", cx=place[0], cy=place[1], r=13, class_="target")
+    title = element("title", text=describe(m, comparison.option_names))
+    marker = _marker(number, *place, is_hollow=bool(m.row.mismatches))
+    return element("g", title, *bars, marker, target, class_="point partial" if m.is_partial else "point")
+
+
+def _marker(number: int, x: float, y: float, is_hollow: bool) -> str:
+    colour = _colour(number)
+    return element("path", d=_SHAPES[number % len(_SHAPES)], transform=f"translate({x:.2f} {y:.2f})", stroke=colour,
+                   stroke_width=1.5, fill="var(--paper)" if is_hollow else colour)  # fmt: skip
+
+
+def _labels(
+    comparison: Comparison, places: dict[int, tuple[float, float]], frame: tuple[float, float, float, float]
+) -> str:
+    """Return a label beside each point that has room for it: its options, else its name."""
+    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in places.values()]
+    parts = []
+    for m in sorted(comparison.measured, key=lambda m: not m.on_front):
+        text = shortened(", ".join(m.row.options.values()) or m.row.name, _MAX_LABEL_LENGTH)
+        x, y = places[id(m)]
+        half, width = CHARACTER_WIDTH * len(text) / 2, CHARACTER_WIDTH * len(text)
+        for centre, base in ((x + 12 + half, y + 4), (x - 12 - half, y + 4), (x, y - 13), (x, y + 23)):
+            box = (centre - half, base - 11, centre - half + width, base + 3)
+            inside = box[0] > frame[0] and box[1] > frame[1] and box[2] < frame[2] and box[3] < frame[3]
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                parts.append(element("text", text=text, x=centre, y=base, text_anchor="middle", class_="label"))
+                break
+    return element("g", *parts)
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _cell(title: str, x: float, y: float, text: str, fraction: float, is_missing: bool) -> str:
+    at = fraction * (len(_RAMP) - 1)
+    below = min(int(at), len(_RAMP) - 2)
+    rgb = [round(a + (b - a) * (at - below)) for a, b in zip(_RAMP[below], _RAMP[below + 1], strict=True)]
+    box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL_WIDTH - 2, "height": _CELL_HEIGHT - 2, "rx": 3}
+    middle: dict[str, Any] = {"x": x + _CELL_WIDTH / 2, "y": y + 21, "text_anchor": "middle"}
+    if is_missing:
+        parts = [element("rect", **box, class_="missing"), element("text", text="\N{EN DASH}", **middle, class_="soft")]
+    else:
+        colour = "#fff" if fraction < 0.43 else "#000"  # at least 4.5 : 1
+        fill = f"rgb({','.join(map(str, rgb))})"
+        parts = [element("rect", **box, fill=fill), element("text", text=text, **middle, style=f"fill:{colour}")]
+    return element("g", element("title", text=title), *parts, class_="point")
+
+
+def _line(points: Sequence[tuple[float, float]], **attributes: str) -> str:
+    return element("polyline", points=" ".join(f"{x:.2f},{y:.2f}" for x, y in points), **attributes)
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % _NUM_COLOURS})"

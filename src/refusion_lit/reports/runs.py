@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ import yaml
 from refusion_lit.reports.results import RESULTS, read_results
 from refusion_lit.reports.scores import ScoredPrediction, read_scores
 from refusion_lit.utils.files import read_json
+from refusion_lit.utils.natural import natural_key
+
+_MAX_OPTION_LENGTH = 40
+_Key = list[tuple[tuple[int, int, str], ...]]
 
 
 @dataclass(kw_only=True)
@@ -49,22 +53,30 @@ class Row:
     """One decoder of one run: a row of the comparison.
 
     Attributes:
-        label: Unique name of the row in the report.
+        name: Name of the row without its options.
         decoder: The decoder's name in the config.
         method: Rows with the same method form one trade-off curve.
         run: The run that measured the decoder.
         figures: Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`.
         mismatches: Why the model was not trained for this decoder; empty if it was.
         predictions: Predictions by prompt id; empty if the run has no predictions file.
+        options: Values of the options that the row's sweep varies, as texts by their full names; empty outside a sweep.
     """
 
-    label: str
+    name: str
     decoder: str
     method: str
     run: Run
     figures: dict[str, Any]
     mismatches: list[str]
     predictions: dict[str, ScoredPrediction]
+    options: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        """Unique name of the row in the report."""
+        options = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
 
 
 @dataclass(kw_only=True)
@@ -72,7 +84,7 @@ class Collection:
     """Runs and rows to compare.
 
     Attributes:
-        runs: The runs, in the order of their paths.
+        runs: The runs: those of a sweep in its order, others in the natural order of their paths.
         rows: The decoders of all runs.
         notes: Remarks for the reader: unreadable files, missing predictions, failed points.
     """
@@ -101,7 +113,7 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     for source, argument, folder in zip(sources, arguments, folders, strict=True):
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
-        files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS))
+        files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS), key=_sweep_order(folder))
         found = [run for path in files if (run := _read_run(path, folder, source, notes))]
         if not found:
             raise ValueError(
@@ -119,6 +131,29 @@ def varied_options(runs: Sequence[Run]) -> list[str]:
     runs = [run for run in runs if run.options]
     names = dict.fromkeys(name for run in runs for name in run.options)
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
+
+
+def option_text(value: object) -> str:
+    """Return the value of an option in short: a component by its class, other values as JSON."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        value = str(value["class_path"]).rsplit(".", 1)[-1]
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _MAX_OPTION_LENGTH else f"{text[: _MAX_OPTION_LENGTH - 1]}…"
+
+
+def _sweep_order(folder: Path) -> Callable[[Path], _Key]:
+    """Return the sort key of the paths below a directory: a sweep's points have their numbers instead of their ids."""
+    numbers = {
+        path.parent / "points" / str(identity): str(number)
+        for path in folder.rglob("sweep.json")
+        for number, identity in enumerate(_read_object(path).get("points") or [])
+    }
+
+    def key(path: Path) -> _Key:
+        ancestors = [parent for parent in path.parents if parent.is_relative_to(folder)]
+        return [natural_key(numbers.get(ancestor, ancestor.name)) for ancestor in reversed(ancestors)]
+
+    return key
 
 
 def _read_run(path: Path, argument: Path, source: str, notes: list[str]) -> Run | None:
@@ -165,7 +200,8 @@ def _failed_points(argument: Path) -> list[str]:
         outcome = _read_object(path)
         if outcome.get("status") == "failed":
             options = _read_object(path.parent / "point.json").get("options")
-            point = _format_options(options) if isinstance(options, dict) else path.parent.name
+            names = options.items() if isinstance(options, dict) else ()
+            point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in names) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes
@@ -175,7 +211,8 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
     varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
     for run in runs:
-        options = {name: run.options.get(name) for name in varied[run.source]} if run.options else {}
+        names = varied[run.source] if run.options else []
+        options = {name: option_text(run.options.get(name)) for name in names}
         for decoder, figures in run.results["results"].items():
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
             predictions = read_scores(run.path, decoder, notes)
@@ -187,13 +224,14 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
                     f"have {len(predictions)}; figures with intervals are based on these."
                 )
             row = Row(
-                label=f"{method} ({_format_options(options)})" if options else method,
+                name=method,
                 decoder=decoder,
                 method=method,
                 run=run,
                 figures=figures,
                 mismatches=list(run.results.get("mismatches", {}).get(decoder) or []),
                 predictions=predictions,
+                options=options,
             )
             rows.append(row)
     _make_labels_unique(rows)
@@ -201,21 +239,16 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
 
 
 def _make_labels_unique(rows: Sequence[Row]) -> None:
-    """Append the run's name to labels that repeat, then a number to those that still do."""
+    """Append the run's name to the names of rows with the same label, then a number to those that still have it."""
     for suffix in ("run", "number"):
         labels = [row.label for row in rows]
         seen: dict[str, int] = {}
         for row, label in zip(rows, labels, strict=True):
             if labels.count(label) > 1:
                 seen[label] = seen.get(label, 0) + 1
-                row.label = f"{label} [{row.run.name}]" if suffix == "run" else f"{label} #{seen[label]}"
+                row.name += f" [{row.run.name}]" if suffix == "run" else f" #{seen[label]}"
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     values = read_json(path)
     return values if isinstance(values, dict) else {}
-
-
-def _format_options(options: dict[str, Any]) -> str:
-    """Return options in short: ``slot_size=4, slot_threshold=0.9``."""
-    return ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in options.items())

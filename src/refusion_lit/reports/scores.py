@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.utils.fingerprint import read_fingerprint
+from refusion_lit.utils.natural import natural_key
 
 _SCORED = ".scored.jsonl"
 
@@ -27,7 +28,7 @@ class ScoredPrediction:
 
 
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return a decoder's predictions by prompt id, from the files of all processes.
+    """Return a decoder's predictions by prompt id in natural order, from the files of all processes.
 
     Scores that ``refusion-lit score`` wrote later for these very predictions take precedence over those of the test.
     A prompt that a distributed sampler repeated counts once.
@@ -55,7 +56,7 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                     notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                     continue
                 predictions.setdefault(identity, prediction)
-    return dict(sorted(predictions.items()))
+    return dict(sorted(predictions.items(), key=lambda item: natural_key(item[0])))
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:

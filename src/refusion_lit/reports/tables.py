@@ -37,7 +37,7 @@ _PRIORITY = (
 _WIDTH_OF_FILES = 1000
 
 _COMPARED = (
-    "decoder",
+    "prompts",
     "score %",
     "tokens/forward",
     "tokens/s",
@@ -129,23 +129,24 @@ def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[st
 
 def markdown_table(comparison: Comparison) -> str:
     """Return a comparison as a Markdown table, with its caption below."""
-    lines = [f"| {' | '.join(_COMPARED)} |", f"|---|{'---:|' * (len(_COMPARED) - 1)}"]
+    head = _head(comparison, _escape_markdown)
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in _rows(comparison, _escape_markdown, " *", "{} [{}, {}]")]
     return "\n".join([*lines, "", _caption(comparison, _escape_markdown, r"\*"), ""])
 
 
 def latex_table(comparison: Comparison) -> str:
     """Return a comparison as a LaTeX table environment that uses the package booktabs."""
-    header = " & ".join(_escape_latex(name).replace("Δ", r"$\Delta$") for name in _COMPARED)
+    head = _head(comparison, _escape_latex)
     rows = _rows(comparison, _escape_latex, r"$^{*}$", r"${}_{{[{},\,{}]}}$")
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{_caption(comparison, _escape_latex, '$^{*}$')}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(_COMPARED) - 1)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
             r"\toprule",
-            rf"{header} \\",
+            rf"{' & '.join(head)} \\".replace("Δ", r"$\Delta$"),
             r"\midrule",
             *(f"{' & '.join(cells)} \\\\" for cells in rows),
             r"\bottomrule",
@@ -160,6 +161,10 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [template.format(figures[key]) for key, _, template in FIGURES]
 
 
+def _head(comparison: Comparison, escape: Callable[[str], str]) -> list[str]:
+    return [escape(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED)]
+
+
 def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, template: str) -> list[Sequence[str]]:
     differences = {id(d.row): d for d in comparison.differences}
     rows = []
@@ -167,7 +172,9 @@ def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, templ
         figures, difference = m.row.figures, differences.get(id(m.row))
         rows.append(
             (
-                escape(m.row.label) + (mark if m.row.mismatches else ""),
+                escape(m.row.name) + (mark if m.row.mismatches else ""),
+                *(escape(m.row.options.get(name, "--")) for name in comparison.option_names),
+                f"{m.num_prompts} of {m.num_expected}" if m.num_prompts < m.num_expected else str(m.num_prompts),
                 _estimate(m, m.score, ".1f", template),
                 _estimate(m, m.tokens_per_forward, ".2f", template),
                 _number(figures.get("tokens_per_second"), ".0f"),
@@ -196,7 +203,9 @@ def _number(value: float | None, spec: str) -> str:
 
 def _caption(comparison: Comparison, escape: Callable[[str], str], mark: str) -> str:
     level = f"{100 * comparison.bootstrap.level:g}"
-    text = f"{level} % bootstrap intervals over prompts. Differences from {comparison.baseline} are paired by prompt."
+    text = f"{level} % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
+    if comparison.differences:
+        text += f" Differences from {comparison.baseline} are paired by prompt."
     uneven = sum(1 for d in comparison.differences if d.num_only_row or d.num_only_baseline)
     if uneven:
         total = len(comparison.differences)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.intervals import Bootstrap
+from refusion_lit.reports.plots import heat_map, tradeoff_plot
 from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.svg import standalone
 from refusion_lit.reports.tables import latex_table, markdown_table
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
@@ -26,7 +28,7 @@ def write_report(
     formats: Sequence[str] = ("html",),
     bootstrap: Bootstrap | None = None,
 ) -> list[Path]:
-    """Write a report on runs and sweeps; the plots are always written.
+    """Write a report on runs and sweeps; the plots are always written, as SVG files.
 
     Args:
         paths: Directories of runs or sweeps, or ``results.json`` files.
@@ -45,21 +47,19 @@ def write_report(
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     comparison = compare(read_runs(paths), baseline, bootstrap)
-    # Matplotlib takes a second to import, which commands that write no report should not pay.
-    from refusion_lit.reports.page import html_page
-    from refusion_lit.reports.plots import heat_map, tradeoff_plot
+    from refusion_lit.reports.page import html_page  # jinja2 takes a moment to import
 
-    plots = {"tradeoff.png": tradeoff_plot(comparison)}
+    plots = {"tradeoff.svg": tradeoff_plot(comparison)}
     for number, grid in enumerate(comparison.grids):
-        plots[f"heat_map_{number}_{grid.figure}.png"] = heat_map(grid)
-    files: dict[str, str | bytes] = {}
+        plots[f"heat_map_{number}_{grid.figure}.svg"] = heat_map(grid)
+    files: dict[str, str] = {}
     if "html" in formats:
         files["report.html"] = html_page(comparison, plots)
     if "markdown" in formats:
         files["table.md"] = markdown_table(comparison)
     if "latex" in formats:
         files["table.tex"] = latex_table(comparison)
-    files.update(plots)
+    files.update({name: standalone(picture) for name, picture in plots.items()})
     directory = Path(output) if output is not None else _default_output(paths)
     for name, content in files.items():
         write_atomically(directory / name, content)
