@@ -84,9 +84,8 @@ class GatedDraft(Objective):
         ends = batch.prompt_lengths + batch.response_lengths
 
         offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
-        anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(
-            -(-length // self.stride), device=device
-        )
+        num_anchors = -(-int(batch.response_lengths.max()) // self.stride)
+        anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(num_anchors, device=device)
         anchor = anchors.clamp(min=0).repeat_interleave(len(masks), 1)  # [batch, draft], a group's masks side by side
         distance = torch.arange(1, len(masks) + 1, device=device).repeat(anchors.shape[1])
         positions = anchor + distance
