@@ -150,6 +150,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
+    draft: str | Path | None = None,
 ) -> TextModel:
     """Load a model from a checkpoint, a Hugging Face directory or a hub id.
 
@@ -160,12 +161,13 @@ def load(
         revision: Pinned revision of a hub id.
         trust_remote_code: Let the source run Python code of its own on this machine.
         overrides: Attention pattern and implementation, for directories that do not state theirs.
+        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`.
 
     Raises:
         ValueError: If it cannot be loaded.
     """
     backbone, tokenizer, template = load_model(
-        source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides
+        source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides, draft=draft
     )
     if device is not None:
         require(str(device).partition(":")[0] != "meta", "device", "one that computes", str(device), "use cpu or cuda")

@@ -24,7 +24,10 @@ from refusion_lit.types import SpecialTokens
 from shadow_device import SHADOW, ShadowDevice
 
 PAD, EOS, MASK = 0, 1, 2
-SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=1000)
+DRAFTS = (1000, 1001, 1002)
+SPECIAL = SpecialTokens(
+    mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=1000, draft_token_ids=DRAFTS
+)
 FIRST_PROMPT_ID, FIRST_RESPONSE_ID = 10, 200
 
 
@@ -44,6 +47,8 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),
     objectives.BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
+    objectives.GatedDraft(stride=3, decay=0.5),
+    objectives.GatedDraft(distill=True),
 ]
 each_objective = pytest.mark.parametrize("objective", VARIANTS, ids=repr)
 Sizes = list[tuple[int, int]]
@@ -101,7 +106,7 @@ def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, T
 def toy_hidden(corrupted: CorruptedBatch, size: int = 6) -> Tensor:
     """Return hidden states that depend on each token and its place alone."""
     generator = torch.Generator().manual_seed(0)
-    tokens, places = (torch.randn(1000, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    tokens, places = (torch.randn(1003, size, generator=generator, dtype=torch.float64) for _ in range(2))
     return tokens[corrupted.input_ids] + places[corrupted.position_ids]
 
 
@@ -151,7 +156,10 @@ def test_prompt_is_untouched_and_text_is_complete(
         text = batch.input_ids[sample, :length].tolist()
         for row in rows_of(corrupted, sample, len(sizes)):
             copies: dict[int, int] = {}
-            for i in real_entries(corrupted, row, length):
+            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts
+            drafts = [i for i in real_entries(corrupted, row, length) if i >= num_text]
+            assert set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
+            for i in real_entries(corrupted, row, length)[: -len(drafts) or None]:
                 place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
                 copies[place] = copies.get(place, 0) + 1
                 if corrupted.is_masked[row, i]:
@@ -192,6 +200,9 @@ def test_labels_say_what_the_traits_say(
                     expected[i] = text[place + 1]
                 elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
                     optional[i] = text[place + 1]  # unless it ends its slot
+            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place
+                ids = corrupted.input_ids[row].tolist()
+                expected = {i: text[places[i] + 1] for i, token in enumerate(ids) if token in DRAFTS}
             labelled = {i: label for i, label in enumerate(labels) if label != IGNORE_INDEX}
             assert expected.items() <= labelled.items()
             assert labelled.items() <= {**optional, **expected}.items()
@@ -263,6 +274,8 @@ def test_loss_has_finite_gradients_and_ignores_unlabelled_outputs(objective: Obj
     assert hidden.grad.isfinite().all()
     unlabelled = corrupted.labels == IGNORE_INDEX
     assert (hidden.grad[unlabelled] == 0).all()
+    if corrupted.num_drafts:
+        unlabelled[:, : -corrupted.num_drafts] = False  # the text's outputs may be what drafts are trained on
     spoilt = hidden.detach().masked_fill(unlabelled[..., None], float("nan"))
     torch.testing.assert_close(objective.loss(spoilt, head, corrupted).sums, loss.sums)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.loading import BackboneConfig, architecture_of
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.types import ModelTraits
@@ -33,6 +34,7 @@ class CheckpointMetadata:
         tokenizer_files: The tokenizer's files by name.
         prompt_template: Turns a query into a prompt where the tokenizer has no chat template.
         adapters: The low-rank adapters among the weights, ``None`` if there are none.
+        drafter: The drafter among the weights, ``None`` if there is none.
     """
 
     architecture: dict[str, Any]
@@ -40,6 +42,7 @@ class CheckpointMetadata:
     tokenizer_files: dict[str, str]
     prompt_template: str = "{query}"
     adapters: Adapters | None = None
+    drafter: DrafterOrigin | None = None
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the value to store under ``METADATA_KEY``."""
@@ -51,6 +54,7 @@ class CheckpointMetadata:
             "tokenizer_files": dict(self.tokenizer_files),
             "prompt_template": self.prompt_template,
             "adapters": None if self.adapters is None else json.dumps(self.adapters.to_dict()),
+            "drafter": None if self.drafter is None else json.dumps(self.drafter.to_dict()),
         }
 
     @classmethod
@@ -76,13 +80,14 @@ class CheckpointMetadata:
                 f"refusion-lit {stored.get('version')} wrote; install that version or a newer one."
             )
         try:
-            adapters = stored.get("adapters")
+            adapters, drafter = stored.get("adapters"), stored.get("drafter")
             return cls(
                 architecture=json.loads(stored["architecture"]),
                 traits=ModelTraits.from_dict(json.loads(stored["traits"])),
                 tokenizer_files=stored["tokenizer_files"],
                 prompt_template=stored.get("prompt_template", "{query}"),
                 adapters=None if adapters is None else Adapters.from_dict(json.loads(adapters)),
+                drafter=None if drafter is None else DrafterOrigin.from_dict(json.loads(drafter)),
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
@@ -104,9 +109,13 @@ class CheckpointMetadata:
             )
 
     def backbone_config(self) -> BackboneConfig:
-        """Return options that rebuild the model with random weights, adapters included."""
+        """Return options that rebuild the model with random weights, adapters and drafter included."""
         architecture = {k: v for k, v in self.architecture.items() if k not in {"dtype", "torch_dtype"}}
-        return BackboneConfig(config=architecture, lora=None if self.adapters is None else self.adapters.options)
+        return BackboneConfig(
+            config=architecture,
+            lora=None if self.adapters is None else self.adapters.options,
+            drafter=None if self.drafter is None else self.drafter.options,
+        )
 
 
 def collect_metadata(
@@ -119,4 +128,5 @@ def collect_metadata(
         tokenizer_files=tokenizer_files(tokenizer),
         prompt_template=prompt_template,
         adapters=backbone.adapters,
+        drafter=None if backbone.drafter is None else backbone.drafter.origin,
     )

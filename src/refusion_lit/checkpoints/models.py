@@ -15,6 +15,7 @@ from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
 from refusion_lit.checkpoints.stored import check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import load_drafter
 from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.lora import merged
@@ -30,6 +31,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
+    draft: str | Path | None = None,
 ) -> tuple[Backbone, PreTrainedTokenizerBase, str]:
     """Load a model for inference; a checkpoint's adapters are merged into its weights.
 
@@ -39,6 +41,7 @@ def load_model(
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
         overrides: Options of attention and its implementation, ``lean`` and ``compile``.
+        draft: Directory of a drafter for the model; ``None``: a checkpoint's own, if it has one.
 
     Returns:
         The backbone in evaluation mode, its tokenizer, and the prompt template.
@@ -58,14 +61,22 @@ def load_model(
             lean=options.lean,
             compile=options.compile,
         )
-        return backbone.eval(), tokenizer, metadata.prompt_template
+        if adapted.drafter is not None:
+            backbone.attach(adapted.drafter)
+        return _with_drafter(backbone, draft).eval(), tokenizer, metadata.prompt_template
     check_source(str(source), "ckpt_path")
     options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
     tokenizer = PretrainedTokenizer(source=str(source), revision=revision, trust_remote_code=trust_remote_code).build(
         None
     )
-    backbone = options.build(tokenizer).eval()
+    backbone = _with_drafter(options.build(tokenizer), draft).eval()
     return backbone, tokenizer, stored_prompt_template(backbone)
+
+
+def _with_drafter(backbone: Backbone, draft: str | Path | None) -> Backbone:
+    if draft is not None:
+        backbone.attach(load_drafter(backbone.model, backbone.body, draft))
+    return backbone
 
 
 def load_checkpoint(
@@ -117,6 +128,8 @@ def _rebuilt(
     backbone = config.build(tokenizer, seed=0)  # leaves the global generator as it is
     backbone.traits = metadata.traits
     backbone.adapters = metadata.adapters
+    if backbone.drafter is not None and metadata.drafter is not None:
+        backbone.drafter.origin = metadata.drafter
     return backbone
 
 

@@ -23,8 +23,8 @@ def run(args: list[str]) -> int:
     parser = OneLineParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
-    parser.add_argument("--adapter_only", type=bool, default=False,
-                        help="write low-rank adapters alone, in peft's layout; they are merged by default")  # fmt: skip
+    adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
+    parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
@@ -37,13 +37,15 @@ def run(args: list[str]) -> int:
 
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file
+    from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.saving import save_adapters, save_model
     from refusion_lit.modeling.weights import weights_digest
+    from refusion_lit.reports.drafter_card import drafter_card
     from refusion_lit.reports.model_card import model_card
 
     if options.adapter_only:
-        require(is_checkpoint_file(source), "adapter_only", "the checkpoint of a run with model.backbone.lora", source,
-                "give its .ckpt, or drop --adapter_only")  # fmt: skip
+        expected = "the checkpoint of a run with model.backbone.lora or drafter"
+        require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
         backbone, tokenizer, metadata = load_checkpoint(source)
         template = metadata.prompt_template
     else:
@@ -53,9 +55,15 @@ def run(args: list[str]) -> int:
     if results:
         tested = load_model(source)[0] if options.adapter_only else backbone  # a test merges adapters
         _check_results(results, weights_digest(tested))
-    card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
+    drafter = backbone.drafter if options.adapter_only else None
+    if drafter is None:
+        card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
+    else:
+        card = drafter_card(name, drafter.origin)
     with atomic_directory(output) as directory:
-        if options.adapter_only:
+        if drafter is not None:
+            save_drafter(drafter, backbone.model, directory)
+        elif options.adapter_only:
             save_adapters(backbone, tokenizer, directory)
         else:
             save_model(backbone, tokenizer, directory, prompt_template=template)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
-from refusion_lit.decoding import Decoder, ReFusion
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least
 
@@ -58,7 +58,10 @@ class OneLineParser(OneLineErrors, ArgumentParser):
             from refusion_lit.cli.check import explain
 
             raise explain(self, args, error) from error
-        return cast("Namespace", self.instantiate_classes(parsed))
+        options = cast("Namespace", self.instantiate_classes(parsed))
+        if "decoder" in options and options.decoder is None:
+            options.decoder = ReFusion() if options.draft is None else SelfSpeculative()
+        return options
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -81,14 +84,16 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
 
 def add_decoder_option(parser: OneLineParser) -> None:
     """Add the decoder with its options."""
-    text = "class of the decoder, or a YAML file like those in configs/decoder"
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True, help=text)
+    text = "class of the decoder, or a YAML file like those in configs/decoder; ReFusion, with --draft SelfSpeculative"
+    parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 
 
 def add_loading_options(parser: OneLineParser) -> None:
     """Add the options that say how ``--ckpt_path`` is loaded."""
     dtypes = Literal["float32", "float64", "bfloat16", "float16"]
     attention = Literal["causal", "bidirectional", "block_causal"] | None
+    draft = "directory of a drafter for the model: the same text in fewer forwards"
+    parser.add_argument("--draft", type=str | None, default=None, help=draft)
     parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     text = "attention pattern of a directory that does not state its own"
@@ -125,6 +130,6 @@ def load_model_of(options: Namespace) -> TextModel:
 
     if options.trust_remote_code:
         sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
-    names = ("dtype", "device", "revision", "trust_remote_code")
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft")
     overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
     return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)

@@ -53,7 +53,7 @@ def decode_with_trace(
         prompt=prompt,
         prompt_length=len(token_ids),
         decoder=type(options.decoder).__name__,
-        slot_size=int(getattr(options.decoder, "slot_size", 1)),
+        slot_size=getattr(options.decoder, "slot_size", None) or 1,
         piece=piece_of(model),
     )
     return row, trace

@@ -113,7 +113,7 @@ class Backbone(nn.Module, LanguageModel):
         got = f"{type(self.body).__name__}, lean: {self.lean}, compile: {self.compile_steps}"
         require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
         first = self.model.get_input_embeddings().weight.shape[0]
-        masks = tuple(range(first, first + drafter.options.num_masks))
+        masks = tuple(range(first, first + drafter.origin.options.num_masks))
         self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102

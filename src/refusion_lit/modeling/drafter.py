@@ -6,17 +6,25 @@ exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from refusion_lit.modeling.weights import weights_digest
+from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require, require_at_least
 
+OPTIONS_FILE, WEIGHTS_FILE = "drafter.json", "drafter.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a block that are adapted."""
 
@@ -51,6 +59,32 @@ class DrafterOptions:
         return cls(num_masks=int(values["num_masks"]), rank=int(values["rank"]), alpha=float(values["alpha"]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterOrigin:
+    """A drafter's options and the model that it was trained for.
+
+    Attributes:
+        options: The options.
+        base: Directory or hub id of the model; ``None`` if its weights were random.
+    """
+
+    options: DrafterOptions
+    base: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"options": self.options.to_dict(), "base": self.base}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DrafterOrigin:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        return cls(options=DrafterOptions.from_dict(values["options"]), base=values["base"])
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A low-rank update of one linear layer: y = W x + scale * up (down x)."""
@@ -72,15 +106,16 @@ class Drafter(nn.Module):
     Args:
         body: The body that is adapted; it is not changed.
         options: Sizes.
+        base: Directory or hub id of the model, ``None`` if its weights are random.
 
     Attributes:
-        options: The options.
+        origin: Options and base.
         masks: The masks' embeddings [mask, hidden].
     """
 
-    def __init__(self, body: nn.Module, options: DrafterOptions) -> None:
+    def __init__(self, body: nn.Module, options: DrafterOptions, base: str | None = None) -> None:
         super().__init__()
-        self.options = options
+        self.origin = DrafterOrigin(options=options, base=base)
         embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
         mean = embedding.weight.detach().float().mean(0)
         self.masks = nn.Parameter(mean.repeat(options.num_masks, 1).to(embedding.weight.device))
@@ -92,7 +127,8 @@ class Drafter(nn.Module):
 
     def adapter(self, name: str) -> Adapter:
         """Return the adapter of a layer, named as in the body with dashes for dots."""
-        return Adapter(self.down[name], self.up[name], self.options.alpha / self.options.rank)
+        options = self.origin.options
+        return Adapter(self.down[name], self.up[name], options.alpha / options.rank)
 
     @contextmanager
     def applied(self, body: nn.Module) -> Iterator[None]:
@@ -107,6 +143,55 @@ class Drafter(nn.Module):
         finally:
             for handle in hooks:
                 handle.remove()
+
+
+def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
+    """Write a drafter without its model: options, the model's name and digest, and weights in bfloat16.
+
+    Args:
+        drafter: The drafter.
+        model: The model that it was trained for.
+        directory: An existing directory.
+    """
+    values = {"format": 1, **drafter.origin.to_dict(), "base_weights": weights_digest(model)}
+    write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
+    weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
+    save_file(weights, directory / WEIGHTS_FILE)
+
+
+def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Drafter:
+    """Load what :func:`save_drafter` wrote.
+
+    Args:
+        model: The model that it was trained for.
+        body: Its body.
+        directory: Where the drafter is.
+
+    Raises:
+        ValueError: If the files are missing or damaged, or the model is another one.
+    """
+    path = Path(directory)
+    try:
+        values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
+        origin, digest = DrafterOrigin.from_dict(values), str(values["base_weights"])
+        weights = load_file(path / WEIGHTS_FILE)
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        raise ValueError(
+            f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
+            f"({reason_of(error)}); check the path, or export the drafter again."
+        ) from error
+    found = weights_digest(model)
+    if digest != found:
+        raise ValueError(
+            f"draft: expected the model that {path} was trained for ({origin.base}, weights {digest}), got one with "
+            f"weights {found}; its drafts would hardly ever be right. Load that model, or train a drafter for this one."
+        )
+    drafter = Drafter(body, origin.options, origin.base)
+    expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
+    fix = "export the drafter again"
+    require({n: w.shape for n, w in weights.items()} == expected, "draft", "its options' weights", "others", fix)
+    drafter.load_state_dict(weights)
+    return drafter
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:

@@ -122,14 +122,17 @@ class BackboneConfig:
                 _enable_checkpointing(model)
             if self.lora is not None:
                 model = add_adapters(model, self.lora)
-            drafter = None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter)
+            base = self.source if pretrained else None
+            drafter = (
+                None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
+            )
         backbone = Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean, compile=self.compile)
         if drafter is not None:
             backbone.attach(drafter)
         if self.lora is not None:
             backbone.adapters = Adapters(
                 options=self.lora,
-                base=self.source if pretrained else None,
+                base=base,
                 revision=self.revision,
                 config_overrides=self.config if pretrained else {},
                 new_token_ids=new_token_ids,

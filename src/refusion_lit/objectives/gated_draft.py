@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,16 +84,17 @@ class GatedDraft(Objective):
         ends = batch.prompt_lengths + batch.response_lengths
 
         offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
-        num_anchors = -(-int(batch.response_lengths.max()) // self.stride)
+        num_anchors = -(-int(batch.response_lengths.amax().item()) // self.stride)
         anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(num_anchors, device=device)
-        anchor = anchors.clamp(min=0).repeat_interleave(len(masks), 1)  # [batch, draft], a group's masks side by side
-        distance = torch.arange(1, len(masks) + 1, device=device).repeat(anchors.shape[1])
-        positions = anchor + distance
+        # A group's masks stand side by side.
+        anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
+        distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
+        positions = anchor.clamp(min=0) + distance
         # A sample without a prompt has no token before its response to stand behind.
-        is_real = (positions + 1 < ends[:, None]) & (anchors >= 0).repeat_interleave(len(masks), 1)
+        is_real = (positions + 1 < ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
-        weights = (self.decay ** (distance - 1)).expand_as(positions).where(is_real, 0.0)
-        tokens = torch.tensor(masks, device=device).repeat(anchors.shape[1])
+        weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)
+        tokens = masks[0] + distance - 1
 
         joined = torch.cat((ids, tokens.expand_as(positions).where(is_real, special_tokens.pad_token_id)), 1)
         return CorruptedBatch(
@@ -102,9 +103,9 @@ class GatedDraft(Objective):
             labels=F.pad(labels, (length, 0), value=IGNORE_INDEX),
             weights=F.pad(weights.float(), (length, 0)),
             terms=torch.zeros_like(joined),
-            counts=weights.sum()[None].float(),
+            counts=weights.sum()[None],
             attention_mask=_two_pass_mask(anchor.where(is_real, -1), ends, length, len(masks)),
-            is_masked=F.pad(is_real, (length, 0)),
+            is_masked=torch.zeros_like(joined, dtype=torch.bool),
             num_drafts=positions.shape[1],
         )
 

@@ -1,0 +1,162 @@
+"""A drafter from training to text, by the commands that a user runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import refusion_lit
+from refusion_lit.cli import main
+from refusion_lit.decoding import Autoregressive, SelfSpeculative
+
+ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+QUERIES = ["12+34,56+78>", "1+2,3+4>", "90+9,11+22>"]
+
+
+def write_config(path: Path, objective: dict[str, Any], max_steps: int, **backbone: Any) -> str:
+    """Write the config of a short training."""
+    values = {
+        "run_name": "short",
+        "trainer": {
+            "accelerator": "cpu", "max_steps": max_steps, "limit_val_batches": 1, "val_check_interval": 20,
+            "log_every_n_steps": 1, "enable_progress_bar": False,
+            "callbacks": [{
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {"save_last": True, "every_n_train_steps": 20, "save_top_k": -1},
+            }],
+        },
+        "model": {
+            "backbone": backbone,
+            "objective": objective,
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+            "decoding": {"num_logged_samples": 0},
+            "schedule": {"warmup_steps": 1},
+        },
+        "data": {
+            "task": {"class_path": "Additions", "init_args": {"num_train": 640, "num_validation": 8, "num_test": 3}},
+            "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"source": str(ADDITIONS)}},
+            "batch_size": 16, "max_length": 128,
+        },
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def train(folder: Path, config: str) -> Path:
+    """Run ``fit``; return the run's directory."""
+    assert main(["fit", "--config", config, "--num_threads=1", f"--runs_dir={folder}", "--run_version=fit"]) == 0
+    return folder / "short" / "fit"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with next-token predictions."""
+    folder = tmp_path_factory.mktemp("base")
+    config = write_config(folder / "fit.yaml", {"class_path": "Autoregressive"}, 60, source=str(ADDITIONS))
+    checkpoint = train(folder, config) / "checkpoints" / "last.ckpt"
+    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """Train a drafter; return the run's directory."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {"source": str(base), "drafter": {"num_masks": 3, "rank": 4, "alpha": 8.0}}
+    return train(folder, write_config(folder / "fit.yaml", {"class_path": "GatedDraft"}, 60, **options))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run: Path) -> str:
+    return str(run / "checkpoints" / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export the drafter alone."""
+    output = tmp_path_factory.mktemp("export") / "draft"
+    assert main(["export", "--ckpt_path", checkpoint, "--adapter_only=true", "--output", str(output)]) == 0
+    return output
+
+
+def texts(model: refusion_lit.TextModel, decoder: Any) -> list[tuple[str, int]]:
+    rows = model.generate(QUERIES, decoder=decoder, max_new_tokens=24)
+    return [(row.text, row.num_forwards) for row in rows]
+
+
+def test_training_lowers_the_loss_and_leaves_the_model_alone(run: Path, checkpoint: str, base: Path) -> None:
+    with (run / "metrics.csv").open() as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    for name, weight in load_file(base / "model.safetensors").items():
+        assert torch.equal(weights[f"backbone.model.{name}"], weight), name
+
+
+def test_the_text_is_the_models_own_in_fewer_forwards(checkpoint: str, draft: Path, base: Path) -> None:
+    expected = texts(refusion_lit.load(base), Autoregressive())
+    trained = texts(refusion_lit.load(checkpoint), SelfSpeculative())
+    exported = texts(refusion_lit.load(base, draft=draft), SelfSpeculative())
+    assert [text for text, _ in trained] == [text for text, _ in expected] == [text for text, _ in exported]
+    assert sum(n for _, n in trained) < sum(n for _, n in expected)
+
+
+def test_generate_and_trace_take_a_drafter(
+    draft: Path, base: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--ckpt_path", str(base), "--max_new_tokens", "24"]
+    assert main(["generate", *options, "--prompt", QUERIES[0], "--decoder", "Autoregressive"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", *options, "--prompt", QUERIES[0], "--draft", str(draft)]) == 0
+    assert capsys.readouterr().out == expected
+    output = tmp_path / "trace.json"
+    assert main(["trace", *options, "--prompt", QUERIES[0], "--draft", str(draft), "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["decoder"] == "SelfSpeculative"
+
+
+def test_a_wrong_base_is_refused(draft: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--ckpt_path", str(ADDITIONS), "--draft", str(draft), "--prompt", "1+2>"]) == 2
+    message = capsys.readouterr().err
+    assert "expected the model that" in message
+    assert str(base) in message
+
+
+def test_a_model_without_drafter_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ckpt_path", str(base), "--decoder", "SelfSpeculative"]
+    assert main(["generate", *options, "--prompt", "1+2>"]) == 2
+    assert "--draft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["missing", "text", "options", "shapes", "weights"])
+def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "draft"
+    shutil.copytree(draft, path)
+    options = json.loads((path / "drafter.json").read_text())
+    if damage == "missing":
+        (path / "drafter.json").unlink()
+    elif damage == "text":
+        (path / "drafter.json").write_text("{")
+    elif damage == "options":
+        (path / "drafter.json").write_text(json.dumps({**options, "options": {"num_masks": "x"}}))
+    elif damage == "shapes":
+        save_file({"masks": torch.zeros(3, 96)}, path / "drafter.safetensors")
+    else:
+        (path / "drafter.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="draft: expected"):
+        refusion_lit.load(base, draft=path)
+
+
+def test_a_whole_export_is_the_model_alone(checkpoint: str, base: Path, tmp_path: Path) -> None:
+    assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    original = load_file(base / "model.safetensors")
+    assert weights.keys() == original.keys()
+    assert all(torch.equal(weights[name], original[name]) for name in original)
