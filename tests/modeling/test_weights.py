@@ -31,3 +31,11 @@ def test_other_weights_and_other_shapes_have_other_digests() -> None:
 def test_the_type_that_weights_are_loaded_in_changes_no_digest() -> None:
     model = torch.nn.Linear(40, 30)
     assert weights_digest(copy.deepcopy(model).bfloat16()) == weights_digest(model) == weights_digest(model.double())
+
+
+def test_a_large_embedding_has_a_digest() -> None:
+    """Indices above 2^24 are not exact in float32."""
+    model = torch.nn.Embedding(28_312_128, 1, _weight=torch.zeros(28_312_128, 1))
+    before = weights_digest(model)
+    model.weight.data[-1] = 1
+    assert weights_digest(model) != before

@@ -28,7 +28,9 @@ def weights_digest(model: nn.Module) -> str | None:
         if type(weight.data) is not torch.Tensor:  # sharded
             return None
         flat = weight.detach().flatten()
-        index = torch.linspace(0, len(flat) - 1, min(len(flat), _NUM_SAMPLES), device=flat.device).long()
+        count = min(len(flat), _NUM_SAMPLES)
+        # In integers: float32 has no room for the indices of a large embedding.
+        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
         values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
         state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
     return state.hexdigest()[:16]
