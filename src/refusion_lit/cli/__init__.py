@@ -22,6 +22,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   score      score a predictions file again       refusion-lit score predictions.jsonl --task Gsm8k --task.test FILE
   evaluate   run tasks of the lm-evaluation-harness
   export     turn a checkpoint into a Hugging Face directory
+  import-gguf   turn a GGUF file (llama.cpp) into a Hugging Face directory
   sweep      run a grid, a list or a random sample of options, and gather the results
   init       copy the example configs into a directory
 
@@ -35,6 +36,7 @@ _OWN = {
     "score": "refusion_lit.cli.score",
     "evaluate": "refusion_lit.cli.evaluate",
     "export": "refusion_lit.cli.export",
+    "import-gguf": "refusion_lit.cli.import_gguf",
     "sweep": "refusion_lit.cli.sweep",
     "init": "refusion_lit.cli.init",
     "report": "refusion_lit.cli.report",

@@ -1,0 +1,57 @@
+"""Models from GGUF files, the format of llama.cpp, whose quantised weights are expanded to float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
+
+
+def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read a GGUF file that transformers knows, as a plain model with its tokenizer.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model in float32, without a trace of its quantisation, and the tokenizer with its chat template.
+
+    Raises:
+        ValueError: If the packages are missing, or the file is missing, damaged or of an unknown architecture.
+    """
+    file = Path(path)
+    require(file.is_file(), "file", "a GGUF file", str(file), "check the path")
+    with file.open("rb") as opened:
+        is_gguf = opened.read(4) == b"GGUF"
+    require(is_gguf, "file", "a GGUF file", f"{file}, which does not start as one", "check the download")
+    try:
+        import accelerate  # noqa: F401 - transformers' reader needs it
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ValueError("import-gguf: needs the packages gguf and accelerate; install refusion-lit[gguf].") from error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # the reader has errors of its own for damaged files and unknown architectures
+        raise ValueError(
+            f"file: {file} cannot be read ({reason_of(error)}); it may be truncated, or of an architecture that "
+            "transformers does not read from GGUF files."
+        ) from error
+    return _without_quantisation(loaded), tokenizer
+
+
+def _without_quantisation(loaded: Any) -> PreTrainedModel:  # noqa: ANN401 - a transformers model
+    """Return the model as one that was never quantised: saving it would name a quantiser otherwise."""
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    return model
