@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -12,6 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 from hypothesis import settings
+
+import browser
 
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,3 +28,21 @@ settings.load_profile("suite")
 def _one_thread() -> None:
     """Undo what a config's ``num_threads`` did: the models here are too small for more than one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Chrome]:
+    """A browser for the whole session."""
+    yield from browser.start(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture
+def show(chrome: browser.Chrome, tmp_path: Path) -> browser.Show:
+    """Return a function that opens a page and checks that it loads nothing and logs nothing to the console."""
+
+    def open_page(html: str) -> browser.Chrome:
+        path = tmp_path / "page.html"
+        path.write_text(html, encoding="utf-8")
+        return browser.show_page(chrome, path)
+
+    return open_page

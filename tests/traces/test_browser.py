@@ -2,89 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
+from browser import Chrome, Show, colours, contrast, js, press, resize, without_browser
 from refusion_lit.traces import Trace, page, timeline
+from refusion_lit.traces.phases import explain
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
 from traces.test_html import HOSTILE, hostile_page
 
 pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
-from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService
+from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    None in (CHROMIUM, DRIVER), reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
-)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-)
-
-Show = Callable[[str], Chrome]
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    options = ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options, ChromeService(DRIVER))
-    driver.set_network_conditions(offline=True, latency=0, throughput=0)
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def show(chrome: Chrome, tmp_path: Path) -> Show:
-    """Return a function that opens a page and checks that it loads nothing and logs nothing to the console."""
-
-    def open_page(html: str) -> Chrome:
-        path = tmp_path / "trace.html"
-        path.write_text(html, encoding="utf-8")
-        resize(chrome, 1200)
-        chrome.get(path.as_uri())
-        assert chrome.get_log("browser") == []
-        assert js(chrome, "performance.getEntriesByType('resource').length") == 0
-        return chrome
-
-    return open_page
-
-
-def js(driver: Chrome, expression: str) -> Any:
-    return driver.execute_script(f"return {expression}")
-
-
-def press(driver: Chrome, key: str, *, shift: bool = False) -> None:
-    actions = ActionChains(driver, duration=0)
-    if shift:
-        actions.key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT).perform()
-    else:
-        actions.send_keys(key).perform()
-
-
-def resize(driver: Chrome, width: int, scheme: str = "light") -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+pytestmark = without_browser
 
 
 def text(driver: Chrome, name: str) -> str:
@@ -114,9 +46,7 @@ def expected(trace: Trace, forwards: int) -> list[set[str]]:
 @pytest.mark.parametrize("trace", [plan_and_verify(), random_trace(3), random_trace(8)])
 def test_arrow_keys_step_through_every_forward(show: Show, trace: Trace) -> None:
     driver = show(page(trace))
-    assert classes(driver) == expected(trace, trace.num_forwards)
-    press(driver, Keys.HOME)
-    assert classes(driver) == expected(trace, 0)
+    assert classes(driver) == expected(trace, 0)  # the page opens at the start
     for forwards in range(1, trace.num_forwards + 1):
         press(driver, Keys.ARROW_RIGHT)
         assert classes(driver) == expected(trace, forwards)
@@ -151,6 +81,7 @@ def test_space_plays_from_the_start_to_the_end(show: Show) -> None:
 
 def test_hover_and_focus_show_the_probability_of_a_token(show: Show) -> None:
     driver = show(page(plan_and_verify()))
+    press(driver, Keys.END)
     ActionChains(driver).move_to_element(driver.find_element(By.CSS_SELECTOR, "[data-index='2']")).perform()
     assert text(driver, "detail") == "token 3, slot 2: “c” accepted by forward 2, probability 52.0 %"
     driver.execute_script("document.querySelector('[data-index=\"0\"]').focus()")
@@ -188,24 +119,22 @@ def test_states_differ_without_colour_and_forwards_by_colour_and_number(show: Sh
     assert third.get_attribute("data-forward") == "2"
 
 
-def test_contrast_of_accepted_tokens_meets_wcag_aa(show: Show) -> None:
+def test_accepted_tokens_are_readable_and_stand_out_from_the_page(show: Show) -> None:
     driver = show(page(make_trace([entry("step", {i: 1}, [i]) for i in range(40)], token_ids=[1] * 40)))
-    pairs = js(
-        driver,
-        "[...document.querySelectorAll('#text .accepted')].map(e => [getComputedStyle(e).color, "
-        "getComputedStyle(e).backgroundColor].map(c => c.match(/\\d+/g).slice(0, 3).map(Number)))",
-    )
-
-    def luminance(rgb: list[int]) -> float:
-        linear = [v / 255 / 12.92 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in rgb]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
-
-    assert len(pairs) == 40
-    assert min(max(map(luminance, pair)) / min(map(luminance, pair)) for pair in pairs) >= 4.5
+    press(driver, Keys.END)
+    for scheme, minimum in (("light", 1.5), ("dark", 2.5)):
+        resize(driver, 1200, scheme)
+        texts, fills = (colours(driver, "#text .accepted", name) for name in ("color", "backgroundColor"))
+        (card,) = colours(driver, ".stage", "backgroundColor")
+        assert len(set(fills)) == 40
+        assert min(map(contrast, texts, fills)) >= 4.5
+        assert min(contrast(fill, card) for fill in fills) >= minimum
+        assert min(max(fill) - min(fill) for fill in fills) >= 60  # no grey: it would look like a mask
 
 
 def test_hostile_text_is_shown_and_never_executed(show: Show) -> None:
     driver = show(hostile_page())
+    press(driver, Keys.END)
     assert js(driver, "document.querySelectorAll('img, #text script').length") == 0
     shown = js(driver, "[...document.querySelectorAll('#text .token')].map(e => e.textContent)")
     assert shown[0] == HOSTILE[0]
@@ -222,8 +151,48 @@ def test_nothing_is_wider_than_the_window(show: Show, width: int, scheme: str) -
     long = make_trace([entry("p" * 60, {0: 1, 1: 2}, [0, 1])], token_ids=(1, 2), pieces=pieces, prompt="y" * 500)
     for trace in (plan_and_verify(), long):
         driver = show(page(trace))
+        press(driver, Keys.END)
         resize(driver, width, scheme)
         assert js(driver, "document.documentElement.scrollWidth") <= width
+
+
+LINES = "[...document.querySelectorAll('#text .token')].map(e => Math.round(e.getBoundingClientRect().top))"
+
+
+@pytest.mark.parametrize("width", [400, 700, 1200])
+def test_slots_do_not_break_across_lines(show: Show, width: int) -> None:
+    pieces = {token: "x" * (1 + token % 5) for token in range(1, 11)}
+    drafts = {index: 1 + index * 7 % 10 for index in range(96)}
+    trace = make_trace([entry("plan", drafts, range(96))], token_ids=[*drafts.values()], slot_size=4, pieces=pieces)
+    driver = show(page(trace))
+    resize(driver, width)
+    for key in (Keys.HOME, Keys.END):
+        press(driver, key)
+        tops = js(driver, LINES)
+        assert all(len(set(tops[start : start + 4])) == 1 for start in range(0, 96, 4))
+        assert len(set(tops)) > 1
+
+
+def test_a_line_ends_where_the_text_of_a_slot_ends_one(show: Show) -> None:
+    pieces = {1: "a", 2: "\n"}
+    drafts = {0: 1, 1: 2, 2: 1, 3: 2, 4: 1, 5: 1}
+    trace = make_trace([entry("plan", drafts, range(6))], token_ids=[*drafts.values()], slot_size=4, pieces=pieces)
+    driver = show(page(trace))
+    press(driver, Keys.END)
+    tops = js(driver, LINES)
+    assert [tops.count(top) for top in sorted(set(tops))] == [2, 2, 2]
+
+
+def test_phases_are_explained(show: Show) -> None:
+    driver = show(page(plan_and_verify()))
+    assert text(driver, "phase") == "Every token of the response is masked."
+    press(driver, Keys.ARROW_RIGHT)
+    assert text(driver, "phase") == f"This forward {explain('plan')}."
+    rows = js(driver, "[...document.querySelectorAll('#phases tr')].map(r => [...r.children].map(c => c.textContent))")
+    assert rows == [[phase, explain(phase), "2"] for phase in ("plan", "verify")]
+    unknown = show(page(make_trace([entry("guess", {0: 1}, [0])], token_ids=[1])))
+    press(unknown, Keys.END)
+    assert text(unknown, "phase") == ""
 
 
 def test_an_empty_trace_opens(show: Show) -> None:

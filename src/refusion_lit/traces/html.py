@@ -11,6 +11,7 @@ from typing import Any
 
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.document import Trace
+from refusion_lit.traces.phases import explain
 from refusion_lit.traces.summary import trace_statistics
 from refusion_lit.traces.timeline import Change, timeline
 
@@ -60,7 +61,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
     statistics = trace_statistics([trace])
-    phases = [[visible(phase), number] for phase, number in statistics.forwards_by_phase.items()]
+    phases = [[visible(phase), number, explain(phase)] for phase, number in statistics.forwards_by_phase.items()]
     rounds = [
         {
             "phase": visible(entry.phase),

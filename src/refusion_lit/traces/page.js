@@ -5,34 +5,46 @@
   const get = (id) => document.getElementById(id);
   const count = data.rounds.length;
   const NAMES = { d: "drafted", r: "rejected", a: "accepted" };
-  // Colour ramp from dark blue to yellow; its order is visible with all common kinds of colour blindness.
-  const STOPS = [[0, 34, 78], [42, 63, 109], [87, 92, 109], [125, 124, 120], [165, 156, 116], [210, 192, 96], [254, 232, 56]];
+  // Colour ramps from viridis: saturated throughout, and ordered for all common kinds of colour blindness. The light page
+  // leaves out its brightest part and the dark page its darkest, which would not stand out from the background.
+  // The same colours are in the style of #ramp.
+  const LIGHT = [[68, 1, 84], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81]];
+  const DARK = [[42, 120, 142], [31, 152, 139], [68, 191, 112], [155, 217, 60], [253, 231, 37]];
   let now = 0, timer = null, focused = 0;
 
-  function colour(forward) {
-    const at = count < 2 ? 0 : (forward - 1) / (count - 1) * (STOPS.length - 1);
-    const low = Math.min(Math.floor(at), STOPS.length - 2), part = at - low;
-    return STOPS[low].map((value, i) => Math.round(value + (STOPS[low + 1][i] - value) * part));
+  function colour(forward, stops) {
+    const at = count < 2 ? 0 : (forward - 1) / (count - 1) * (stops.length - 1);
+    const low = Math.min(Math.floor(at), stops.length - 2), part = at - low;
+    return stops[low].map((value, i) => Math.round(value + (stops[low + 1][i] - value) * part));
   }
   function paint(element, forward) {
-    const rgb = colour(forward);
+    for (const [name, stops] of [["light", LIGHT], ["dark", DARK]]) setColours(element, name, colour(forward, stops));
+  }
+  function setColours(element, name, rgb) {
     const linear = rgb.map((v) => (v / 255 <= 0.04045 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
     const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-    element.style.setProperty("--round", `rgb(${rgb})`);
-    element.style.setProperty("--on-round", light > 0.179 ? "#000" : "#fff");
+    element.style.setProperty(`--${name}`, `rgb(${rgb})`);
+    element.style.setProperty(`--on-${name}`, light > 0.179 ? "#000" : "#fff");
   }
   const percent = (p) => (p === null ? "unknown" : `${(100 * p).toFixed(p > 0.9995 ? 2 : 1)} %`);
   const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
+  const explanations = Object.fromEntries(data.statistics.phases.map(([phase, , text]) => [phase, text]));
+  const groups = [], ends = [];
   const cells = Array.from({ length: data.canvas_length }, (_, index) => {
     const cell = document.createElement("span");
     cell.tabIndex = index === 0 ? 0 : -1;
     cell.setAttribute("role", "img");
     cell.dataset.index = index;
-    const end = document.createElement("br"); // shown after a token that ends a line
-    end.hidden = true;
+    ends[index] = document.createElement("br"); // shown after a token that ends a line
     cell.append(document.createElement("span"));
-    get("text").append(cell, end);
+    if (index % data.slot_size === 0) {
+      groups.push(document.createElement("span"));
+      get("text").append(groups.at(-1));
+    }
+    groups.at(-1).append(cell);
+    const isLast = (index + 1) % data.slot_size === 0;
+    (isLast ? get("text") : groups.at(-1)).append(ends[index]);
     return cell;
   });
   let shown = [];
@@ -61,7 +73,7 @@
     if (index >= data.num_tokens) names.push("beyond");
     cell.className = names.join(" ");
     cell.firstChild.textContent = state ? state.text : "·";
-    cell.nextSibling.hidden = !(state && state.text.endsWith("↵"));
+    ends[index].hidden = !(state && state.text.endsWith("↵"));
     cell.dataset.forward = state && state.status === "a" ? state.forward : "";
     cell.dataset.drafts = state ? state.drafts : "";
     if (state && state.status === "a") paint(cell, state.forward);
@@ -73,6 +85,8 @@
     now = Math.max(0, Math.min(count, forwards));
     shown = stateAfter(now);
     cells.forEach((_, index) => draw(index));
+    for (const group of groups)
+      group.className = group.querySelector("br:not([hidden])") ? "group broken" : "group";
     const tally = { a: 0, d: 0, r: 0, p: 0, n: 0 };
     for (const state of shown) {
       if (!state) continue;
@@ -82,8 +96,10 @@
     }
     const entry = now ? data.rounds[now - 1] : null;
     const scores = entry && entry.num_scores ? `; ${many(entry.num_scores, "token")} verified, lowest ${percent(entry.lowest_score)}` : "";
-    const head = entry ? `Forward ${now} of ${count}, ${entry.phase} (${entry.shape.join(" × ")})${scores}` : `Before the first of ${many(count, "forward")}`;
+    const head = entry ? `Forward ${now} of ${count}, ${entry.phase} (${entry.shape.join(" × ")} tokens)${scores}` : `Before the first of ${many(count, "forward")}`;
     get("status").textContent = `${head}. ${many(tally.a, "token")} accepted (${tally.n} now), ${tally.d} drafted, ${tally.r} rejected, ${tally.p} re-planned.`;
+    const explanation = entry ? explanations[entry.phase] : "Every token of the response is masked.";
+    get("phase").textContent = entry && explanation ? `This forward ${explanation}.` : explanation;
     const slider = get("slider");
     slider.value = now;
     slider.setAttribute("aria-valuetext", entry ? `forward ${now}, ${entry.phase}` : "before the first forward");
@@ -144,25 +160,22 @@
   get("prompt").textContent = data.prompt;
   get("response").textContent = data.response;
   get("scale-end").textContent = `forward ${count}`;
-  const context = get("ramp").getContext("2d");
-  for (let x = 0; x < 256; x += 1) {
-    context.fillStyle = `rgb(${colour(1 + x / 255 * Math.max(count - 1, 0))})`;
-    context.fillRect(x, 0, 1, 12);
-  }
   paint(get("legend-old"), 1);
-  function row(table, name, value) {
-    const line = get(table).insertRow();
-    line.insertCell().textContent = name;
-    line.insertCell().textContent = value;
+  function row(table, name, ...values) {
+    const line = get(table).insertRow(), head = document.createElement("th");
+    head.scope = "row";
+    head.textContent = name;
+    line.append(head);
+    for (const value of values) line.insertCell().textContent = value;
   }
   const figures = data.statistics;
   row("statistics", "forwards", figures.num_forwards);
   row("statistics", "tokens per forward", figures.tokens_per_forward.toFixed(2));
-  row("statistics", "acceptance length (tokens/round)", figures.mean_acceptance_length.toFixed(2));
-  if (data.slot_size > 1) row("statistics", "slots/round", figures.mean_slots_per_round.toFixed(2));
+  row("statistics", "tokens accepted at a time", figures.mean_acceptance_length.toFixed(2));
+  if (data.slot_size > 1) row("statistics", "slots filled at a time", figures.mean_slots_per_round.toFixed(2));
   row("statistics", data.slot_size > 1 ? "slots out of order" : "tokens out of order", `${figures.num_slots_out_of_order} of ${figures.num_slots} (${(100 * figures.share_out_of_order).toFixed(0)} %)`);
   row("statistics", "drafts", figures.num_drafts);
-  row("statistics", "drafts rejected and re-planned", figures.num_replanned);
-  for (const [phase, number] of figures.phases) row("phases", phase, number);
-  show(count);
+  row("statistics", "drafts rejected and drafted again", figures.num_replanned);
+  for (const [phase, number, text] of figures.phases) row("phases", phase, text, number);
+  show(0);
 })();

@@ -16,7 +16,8 @@ from refusion_lit.traces.document import Trace
 from refusion_lit.traces.summary import TraceStatistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 
-_FIRST, _LAST = (70, 110, 200), (254, 232, 56)  # blue to yellow, in order for all common kinds of colour blindness
+# From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
+_RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
 
 
 def round_style(number: int, num_forwards: int) -> Style:
@@ -26,8 +27,10 @@ def round_style(number: int, num_forwards: int) -> Style:
         number: The forward's number, from 1.
         num_forwards: Number of forwards of the decode.
     """
-    fraction = (number - 1) / max(num_forwards - 1, 1)
-    red, green, blue = (round(low + (high - low) * fraction) for low, high in zip(_FIRST, _LAST, strict=True))
+    at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
+    below = min(int(at), len(_RAMP) - 2)
+    ends = zip(_RAMP[below], _RAMP[below + 1], strict=True)
+    red, green, blue = (round(low + (high - low) * (at - below)) for low, high in ends)
     return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")
 
 
