@@ -29,7 +29,11 @@ def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.Ca
     sweep = _write(
         tmp_path,
         subcommands=["fit", "test"],
-        options=TINY_OPTIONS,
+        options={
+            **TINY_OPTIONS,
+            "model.decoders.llada": {"class_path": "LLaDA", "init_args": {"steps": 4}},
+            "test.model.decoding.allow_mismatch": True,
+        },
         entries=[
             {"model.decoders.refusion.slot_size": 4},
             {"model.decoders.refusion.slot_size": 8, "fit.trainer.strategy": "no_such_strategy"},
@@ -39,8 +43,13 @@ def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.Ca
     assert main(arguments) == 1
     said = capsys.readouterr()
     assert "1 points failed" in said.err
+    assert "llada *" in said.out
+    assert "refusion *" not in said.out
+    assert "* the model was not trained for this decoder" in said.out
     with (tmp_path / "out" / "results.csv").open() as file:
-        good, bad = csv.DictReader(file)
+        good, mismatched, bad = csv.DictReader(file)
+    assert good["mismatch"] == ""
+    assert "attention" in mismatched["mismatch"]
     assert (good["model.decoders.refusion.slot_size"], good["decoder"], good["status"]) == ("4", "refusion", "finished")
     folder = Path(good["folder"])
     figures = json.loads((folder / "test" / "results.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from refusion_lit.sweeps import Sweep, plan
+from refusion_lit.sweeps import Sweep, plan, short
 from refusion_lit.sweeps.points import overlay, set_option
 from sweeps.conftest import resolve
 
@@ -79,3 +79,19 @@ def test_options_of_one_subcommand_and_paths_relative_to_the_sweep_file(tmp_path
 def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         plan(Sweep(**options), tmp_path, resolve)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"),
+        ("name", "name"),
+        ([4, None], "[4, null]"),
+        ({"class_path": "a.b.Hybrid", "init_args": {"eps": 0.5, "inner": {"class_path": "X"}}}, "Hybrid(eps=0.5, inner=X)"),
+        ({"class_path": "Autoregressive"}, "Autoregressive"),
+        ({"mine": {"class_path": "LLaDA", "init_args": {"steps": 2}}}, "{mine: LLaDA(steps=2)}"),
+        ("a" * 41, "a" * 37 + "..."),
+    ],
+)
+def test_values_in_short(value: Any, text: str) -> None:
+    assert short(value) == text

@@ -56,6 +56,9 @@ def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journ
         (x, decoder, sign * x**2) for x in (1, 2, 3) for decoder, sign in (("a", 1), ("b", -1))
     ]
     assert {(row["status"], row["seed"], row["error"]) for row in result.rows} == {("finished", 0, None)}
+    assert {row["decoder"]: row["mismatch"] for row in result.rows} == {
+        "a": "", "b": "another attention; another block size",
+    }  # fmt: skip
     assert not result.failed
     assert sorted(line.split()[1] for line in journal.read_text().splitlines()) == ["1", "2", "3"]
     with (tmp_path / "sweep" / "results.csv").open() as file:

@@ -18,7 +18,7 @@ from refusion_lit.cli.check import check_config
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.suggestions import nearest
 from refusion_lit.cli.trainer_options import read_description
-from refusion_lit.sweeps import Sweep, SweepResult, describe, plan
+from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.yaml_files import read_yaml
 
@@ -79,19 +79,23 @@ def run(args: list[str]) -> int:
 
 def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
-    from refusion_lit.reports.tables import FIGURES, print_table
+    from refusion_lit.reports.tables import FIGURES, MISMATCH, print_table
 
-    short = {name: name.rpartition(".")[2] for name in swept}
-    named = short if len(set(short.values())) == len(short) else {name: name for name in swept}
+    swept = [name for name in swept if name != "model.decoders"]  # the column of decoders shows them
+    leaves = {name: name.rpartition(".")[2] for name in swept}
+    named = leaves if len(set(leaves.values())) == len(leaves) else {name: name for name in swept}
     figures = [(key, title, text) for key, title, text in FIGURES if key in _SHOWN]
     head = [*named.values(), "decoder", *(title for _, title, _ in figures)]
     rows = []
     for row in result.rows:
-        decoder = row["decoder"] or row["status"]
+        decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
         cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in figures]
-        rows.append([*(str(row[name]) for name in swept), decoder, *cells])
+        rows.append([*(short(row[name]) for name in swept), decoder, *cells])
     ranks = [*[0] * (len(swept) + 1), *(_SHOWN.index(key) + 1 for key, _, _ in figures)]
-    print_table(f"{result.directory.name}: {len(rows)} rows", head, rows, ranks=ranks, num_texts=len(swept) + 1)
+    title, notes = f"{result.directory.name}: {len(rows)} rows", []
+    if any(row["mismatch"] for row in result.rows):
+        notes = [f"* {MISMATCH}"]
+    print_table(title, head, rows, ranks=ranks, num_texts=len(swept) + 1, notes=notes)
 
 
 def _report(directory: Path) -> None:

@@ -156,11 +156,22 @@ def _resolve_paths(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an opt
     return str(path)
 
 
+def short(value: Any, max_length: int = 40) -> str:  # noqa: ANN401 - an option's value
+    """Return the value of an option as one short text; a component is written ``Class(option=value)``."""
+    text = _written(value)
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+
+
 def _format(options: Config, separator: str) -> str:
     """Return options as ``name=value``; a sweep without swept options has the one point ``base``."""
-    return separator.join(f"{name}={_short(value)}" for name, value in options.items()) or "base"
+    return separator.join(f"{name}={short(value)}" for name, value in options.items()) or "base"
 
 
-def _short(value: Any, max_length: int = 40) -> str:  # noqa: ANN401 - an option's value
-    text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+def _written(value: Any) -> str:  # noqa: ANN401 - an option's value
+    if isinstance(value, dict) and "class_path" in value:
+        arguments = ", ".join(f"{name}={_written(inner)}" for name, inner in (value.get("init_args") or {}).items())
+        name = str(value["class_path"]).rpartition(".")[2]
+        return f"{name}({arguments})" if arguments else name
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_written(inner)}' for name, inner in value.items())}}}"
+    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

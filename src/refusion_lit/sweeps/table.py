@@ -25,7 +25,8 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
         swept: Names of the swept options, which are columns.
 
     Returns:
-        Rows with the same keys in the same order; the figures of an unfinished point are ``None``.
+        Rows with the same keys in the same order. ``mismatch`` holds the reasons why the model was not trained for the
+        decoder, and is empty if it was. The figures of an unfinished point are ``None``.
     """
     rows = []
     for point in points:
@@ -41,7 +42,10 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
             **{name: point.options.get(name) for name in swept},
         }
         results = outcome.get("results") or {None: {}}
-        rows += [{**common, "decoder": decoder, **figures} for decoder, figures in results.items()]
+        mismatches = outcome.get("mismatches") or {}
+        for decoder, figures in results.items():
+            reasons = "; ".join(mismatches.get(decoder, [])) if figures else None
+            rows.append({**common, "decoder": decoder, "mismatch": reasons, **figures})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 

@@ -39,7 +39,7 @@ def run_point(folder: str) -> bool:
     if error is None and not isinstance(results, dict):
         error = "test wrote no results.json"
     seconds = time.monotonic() - start
-    outcome = {"results": results["results"]} if error is None else {"error": error}
+    outcome = {name: results.get(name, {}) for name in ("results", "mismatches")} if error is None else {"error": error}
     status = "finished" if error is None else "failed"
     write_json_atomically(place / OUTCOME, {"status": status, "seconds": seconds, **outcome})
     return error is None
