@@ -1,5 +1,6 @@
 """Reproducible runs: every session installs exactly the versions of constraints.txt."""
 
+import csv
 from pathlib import Path
 
 import nox
@@ -50,13 +51,16 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train the small model, decode the test set with every decoder, print the table."""
+    """Train a small model for each decoder family, test each decoder on its own model, print the table."""
     install(session, ".")
-    session.run("refusion-lit", "fit", "--config", "configs/quickstart.yaml", env=ENVIRONMENT)
-    runs = Path("runs/quickstart").glob("version_*/checkpoints/last.ckpt")
-    checkpoint = str(max(runs, key=lambda path: path.stat().st_mtime))
-    ablation = ("--config", "configs/ablation.yaml", "--ckpt_path", checkpoint)
-    session.run("refusion-lit", "test", *ablation, env=ENVIRONMENT)
+    directory = Path("runs/sweep_demo")
+    sweep = ("--config", "experiments/demo/sweep.yaml", "--directory", str(directory))
+    session.run("refusion-lit", "sweep", *sweep, "--resume", env=ENVIRONMENT)  # resuming keeps finished models
+    with (directory / "results.csv").open(encoding="utf-8", newline="") as table:
+        folder = next(row["folder"] for row in csv.DictReader(table) if row["decoder"] == "refusion")
+    checkpoint = Path(folder) / "fit" / "checkpoints" / "last.ckpt"
+    prompt = "12+34=...;77-47=...;56+78=...;"
+    session.log(f'watch a decode: {session.bin}/refusion-lit trace --ckpt_path {checkpoint} --prompt "{prompt}"')
 
 
 @nox.session

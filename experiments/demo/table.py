@@ -1,0 +1,36 @@
+"""Print the README's table from results.json, or from another file of the same form.
+
+usage: python experiments/demo/table.py [RESULTS.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results.json")
+ORDER = ("Hybrid", "Masked", "BlockMasked", "Autoregressive")
+
+
+def table(results: Path = RESULTS) -> str:
+    """Return a Markdown table: each decoder on the model of its own family, then mismatches."""
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        objective = row["model.objective"]
+        row["objective"] = objective if isinstance(objective, str) else objective["class_path"]
+    rows.sort(key=lambda row: (bool(row["mismatch"]), ORDER.index(row["objective"])))
+    lines = [
+        "| trained with | decoder | score | tokens/forward | forwards | positions/token |",
+        "| --- | --- | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        mark = r" \*" if row["mismatch"] else ""
+        figures = f"{row['score']:.3f} | {row['tokens_per_forward']:.2f} | {row['num_forwards']}"
+        figures += f" | {row['positions_per_token']:.1f}"
+        lines.append(f"| `{row['objective']}` | `{row['decoder']}`{mark} | {figures} |")
+    return "\n".join([*lines, "", r"\* The model was not trained for this decoder."])
+
+
+if __name__ == "__main__":
+    print(table(*map(Path, sys.argv[1:])))
