@@ -34,7 +34,7 @@ class KeyedNoise:
     """Uniform numbers for a batch of keys.
 
     Args:
-        keys: One signed 64-bit key a row, as :func:`stable_key` makes them.
+        keys: One signed 64-bit key per row, from :func:`stable_key`.
     """
 
     def __init__(self, keys: Int[Tensor, " batch"]) -> None:
@@ -50,7 +50,7 @@ class KeyedNoise:
 
         Args:
             stream: Names what the numbers are for; another name gives independent numbers.
-            size: How many numbers a row. Number ``i`` does not depend on ``size``.
+            size: Number of values per row. Value ``i`` does not depend on ``size``.
             start: Index of the first number.
         """
         return self.bits(stream, size, start=start).double() * 2.0**-53

@@ -25,12 +25,12 @@ class ModelTraits:
     Attributes:
         attention: ``causal`` (in sequence order), ``bidirectional``, or ``block_causal``
             (bidirectional inside a block of ``block_size`` positions, causal between blocks).
-        block_size: Tokens a block; only with ``block_causal``.
+        block_size: Tokens per block; only with ``block_causal``.
         predictions: What its logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: a mask is predicted by the position before it;
             ``next_token_in_slot``: a clean token predicts the next one of its slot;
             ``next_token``: a clean token predicts the next one everywhere.
-            ``None``: unknown (a directory that says nothing), which no decoder is refused on.
+            ``None``: unknown (a directory that does not state it), which fits every decoder.
     """
 
     attention: AttentionKind = "causal"
@@ -93,10 +93,10 @@ class Example:
 
     Attributes:
         id: Unique within the task; names the example in results and keys its noise.
-        query: What is asked, before any template; ignored where ``messages`` is given.
+        query: The question, before any template; ignored if ``messages`` is given.
         response: The reference response, without end-of-sequence token.
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
-        meta: Whatever the task's checker needs.
+        meta: Additional values for the task's scoring.
     """
 
     id: str
@@ -111,7 +111,7 @@ class Prompt:
     """One prompt to decode.
 
     Attributes:
-        token_ids: Prompt tokens, template and all; may contain any id, the mask's included.
+        token_ids: Prompt tokens, template included; may contain any id, the mask's too.
         id: Names the prompt in results and keys its sampling noise.
     """
 
@@ -142,11 +142,11 @@ class SamplingParams:
     """How much to generate and how tokens are drawn.
 
     Attributes:
-        max_new_tokens: At most so many tokens are returned for a prompt, end of sequence included; at least 1.
+        max_new_tokens: Maximum number of response tokens, end of sequence included; at least 1.
         temperature: 0 takes the most probable token; from 1e-30 to 1e30 draws from the softmax of logits / temperature
             (beyond, float32 would overflow and a forbidden token could be drawn).
         top_p: Nucleus in (0, 1]; 1 keeps everything. Has no effect at temperature 0.
-        top_k: Keep the so many most probable tokens; ``None`` keeps all. Has no effect at temperature 0.
+        top_k: Number of most probable tokens to sample from; ``None`` keeps all. Has no effect at temperature 0.
         seed: Sampling noise is a function of seed, prompt id, round and position alone.
         stop: Strings that end a response; text is cut before the first of them.
     """
@@ -159,7 +159,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what no decoder could do."""
+        """Check ranges."""
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
         in_range = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")

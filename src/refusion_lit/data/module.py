@@ -46,13 +46,13 @@ class InstructionDataModule(EvaluationLoaders):
         pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
-            and little with 'flex_attention'. ``None``: one sample a row.
+            and little with 'flex_attention'. ``None``: one sample per row.
         malformed: What to do with a sample that cannot be encoded: stop with an ``error``, or ``skip`` and count it.
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
         cache_dir: Directory that keeps encoded files between runs, by a hash of their content, the tokenizer and the
-            options; nothing deletes old entries. ``None`` encodes once a run.
+            options; nothing deletes old entries. ``None`` encodes in every run.
 
     Attributes:
         num_too_long: Number of samples dropped as too long, over the splits in use.

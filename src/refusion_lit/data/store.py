@@ -15,7 +15,7 @@ from refusion_lit.types import Example
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedStore(Dataset[EncodedExample]):
-    """Encoded examples, concatenated in flat arrays: four bytes a token.
+    """Encoded examples, concatenated in flat arrays: four bytes per token.
 
     Attributes:
         tokens: All tokens; for each example the prompt, then the response.

@@ -21,7 +21,7 @@ class ModelRequirements:
         attention: Attention pattern of the decoder's forwards.
         predictions: Meanings of logits that the decoder relies on.
         mask_token: Whether the decoder feeds mask tokens.
-        block_size: Tokens a block, for block-causal attention.
+        block_size: Tokens per block, for block-causal attention.
     """
 
     attention: AttentionKind

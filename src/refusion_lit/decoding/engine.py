@@ -44,8 +44,8 @@ def decode(
         max_batch_size: Maximum number of prompts decoded concurrently; a finished prompt frees its row for the next
             one (continuous batching).
         max_tokens_per_forward: Maximum number of positions a call computes, padding included. Prompts that do not fit
-            wait for a later call, longest wait first; one that is too large by itself runs alone. ``None``: no bound.
-            Changes no token.
+            wait for a later call, longest wait first; one that exceeds the limit on its own runs alone. ``None``: no
+            limit. Changes no token.
         callbacks: Notified when tokens are committed and prompts finish.
         detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
         allow_mismatch: Only warn if the model was trained for something else.

@@ -56,9 +56,9 @@ class Generation:
         num_forwards: Forwards in which the prompt took part.
         num_positions: Token positions computed for it, padding excluded.
         seconds: Time from its first forward to its end.
-        round_ratios: Committed tokens a forward of each round that committed any; only for the paper's TPF figure.
+        round_ratios: Committed tokens per forward of each round that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length of its share of each forward.
-        trace: One entry a forward; empty unless a trace was requested.
+        trace: One entry per forward; empty unless a trace was requested.
     """
 
     id: str
@@ -84,7 +84,7 @@ class DecodingOutput:
 
     Attributes:
         rows: One generation for each prompt, in the prompts' order.
-        num_calls: Calls of the model, whatever their batch size.
+        num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
         seconds: Wall-clock seconds of the whole call, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).

@@ -1,7 +1,7 @@
 """Requests of a decoder to the model for one prompt, and the readings that answer them.
 
 The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
-transfer a forward is enough.
+transfer per forward is enough.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Branch:
         shift: Predicted position minus the position whose logits are read: 0 where masks predict themselves, 1 where
             tokens predict the next one.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
-        score_at: Pairs of an offset and a token id; asks for the token's probability under the logits at the offset.
-        prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may ask for: one group for each ``draft_at``,
+        score_at: Pairs of an offset and a token id whose probability under the logits at the offset is read.
+        prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may request: one group for each ``draft_at``,
             all of equal length, or any groups if nothing is drafted.
         num_prefetch: Number of groups to prefetch, those of the most probable drafts first. Used on accelerators to
             save a device-to-host transfer; changes no token.
@@ -59,7 +59,7 @@ class Draw:
         forbidden: Ids that are never drawn, besides those that no decoder draws.
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
-        confidence_forbidden: Ids left out of the softmax behind the probabilities (LLaDA's EOS options).
+        confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
         statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p).
@@ -132,7 +132,7 @@ class Reading:
     Attributes:
         tokens: The drawn token of each ``draft_at``.
         probabilities: Its probability under the softmax of the unfiltered logits (after guidance), in [0, 1]; empty if
-            the draw does not ask for probabilities and no trace is recorded.
+            the draw requests no probabilities and no trace is recorded.
         statistics: One list for each requested statistic.
         scores: The probability for each ``score_at``.
     """

@@ -53,7 +53,7 @@ class EvaluationHooks(L.LightningModule):
         raise NotImplementedError
 
     def text_model(self) -> TextModel:
-        """Return the model behind the Python interface for generation."""
+        """Return the model with the Python interface for generation."""
         self.configure_model()
         assert self.tokenizer is not None
         return TextModel(self.model, self.tokenizer, self.prompt_template)

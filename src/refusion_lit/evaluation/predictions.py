@@ -1,4 +1,4 @@
-"""The predictions file: one JSON object a line, an interface for other programs.
+"""The predictions file: one JSON object per line, an interface for other programs.
 
 Beside ``NAME.jsonl`` lies ``NAME.jsonl.meta.json`` with the predictions' fingerprint and, until they are complete, the
 progress to resume from.

@@ -11,15 +11,15 @@ from refusion_lit.types import ModelTraits
 
 
 def order_mask(order: Int[Tensor, "batch token"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch token token"]:
-    """Let a token see every real token whose order is not above its own.
+    """Build the mask in which a token sees every real token of the same or a lower order.
 
     Causal attention has order 0, 1, 2, ...; bidirectional attention has the same order everywhere; block-causal
     attention has the block's number.
 
     Args:
         order: Order of every token.
-        lengths: Real tokens of each row; padding lies behind them and is seen by nobody but itself
-            (a query that sees nothing would give NaN).
+        lengths: Number of real tokens of each row. The padding after them is visible to itself only (a query
+            without visible keys would give NaN).
     """
     index = torch.arange(order.shape[1], device=order.device)
     real = index[None] < lengths[:, None]
@@ -32,7 +32,7 @@ def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"])
 
     Args:
         traits: The model's traits.
-        position_ids: Places in the text. Causal attention follows the *sequence*, not these.
+        position_ids: Positions in the text. Causal attention follows the *sequence*, not these.
     """
     if traits.attention == "bidirectional":
         return torch.zeros_like(position_ids)
@@ -43,12 +43,12 @@ def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"])
 
 
 def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask into what is added to attention scores (eager attention adds booleans as 0 and 1)."""
+    """Convert a boolean mask to one that is added to attention scores (eager attention adds booleans as 0 and 1)."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def block_mask(mask: Bool[Tensor, "batch token key"]) -> BlockMask:
-    """Turn a boolean mask into what flex attention takes."""
+    """Convert a boolean mask to flex attention's block mask."""
 
     def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask[batch, query, key]

@@ -1,8 +1,8 @@
 """A preallocated key/value cache with one region of storage for every row.
 
 A *cache index* says where in its row's storage a token's keys and values lie. It is not a position (the place in the
-text): committing, cropping and reordering only move entries. Each forward says beforehand which indices its tokens are
-written to; the attention mask says which entries a query sees.
+text): committing, cropping and reordering only move entries. Each forward declares in advance which indices its tokens
+are written to; the attention mask says which entries a query sees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK = 128
 
 @dataclass(slots=True)
 class _Plan:
-    """What :meth:`KVCache.prepare` was told.
+    """Arguments of :meth:`KVCache.prepare`, as index tensors.
 
     Attributes:
         sequences: Storage row of each sequence.
@@ -53,7 +53,7 @@ class KVCache:
     Args:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one for each prompt being decoded.
-        capacity: Initial entries a row; grows by chunks of 128.
+        capacity: Initial number of entries per row; grows in chunks of 128.
 
     Attributes:
         body: Runs the model's body in place of the library's forward; set by the model that made the cache.

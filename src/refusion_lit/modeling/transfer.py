@@ -1,8 +1,7 @@
-"""Between host and device: what is sent makes nobody wait, and there is one way back, which does.
+"""Copies between host and device: host-to-device copies are non-blocking, device-to-host copies block.
 
-A plain copy from ordinary memory to a GPU waits until everything queued there is done. Everything that decoding sends
-goes through :func:`to_device`, everything it learns comes through :func:`to_host`, so that meetings of host and device
-can be counted, and tests count them.
+A copy from pageable memory to a GPU waits until all work queued there is done. Decoding copies only through
+:func:`to_device` and :func:`to_host`, so that tests can count how often the host waits.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[int] | np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Send numbers to a device without waiting for it.
+    """Copy numbers to a device without waiting for it.
 
     Args:
         values: Integers, or an array or CPU tensor of any type.
-        device: Where to.
+        device: Destination.
     """
     if not isinstance(values, Tensor):
         values = torch.from_numpy(values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64))
     if device.type == "cpu":
         return values
     if device.type == "cuda":
-        values = values.pin_memory()  # only from pinned memory is a copy made while the host goes on
+        values = values.pin_memory()  # copies from pageable memory would block the host
     return values.to(device, non_blocking=True)
 
 

@@ -24,7 +24,7 @@ class ResponseBatch:
         response_lengths: Number of response tokens of each sample, end of sequence included; at least 1.
         sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
         ids: The samples' ids.
-        rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample a row.
+        rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.
         following: On the first micro-batch of an optimizer step, the step's other micro-batches; ``None`` on the
             others.
     """

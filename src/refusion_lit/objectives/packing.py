@@ -21,7 +21,7 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     and their labels, weights and terms: the loss is that of the batch without packing.
 
     Args:
-        corrupted: One sample a row, view-major where there are several views.
+        corrupted: One sample per row, view-major if there are several views.
         rows: Row that each sample goes to, from 0 without gaps. Each view gets rows of its own, view-major again.
         pad_token_id: Fills up the rows, which become as long as the fullest.
 

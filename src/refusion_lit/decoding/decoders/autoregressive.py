@@ -1,4 +1,4 @@
-"""Ordinary decoding, one token a forward: the baseline of every other decoder."""
+"""Autoregressive decoding, one token per forward: the baseline of all other decoders."""
 
 from __future__ import annotations
 

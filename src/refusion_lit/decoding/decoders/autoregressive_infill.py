@@ -1,4 +1,4 @@
-"""Autoregressive infill: one forward a round, whose own logits give the next round's proposals."""
+"""Autoregressive infill: one forward per round, whose logits also give the proposals of the next round."""
 
 from __future__ import annotations
 

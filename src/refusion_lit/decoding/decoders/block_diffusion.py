@@ -58,15 +58,16 @@ class BlockDiffusion(Decoder):
     softmax.
 
     Attributes:
-        block_size: Tokens a block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
+        block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
         sampling_rule: What a forward commits. ``threshold``: tokens with a probability above ``threshold``, and always
             the most probable one. ``first_hitting``: one token at a uniformly drawn place. ``ancestral``: with
-            ``num_steps`` steps a sub-block, each masked place at step i (from 0) with probability 1 / (num_steps - i),
-            the reverse process of a linear mask schedule; steps that choose no place need no forward.
-        threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token a forward.
+            ``num_steps`` steps per sub-block, each masked place at step i (from 0) with probability
+            1 / (num_steps - i), the reverse process of a linear mask schedule; steps that choose no place need no
+            forward.
+        threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token per forward.
         num_steps: For ``ancestral`` only.
-        sub_block_size: Tokens a sub-block; sub-blocks are decoded left to right inside a block. Divides ``block_size``.
-            ``None``: one sub-block.
+        sub_block_size: Tokens per sub-block; sub-blocks are decoded left to right inside a block. Divides
+            ``block_size``. ``None``: one sub-block.
         shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
             last token of the clean block before it, in the forward that caches that block.
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one

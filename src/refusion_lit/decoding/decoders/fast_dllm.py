@@ -38,9 +38,9 @@ class FastDLLM(Decoder):
     forward over the whole canvas refreshes them at the start of each block.
 
     Attributes:
-        block_length: Tokens a block; the last one may be shorter.
+        block_length: Tokens per block; the last one may be shorter.
         threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. Values
-            above 1 unmask one token a forward; 1 does not promise that, since rounding makes confidences of 1.
+            above 1 unmask one token per forward; 1 does not promise that, since rounding makes confidences of 1.
         factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
             of them; at least one.
         steps: Instead of both: forwards over the whole response, shared equally by the blocks; a block needs no more
@@ -49,7 +49,7 @@ class FastDLLM(Decoder):
             the block is recomputed).
         stop_at_eos: Stop once everything up to an end of sequence is final.
         shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
-            then unmasks only the block's first token, whose predictor lies outside the block.
+            then unmasks only the block's first token, which is predicted from outside the block.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))

@@ -31,7 +31,7 @@ class LLaDA(Decoder):
 
     Attributes:
         steps: Forwards over the whole response; ``None``: one for each token.
-        block_length: Tokens a block; blocks are unmasked left to right. ``None``: one block.
+        block_length: Tokens per block; blocks are unmasked left to right. ``None``: one block.
         order: Which masks are unmasked first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the
             most probable draft first) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
             (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time

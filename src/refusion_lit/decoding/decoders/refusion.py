@@ -27,7 +27,7 @@ class ReFusion(Decoder):
     With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
 
     Attributes:
-        slot_size: Tokens a slot, K in the paper.
+        slot_size: Tokens per slot, K in the paper.
         num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. ``None``: 2, or 1
             if the response has a single slot.
         slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
@@ -40,8 +40,8 @@ class ReFusion(Decoder):
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
         fused: Append the masks of the next plan to a verification. If the drafts are accepted, the next round needs no
             forward to plan. Exact: changes the number of forwards, never the text.
-        infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: a row a slot, two
-            forwards a round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
+        infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: one row per slot, two
+            forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
             ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
             ``auto``: the same, as long as that takes at most ``forward_cost`` positions.
         forward_cost: Fixed cost of a forward in positions: a / b of a cost a + b * positions, over the batch size.

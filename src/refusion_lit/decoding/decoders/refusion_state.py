@@ -31,7 +31,7 @@ class ReFusionState(RowState):
     """State of ReFusion.
 
     Attributes:
-        slot_size: Tokens a slot.
+        slot_size: Tokens per slot.
         num_serial_blocks: Serial blocks of the canvas.
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         next_block: Number of the serial block after the current one.

@@ -119,7 +119,7 @@ class SlotInfill:
         self.drop_after_end()
         if self.packed:
             return
-        # A slot that ended delays nobody: what follows its EOS is fed, but never kept.
+        # A slot that ended delays no other slot: tokens after its EOS are fed, but never kept.
         fewest = min(self.slot_size if slot.ends else slot.num_accepted for slot in self.slots) - self.num_cached
         self.num_cached += fewest if self.is_done else fewest - 1
 
