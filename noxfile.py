@@ -83,7 +83,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def reproduce(session: nox.Session) -> None:
-    """Run an experiment anew and compare with its committed result: `nox -s reproduce -- NAME`."""
+    """Run an experiment again and compare with its committed result: `nox -s reproduce -- NAME`."""
     if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():
         known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
         session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")

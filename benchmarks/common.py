@@ -61,9 +61,9 @@ class Work:
 
 
 def interleaved(works: Mapping[str, Work], repeats: int, *, seed: int = 0, warmup: bool = True) -> None:
-    """Time each work ``repeats`` times, all of them in every round, in an order drawn anew for every round.
+    """Time each work ``repeats`` times: every round runs all of them, in a new random order.
 
-    What else the machine does then hits all of them alike, and ratios within a round mean something.
+    Other load on the machine then affects all of them alike, so ratios within a round are meaningful.
     """
     rng = random.Random(seed)
     if warmup:
@@ -158,7 +158,7 @@ def random_model(
 
 
 def with_library_body(model: Backbone) -> Backbone:
-    """Return the same weights run by transformers' forward, whatever the lean body knows."""
+    """Return the same weights run by transformers' forward, never by the lean body."""
     return Backbone(model.model, model.traits, model.special_tokens, lean=False)
 
 

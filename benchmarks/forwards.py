@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.forwards [--repeats 60] [--threads '[1, 2]']
 
-additions-clean behind a cache of 100 entries: times of one row and of 16, of transformers' body and the lean one. The
-ratio is how many times the positions a second 16 rows make of one row's: no decoder can gain more from a batch.
+Times one row and 16 rows of additions-clean over a cache of 100 entries, with transformers' body and the lean one. The
+ratio is positions per second of 16 rows over those of one row: no decoder can gain more from a batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BODIES = {"transformers' body": False, "the lean body": True}
 
 
 def seconds(rows: int, length: int, *, lean: bool, repeats: int) -> float:
-    """Return the least time of a forward of so many rows and positions a row."""
+    """Return the shortest time of a forward of ``rows`` rows with ``length`` positions each."""
     model = golden_model("clean")
     model.lean = lean
     cache = model.make_cache(rows)

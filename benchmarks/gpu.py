@@ -69,7 +69,7 @@ def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: flo
 
 
 class FlexBackbone(Backbone):
-    """A backbone whose lean body attends by flex attention, whatever the model's config says."""
+    """A backbone whose lean body uses flex attention, independent of the model's config."""
 
     def make_cache(self, num_rows: int) -> KVCache:
         usual = self.config._attn_implementation

@@ -41,7 +41,7 @@ class Schedule:
     prefixes: tuple[int, ...] = ()
 
     def num_forwards(self, num_slots: int) -> int:
-        """Return how many forwards ReFusion's reference mode makes for so many slots."""
+        """Return the number of forwards that ReFusion's reference mode makes for ``num_slots`` slots."""
         rounds = num_slots // self.slots_a_round
         return 2 * rounds + 2 * len(self.prefixes) * (rounds // 2)
 
@@ -104,7 +104,7 @@ class Replay:
 
 
 def _value_at_start(values: Tensor, starts: Bool[Tensor, "batch token"]) -> Tensor:
-    """Carry each start's value on to the places behind it."""
+    """Copy each start's value to the places after it, up to the next start."""
     index = torch.arange(values.shape[1], device=values.device).expand_as(values)
     return values.gather(1, index.where(starts, 0).cummax(1).values)
 

@@ -127,9 +127,9 @@ def main(directory: str = str(RESULTS)) -> None:
     lines = [
         "# Results",
         (
-            "Made by `python -m benchmarks.table` from the JSON beside it; `nox -s bench` measures anew. Every ratio "
-            "is a median over rounds in which all its decoders ran, in random order, in one process. A text is the "
-            "same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
+            "`python -m benchmarks.table` makes this page from the JSON beside it; run `nox -s bench` to measure. Every "
+            "ratio is a median over rounds in which all its decoders ran, in random order, in one process. A text is "
+            "the same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
         ),
         "\n".join(
             f"- {name}: {machine(result)}"
