@@ -127,8 +127,8 @@ def main(directory: str = str(RESULTS)) -> None:
     lines = [
         "# Results",
         (
-            "`python -m benchmarks.table` makes this page from the JSON beside it; run `nox -s bench` to measure. Every "
-            "ratio is a median over rounds in which all its decoders ran, in random order, in one process. A text is "
+            "`python -m benchmarks.table` makes this page from the JSON beside it; run `nox -s bench` to measure. "
+            "Every ratio is a median over rounds in which all its decoders ran, in random order, in one process. A text is "
             "the same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
         ),
         "\n".join(
