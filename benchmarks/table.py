@@ -128,8 +128,9 @@ def main(directory: str = str(RESULTS)) -> None:
         "# Results",
         (
             "`python -m benchmarks.table` makes this page from the JSON beside it; run `nox -s bench` to measure. "
-            "Every ratio is a median over rounds in which all its decoders ran, in random order, in one process. A text is "
-            "the same for all ReFusion runs of a case; seconds, every repeat, config and versions are in the JSON."
+            "Every ratio is a median over rounds in which all its decoders ran, in random order, in one process. "
+            "A text is the same for all ReFusion runs of a case; seconds, every repeat, config and versions are "
+            "in the JSON."
         ),
         "\n".join(
             f"- {name}: {machine(result)}"
