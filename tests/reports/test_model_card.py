@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from refusion_lit.reports.model_card import model_card
-from refusion_lit.types import ModelTraits
+from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import predictions, write_run
 
 CONFIG = {
@@ -46,7 +49,59 @@ def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
     assert "| `a` | 1.000 | 5.00 | 123 |" in card
     assert r"| `b` \* | 0.500 |" in card
     assert r"\* the model was not trained for this decoder" in card
-    assert "Batch size 3; max_new_tokens 8." in card
+    assert "On 1 prompt of the test split, decoded" in card
+    assert "decoded with batch_size 3, max_new_tokens 8, temperature 0.0:" in card
+
+
+def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0]), "b": predictions([0.5])})
+    results = json.loads((run / "results.json").read_text())
+    results["config"]["data"] = {"task": {"class_path": "x.Gsm8k", "init_args": {"dataset": "openai/gsm8k"}}}
+    (run / "results.json").write_text(json.dumps(results))
+    front = ModelCardData(**yaml.safe_load(model_card("me/out", ModelTraits(), None, [run]).split("---")[1]))
+    name, found = model_index_to_eval_results(front.to_dict()["model-index"])
+    assert name == "out"
+    shown = [(r.dataset_name, r.dataset_type, r.metric_type, r.metric_name, r.metric_value) for r in found]
+    assert shown == [
+        ("Gsm8k, test split", "openai/gsm8k", "score", "score with a", 0.5),
+        ("Gsm8k, test split", "openai/gsm8k", "tokens_per_forward", "tokens per forward with a", 5.0),
+        ("Gsm8k, test split", "openai/gsm8k", "score", "score with b", 0.5),
+        ("Gsm8k, test split", "openai/gsm8k", "tokens_per_forward", "tokens per forward with b", 5.0),
+    ]
+    assert "model-index" not in model_card("me/out", ModelTraits(), None)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "length"),
+    [
+        ({"max_steps": 10}, "at most 10 steps"),
+        ({"max_steps": 10, "max_epochs": None}, "at most 10 steps"),
+        ({"max_steps": -1, "max_epochs": 1}, "at most 1 epoch"),
+        (
+            {"max_steps": 7, "max_epochs": 2, "max_time": "00:01:00:00"},
+            "at most 7 steps or 2 epochs or a time of 00:01:00:00",
+        ),
+        ({"max_steps": -1, "max_epochs": None}, "at most 1000 epochs"),
+        ({"max_epochs": -1}, "without a limit"),
+    ],
+)
+def test_a_card_says_how_long_the_training_may_have_been(tmp_path: Path, trainer: dict, length: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "trainer": {**trainer, "min_steps": None}}))
+    card = model_card("out", ModelTraits(), tmp_path)
+    assert f"| length | {length} |" in card
+    assert "None" not in card
+    assert "null" not in card
+
+
+@pytest.mark.parametrize("prediction", get_args(Prediction))
+@pytest.mark.parametrize("attention", get_args(AttentionKind))
+def test_a_card_says_what_the_model_predicts(attention: AttentionKind, prediction: Prediction) -> None:
+    traits = ModelTraits(
+        attention=attention, block_size=4 if attention == "block_causal" else None, predictions=(prediction,)
+    )
+    assert "It predicts the token" in model_card("out", traits, None)
+    unknown = ModelTraits(attention=attention, block_size=traits.block_size)
+    assert "What it predicts is not recorded." in model_card("out", unknown, None)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
 
+_PREDICTIONS = {
+    "mask": "the token at each mask",
+    "mask_shifted": "the token at each mask, from the position before it",
+    "next_token": "the token after each token",
+    "next_token_in_slot": "the token after each token of a slot",
+}
 _DECODERS = {"bidirectional": "LLaDA", "block_causal": "BlockDiffusion"}
 
 
@@ -42,20 +48,21 @@ def model_card(
     config = (run and read_config(run)) or {}
     environment = (run and read_environment(run)) or {}
     loading = _loading(name, traits) if adapters is None else _adapter_loading(name, adapters)
-    parts = [_front_matter(config), f"# {Path(name).name}", _summary(traits), loading]
+    tests = [_read_test(path) for path in results]
+    parts = [_front_matter(name, config, tests), f"# {Path(name).name}", _summary(traits), loading]
     if config:
         parts.append(_training(config))
-    if results:
-        parts += ["## Results", *map(_results, results)]
+    if tests:
+        parts += ["## Results", *map(_results, tests)]
     if environment:
         parts.append(_table("Environment", described_environment(environment)))
     if config:
-        shown = yaml.safe_dump(config, sort_keys=False, width=120).strip()
+        shown = yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip()
         parts.append(f"<details><summary>Training config</summary>\n\n```yaml\n{shown}\n```\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(config: Mapping[str, Any]) -> str:
+def _front_matter(name: str, config: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
     values: dict[str, Any] = {
         "library_name": "refusion-lit",
         "pipeline_tag": "text-generation",
@@ -64,16 +71,37 @@ def _front_matter(config: Mapping[str, Any]) -> str:
     source = _lookup(config, "model", "backbone", "source")
     if source and not Path(source).exists():  # a local path means nothing on another machine
         values["base_model"] = source
+    if tests:
+        values["model-index"] = [{"name": Path(name).name, "results": list(map(_index, tests))}]
     return f"---\n{yaml.safe_dump(values, sort_keys=False).strip()}\n---"
 
 
+def _index(test: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a test as an entry of the hub's ``model-index``."""
+    task = _lookup(test, "config", "data", "task")
+    name = _class_name(task) or "unknown task"
+    metrics = [
+        {"type": figure, "name": f"{title} with {decoder}", "value": round(float(figures[figure]), 4)}
+        for decoder, figures in test["results"].items()
+        for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward"))
+        if figure in figures
+    ]
+    return {
+        "task": {"type": "text-generation", "name": "Text generation"},
+        "dataset": {"name": f"{name}, test split", "type": _lookup(task, "init_args", "dataset") or name},
+        "metrics": metrics,
+    }
+
+
 def _summary(traits: ModelTraits) -> str:
-    block = f" in blocks of {traits.block_size}" if traits.block_size else ""
-    predictions = ", ".join(f"`{name}`" for name in traits.predictions or ()) or "unknown"
-    return (
-        f"A language model for parallel decoding, written by refusion-lit {__version__}. Attention: "
-        f"{traits.attention.replace('_', '-')}{block}. Its logits predict: {predictions}."
-    )
+    pattern = {
+        "causal": "Every position sees the positions before it",
+        "bidirectional": "Every position sees the whole text",
+        "block_causal": f"Every position sees its own block of {traits.block_size} positions and all blocks before it",
+    }[traits.attention]
+    predictions = " and ".join(_PREDICTIONS[name] for name in traits.predictions or ())
+    predicts = f"It predicts {predictions}." if predictions else "What it predicts is not recorded."
+    return f"A language model, exported by refusion-lit {__version__}. {pattern}. {predicts}"
 
 
 def _loading(name: str, traits: ModelTraits) -> str:
@@ -125,31 +153,51 @@ def _training(config: Mapping[str, Any]) -> str:
         "task": _component(_lookup(config, "data", "task")),
         "weights from": _lookup(config, "model", "backbone", "source") or "random initialisation",
         "optimizer": _component(_lookup(config, "model", "optimizer")),
-        "batch": f"{_lookup(config, 'data', 'batch_size')} samples per process, "
-        f"{_lookup(config, 'trainer', 'accumulate_grad_batches') or 1} batches per optimizer step",
-        "length": f"at most {_lookup(config, 'trainer', 'max_steps')} steps and "
-        f"{_lookup(config, 'trainer', 'max_epochs')} epochs",
+        "samples per batch and process": _lookup(config, "data", "batch_size"),
+        "batches per optimizer step": _lookup(config, "trainer", "accumulate_grad_batches") or 1,
+        "length": _length(config),
         "precision": _lookup(config, "trainer", "precision") or "32-true",
         "seed": config.get("seed_everything"),
     }
-    return _table("Training", rows)
+    return _table("Training", {name: value for name, value in rows.items() if value is not None})
 
 
-def _results(directory: Path) -> str:
+def _length(config: Mapping[str, Any]) -> str:
+    """Return the limits of a training, of which the first one that is reached ends it."""
+    steps, epochs, time = (_lookup(config, "trainer", f"max_{name}") for name in ("steps", "epochs", "time"))
+    parts = [f"{steps} steps"] if steps is not None and steps >= 0 else []
+    if epochs is not None and epochs >= 0:
+        parts.append(f"{epochs} epoch{'' if epochs == 1 else 's'}")
+    if time is not None:
+        parts.append(f"a time of {time}")
+    elif not parts and epochs is None:
+        parts.append("1000 epochs")  # Lightning's default
+    return f"at most {' or '.join(parts)}" if parts else "without a limit"
+
+
+def _read_test(directory: Path) -> dict[str, Any]:
+    """Return the content of a test's ``results.json``."""
     path = directory / RESULTS
     results = read_results(path)
     if results is None:
         raise ValueError(f"results: expected the results of `refusion-lit test` in {path}, got another file.")
+    return results
+
+
+def _results(results: Mapping[str, Any]) -> str:
     marked = {name for name, reasons in (results.get("mismatches") or {}).items() if reasons}
-    sampling = ", ".join(f"{name} {value}" for name, value in (results.get("sampling") or {}).items() if value)
-    return (
-        f"{markdown_figures(results['results'], marked=marked)}\n\nBatch size {results.get('batch_size')}; {sampling}."
-    )
+    sampling = {"batch_size": results.get("batch_size"), **(results.get("sampling") or {})}
+    options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
+    num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
+    task = _class_name(_lookup(results, "config", "data", "task"))
+    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the test split"
+    lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}:"
+    return f"{lead}\n\n{markdown_figures(results['results'], marked=marked)}"
 
 
 def _table(title: str, rows: Mapping[str, object]) -> str:
     lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()]
-    return "\n".join([f"## {title}", "", "| | |", "| --- | --- |", *lines])
+    return "\n".join([f"## {title}", "", "| name | value |", "| --- | --- |", *lines])
 
 
 def _component(part: object) -> str:
@@ -157,10 +205,22 @@ def _component(part: object) -> str:
     if not isinstance(part, Mapping):
         return "default" if part is None else str(part)
     options = [f"{k}={v}" for k, v in (part.get("init_args") or {}).items() if v is not None and k != "files"]
-    return f"{str(part.get('class_path')).rsplit('.', 1)[-1]}({', '.join(options)})"
+    return f"{_class_name(part)}({', '.join(options)})"
 
 
-def _lookup(config: Mapping[str, Any], *path: str) -> Any:  # noqa: ANN401 - a value of a config
+def _class_name(part: object) -> str | None:
+    """Return the class of a component of a config without its module; ``None`` if there is none."""
+    return str(part["class_path"]).rsplit(".", 1)[-1] if isinstance(part, Mapping) and "class_path" in part else None
+
+
+def _without_unset(value: Any) -> Any:  # noqa: ANN401 - YAML
+    """Return a config without the options that have no value."""
+    if isinstance(value, Mapping):
+        return {name: _without_unset(inner) for name, inner in value.items() if inner is not None}
+    return [_without_unset(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _lookup(config: object, *path: str) -> Any:  # noqa: ANN401 - a value of a config
     value: Any = config
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
