@@ -59,8 +59,8 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             raise explain(self, args, error) from error
         options = cast("Namespace", self.instantiate_classes(parsed))
-        if "decoder" in options and options.decoder is None:
-            options.decoder = ReFusion() if options.draft is None else SelfSpeculative()
+        if options.get("draft") is not None and options.decoder == ReFusion():  # the default
+            options.decoder = SelfSpeculative()
         return options
 
 
@@ -84,8 +84,8 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
 
 def add_decoder_option(parser: OneLineParser) -> None:
     """Add the decoder with its options."""
-    text = "class of the decoder, or a YAML file like those in configs/decoder; ReFusion, with --draft SelfSpeculative"
-    parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
+    text = "class of the decoder, or a YAML file like those in configs/decoder; SelfSpeculative with --draft"
+    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True, help=text)
 
 
 def add_loading_options(parser: OneLineParser) -> None:
