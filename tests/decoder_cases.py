@@ -57,11 +57,17 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"selection": "capped", "k": 2, "slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3},
         {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.1, "token_threshold": 0.5},
     ],
-    BlockDiffusion: [{"sampling_rule": "ancestral", "num_steps": 3}, {"shifted": True, "sub_block_size": 4}],
+    BlockDiffusion: [
+        {"sampling_rule": "ancestral", "num_steps": 3},
+        {"shifted": True, "sub_block_size": 4},
+        {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
+    ],
     LLaDA: [{"order": "entropy", "order_temperature": 0.5}, {"order": "origin", "steps": 4}],
     FastDLLM: [
         {"threshold": None, "factor": 1.0, "cache": "prefix", "block_length": 5},
         {"threshold": 0.5, "cache": "dual", "block_length": 6, "shifted": True},
+        {"threshold": None, "order": "entropy", "cache": "prefix", "block_length": 8, "steps": 8, "shifted": True},
+        {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""

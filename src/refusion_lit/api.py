@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, ReFusion, decode
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, decode, default_decoder
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.types import Prompt, SamplingParams
@@ -34,6 +34,12 @@ class TextModel:
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.prompt_template = prompt_template
+
+    @property
+    def default_decoder(self) -> Decoder:
+        """The decoder of this model where none is named: the published one of its layout, or one for its traits."""
+        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
+        return default_decoder(self.backbone.traits, stored.get("decoder"))
 
     def to(self, device: str | torch.device) -> TextModel:
         """Move the weights to a device."""
@@ -114,7 +120,7 @@ class TextModel:
 
         Args:
             queries: Texts; the tokenizer's chat template or ``prompt_template`` is applied.
-            decoder: The strategy; ``ReFusion()`` by default.
+            decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
                 default) and the options of :meth:`decode`.
@@ -139,7 +145,7 @@ class TextModel:
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         encoded = [Prompt(token_ids=tuple(tokens), id=name) for tokens, name in zip(prompts, names, strict=True)]
-        return self.decode(encoded, decoder or ReFusion(), sampling, **options).rows
+        return self.decode(encoded, decoder or self.default_decoder, sampling, **options).rows
 
 
 def load(

@@ -145,8 +145,8 @@ class SamplingParams:
         max_new_tokens: Maximum number of response tokens, end of sequence included; at least 1.
         temperature: 0 takes the most probable token; from 1e-30 to 1e30 draws from the softmax of logits / temperature
             (beyond, float32 would overflow and a forbidden token could be drawn).
-        top_p: Nucleus in (0, 1]; 1 keeps everything. Has no effect at temperature 0.
-        top_k: Number of most probable tokens to sample from; ``None`` keeps all. Has no effect at temperature 0.
+        top_p: Nucleus in (0, 1]; 1 keeps everything. At temperature 0 it changes no token, but Dream's confidences.
+        top_k: Number of most probable tokens to keep; ``None`` keeps all. At temperature 0 as ``top_p``.
         seed: Sampling noise is a function of seed, prompt id, round and position alone.
         stop: Strings that end a response; text is cut before the first of them.
     """

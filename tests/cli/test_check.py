@@ -86,7 +86,7 @@ def test_wrong_configs_are_named(config: dict[str, object], expected: str, tmp_p
 
 
 def test_what_is_required_may_come_from_a_config() -> None:
-    assert refusal("fit").startswith("data.task, data.tokenizer: expected a value, got none; give them, or a config")
+    assert refusal("fit").startswith("data.task: expected a value, got none; give it, or a config")
     check_arguments(["--config", QUICKSTART], read_description("fit"), "fit")
     check_arguments(["--data.task=Additions", "--data.tokenizer=CharacterTokenizer"], read_description("fit"), "fit")
 

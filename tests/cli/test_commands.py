@@ -340,7 +340,7 @@ def test_init_copies_the_configs(tmp_path: Path) -> None:
             ["fit", "--config", ABLATION],
             "backbone: expected a source (directory or hub id) or a config with model_type",
         ),
-        (["fit"], "data.task, data.tokenizer: expected a value, got none; give them, or a config"),
+        (["fit"], "data.task: expected a value, got none; give it, or a config"),
         (
             ["fit", "quickstart.yaml"],
             "expected options, which start with --",

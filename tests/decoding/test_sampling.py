@@ -62,16 +62,22 @@ def test_filters_keep_what_a_slow_one_keeps(
     probabilities = filtered.softmax(-1)
     expected = [math.exp((logits[i] - max(logits)) / temperature) if i in kept else 0.0 for i in range(len(logits))]
     assert probabilities.tolist() == pytest.approx([value / sum(expected) for value in expected], abs=1e-12)
-    tokens, _ = draw_tokens(torch.tensor([logits], dtype=torch.float64), sampling, keys_of(1))
+    tokens = draw_tokens(torch.tensor([logits], dtype=torch.float64), sampling, keys_of(1))
     assert int(tokens) in kept
 
 
 def test_temperature_zero_takes_the_most_probable_and_the_lower_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-math.inf, -1e38, -1e38]])
     none = keys_of(0)
-    tokens, filtered = draw_tokens(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), none)
+    tokens = draw_tokens(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), none)
     assert tokens.tolist() == [1, 0, 1]
-    assert torch.equal(filtered, logits), "nothing is filtered"
+
+
+def test_the_order_of_the_filters_matters() -> None:
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    sampling = SamplingParams(temperature=0.0, top_k=2, top_p=0.5)
+    kept = [filter_logits(probabilities.log(), sampling, top_p_first=first).isfinite().sum() for first in (False, True)]
+    assert kept == [1, 2], "of two tokens the first has 4/7 of the probability, of four 4/10"
 
 
 @settings(max_examples=100)
@@ -99,7 +105,7 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: 
     logits = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.25], dtype=torch.float32)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     number = 20000
-    tokens, _ = draw_tokens(logits.expand(number, -1), sampling, keys_of(number))
+    tokens = draw_tokens(logits.expand(number, -1), sampling, keys_of(number))
     counts = tokens.bincount(minlength=5).double()
     expected = filter_logits(logits[None].double(), sampling)[0].softmax(-1) * number
     assert (counts[expected == 0] == 0).all()
@@ -110,10 +116,10 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: 
 def test_a_draw_depends_on_its_own_key_alone() -> None:
     logits = torch.randn(40, 11, generator=torch.Generator().manual_seed(0))
     sampling = SamplingParams(temperature=1.0)
-    together = draw_tokens(logits, sampling, keys_of(40))[0]
+    together = draw_tokens(logits, sampling, keys_of(40))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(draw_tokens(logits[order], sampling, keys_of(40)[order])[0], together[order])
-    assert not torch.equal(draw_tokens(logits, sampling, keys_of(40) + 1)[0], together)
+    assert torch.equal(draw_tokens(logits[order], sampling, keys_of(40)[order]), together[order])
+    assert not torch.equal(draw_tokens(logits, sampling, keys_of(40) + 1), together)
 
 
 def test_logits_of_any_size_can_be_drawn_from() -> None:
@@ -122,7 +128,7 @@ def test_logits_of_any_size_can_be_drawn_from() -> None:
     for temperature in (1e-30, 1e-3, 1.0, 1e30):
         for top_p in (0.5, 1.0):
             sampling = SamplingParams(temperature=temperature, top_p=top_p)
-            tokens = draw_tokens(logits.repeat(50, 1), sampling, keys_of(100))[0]
+            tokens = draw_tokens(logits.repeat(50, 1), sampling, keys_of(100))
             assert set(tokens[::2].tolist()) <= ({1, 2} if temperature < 1e30 else {0, 1, 2})
             assert set(tokens[1::2].tolist()) <= {0, 1}
 
@@ -133,5 +139,5 @@ def test_the_least_and_the_greatest_noise_are_numbers(monkeypatch: pytest.Monkey
         return torch.full((1, size), bits)
 
     monkeypatch.setattr(KeyedNoise, "bits", constant)
-    tokens, _ = draw_tokens(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), keys_of(1))
+    tokens = draw_tokens(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), keys_of(1))
     assert tokens.tolist() == [2], "with equal noise the most probable token is drawn"

@@ -136,7 +136,7 @@ def test_the_masked_estimate_with_the_harness(adapter: RefusionLitModel, data: d
     (sample,) = results["samples"]["choices"]
     for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
         context, text = [adapter._encode(part) for part in (sample["doc"]["q"], choice)]
-        expected, _ = monte_carlo_masked(adapter.model.backbone, context, text, num_draws=8, batch_size=8)
+        expected = monte_carlo_masked(adapter.model.backbone, context, text, num_draws=8, batch_size=8)
         assert value == pytest.approx(expected, abs=1e-4)
 
 
@@ -156,16 +156,16 @@ def test_the_masked_estimate_is_the_mean_over_masks() -> None:
                 logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].log_softmax(-1)
             value = sum(float(logits[3 + i, text[i]]) for i in chosen)
             expected += value * length / count / comb(length, count) / length
-    found, _ = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    found = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
     assert found == pytest.approx(expected, rel=0.05)
-    again, _ = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=300)
+    again = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=300)
     assert again == pytest.approx(found, abs=1e-4)
 
 
 def test_a_causal_model_sees_known_tokens_before_masks() -> None:
     backbone = refusion_lit.load(MODEL).backbone
     mask = backbone.special_tokens.mask_token_id
-    found, _ = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
+    found = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
     with torch.no_grad():
         hidden = backbone.hidden_states(torch.tensor([[5, 6, 7, mask]]), torch.arange(4)[None], None)
         logits = backbone.logits(hidden)[0, -1, : backbone.special_tokens.vocab_size].double().log_softmax(-1)

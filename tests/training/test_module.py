@@ -103,7 +103,7 @@ def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
 
 
 def test_fit_notes_what_the_weights_were_trained_for(tmp_path: Path) -> None:
-    module, data = _parts()
+    module, data = _parts(decoders={"refusion": ReFusion()})
     assert module.text_model().backbone.traits.predictions is None
     _trainer(tmp_path, max_steps=1).fit(module, data)
     assert module.model.traits == Hybrid().traits

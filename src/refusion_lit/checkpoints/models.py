@@ -14,6 +14,7 @@ from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
 from refusion_lit.checkpoints.stored import check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
+from refusion_lit.modeling.architecture import config_of_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import load_drafter
 from refusion_lit.modeling.hub import check_source
@@ -66,9 +67,11 @@ def load_model(
         return _with_drafter(backbone, draft).eval(), tokenizer, metadata.prompt_template
     check_source(str(source), "ckpt_path")
     options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
-    tokenizer = PretrainedTokenizer(source=str(source), revision=revision, trust_remote_code=trust_remote_code).build(
-        None
-    )
+    if not trust_remote_code:  # refuse an unknown architecture before its tokenizer
+        config_of_source(str(source), options.config, layout=options.layout, revision=revision, trust_remote_code=False)
+    tokenizer = PretrainedTokenizer(
+        source=str(source), revision=revision, layout=options.layout, trust_remote_code=trust_remote_code
+    ).build(None)
     backbone = _with_drafter(options.build(tokenizer), draft).eval()
     return backbone, tokenizer, stored_prompt_template(backbone)
 

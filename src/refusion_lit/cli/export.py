@@ -25,6 +25,8 @@ def run(args: list[str]) -> int:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
+    layout = "published layout to write for its family's own programs, such as llada or dream; ours by default"
+    parser.add_argument("--layout", type=str | None, default=None, help=layout)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
@@ -38,11 +40,15 @@ def run(args: list[str]) -> int:
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file
     from refusion_lit.modeling.drafter import save_drafter
+    from refusion_lit.modeling.layouts import layout_named
     from refusion_lit.modeling.saving import save_adapters, save_model
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.drafter_card import drafter_card
     from refusion_lit.reports.model_card import model_card
 
+    if options.layout is not None:
+        layout_named(options.layout, "layout")
+        require(not options.adapter_only, "layout", "none with adapter_only", options.layout, "drop one of them")
     if options.adapter_only:
         expected = "the checkpoint of a run with model.backbone.lora or drafter"
         require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
@@ -66,7 +72,7 @@ def run(args: list[str]) -> int:
         elif options.adapter_only:
             save_adapters(backbone, tokenizer, directory)
         else:
-            save_model(backbone, tokenizer, directory, prompt_template=template)
+            save_model(backbone, tokenizer, directory, prompt_template=template, layout=options.layout)
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if options.push_to_hub:

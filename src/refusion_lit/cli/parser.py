@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, cast
 from jsonargparse import ArgumentParser, Namespace
 
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
+from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least
 
@@ -59,8 +60,9 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             raise explain(self, args, error) from error
         options = cast("Namespace", self.instantiate_classes(parsed))
-        if options.get("draft") is not None and options.decoder == ReFusion():  # the default
-            options.decoder = SelfSpeculative()
+        if "decoder" in options and not any(arg.startswith("--decoder") for arg in args):
+            # None: the model's own, which load_model_of fills in.
+            options.decoder = None if options.get("draft") is None else SelfSpeculative()
         return options
 
 
@@ -84,7 +86,9 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
 
 def add_decoder_option(parser: OneLineParser) -> None:
     """Add the decoder with its options."""
-    text = "class of the decoder, or a YAML file like those in configs/decoder; SelfSpeculative with --draft"
+    own = "the model's own by default, SelfSpeculative with --draft"
+    text = f"class of the decoder, or a YAML file like those in configs/decoder; {own}"
+    # Options without a class (--decoder.slot_size) are ReFusion's.
     parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True, help=text)
 
 
@@ -96,6 +100,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
+    layouts = "published layout of a directory whose config does not tell: " + ", ".join(LAYOUTS)
+    parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
@@ -115,12 +121,13 @@ def sampling_of(options: Namespace) -> SamplingParams:
             require_at_least(name, options[name], 1)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
     sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(as_list(options.stop)))
-    options.decoder.check(sampling)
+    if options.decoder is not None:
+        options.decoder.check(sampling)
     return sampling
 
 
 def load_model_of(options: Namespace) -> TextModel:
-    """Load the model that the options name.
+    """Load the model that the options name; its own decoder becomes ``options.decoder`` where none is named.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -131,5 +138,9 @@ def load_model_of(options: Namespace) -> TextModel:
     if options.trust_remote_code:
         sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
     names = ("dtype", "device", "revision", "trust_remote_code", "draft")
-    overrides = BackboneConfig(source=options.ckpt_path, attention=options.attention, block_size=options.block_size)
-    return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
+    own = {name: options[name] for name in ("layout", "attention", "block_size")}
+    overrides = BackboneConfig(source=options.ckpt_path, **own)
+    model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
+    if "decoder" in options and options.decoder is None:
+        options.decoder = model.default_decoder
+    return model

@@ -36,7 +36,7 @@ class InstructionDataModule(EvaluationLoaders):
 
     Args:
         task: Where the examples come from, and how responses are scored.
-        tokenizer: Where the tokenizer comes from.
+        tokenizer: Where the tokenizer comes from. Commands that are given a model's ``ckpt_path`` take the model's.
         batch_size: Training samples in a batch, on each process; with ``pack_length``, rows of several samples.
         eval_batch_size: Samples in a batch of validation, and prompts in a batch of test and prediction.
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
@@ -62,7 +62,7 @@ class InstructionDataModule(EvaluationLoaders):
     def __init__(
         self,
         task: Task,
-        tokenizer: TokenizerSource,
+        tokenizer: TokenizerSource | None = None,
         batch_size: int = 32,
         eval_batch_size: int = 128,
         max_length: int = 512,
@@ -84,6 +84,11 @@ class InstructionDataModule(EvaluationLoaders):
         require(fits, "data.pack_length", expected, pack_length, fix)
         has_query = "{query}" in prompt_template
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
+        if tokenizer is None:
+            raise ValueError(
+                "data.tokenizer: expected a value, got none; give it, or a config that does, such as "
+                "`--config configs/quickstart.yaml` (test, predict and validate can take it from --ckpt_path)."
+            )
         self.task, self.tokenizer_source = task, tokenizer
         self.batch_size, self.eval_batch_size, self.max_length = batch_size, eval_batch_size, max_length
         self.prompt_template, self.length_grouped, self.malformed = prompt_template, length_grouped, malformed

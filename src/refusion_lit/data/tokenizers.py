@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from refusion_lit.modeling.architecture import warn_of_remote_code
+from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.modeling.vocabulary import ensure_mask_token
+from refusion_lit.modeling.layouts import Layout, layout_of
+from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 from refusion_lit.utils.errors import reason_of
@@ -125,11 +128,14 @@ class PretrainedTokenizer(TokenizerSource):
     Attributes:
         source: Directory or hub id.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let the source run Python code of its own on this machine.
+        layout: Published layout of the source, where its config does not tell; see
+            :class:`~refusion_lit.modeling.loading.BackboneConfig`.
+        trust_remote_code: Let a source of no known layout run Python code of its own on this machine.
     """
 
     source: str
     revision: str | None = None
+    layout: str | None = None
     trust_remote_code: bool = False
 
     def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
@@ -142,9 +148,10 @@ class PretrainedTokenizer(TokenizerSource):
         if self.trust_remote_code:
             warn_of_remote_code(self.source)
         check_source(self.source, "tokenizer.source")
-        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        values = stored_config(self.source, self.revision)
+        layout = layout_of(values, self.layout)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.source, **options)
+            tokenizer = self._load(layout)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason_of(error)}). "
@@ -160,8 +167,8 @@ class PretrainedTokenizer(TokenizerSource):
                 f"tokenizer.source: expected an end-of-sequence token, got none in {self.source!r}. "
                 "Set eos_token in its tokenizer_config.json."
             )
-        mask_token_id = _configured_mask_id(self.source, options)
-        ensure_mask_token(tokenizer, mask_token_id)
+        mask_token_id = values.get("mask_token_id")
+        ensure_mask_token(tokenizer, mask_token_id, () if layout is None else layout.mask_tokens)
         if mask_token_id not in (None, tokenizer.mask_token_id):
             raise ValueError(
                 f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
@@ -169,7 +176,23 @@ class PretrainedTokenizer(TokenizerSource):
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
+        vocabulary = tokenizer.get_vocab()
+        named = [vocabulary[text] for text in (layout.end_tokens if layout else ()) if text in vocabulary]
+        add_eos_tokens(tokenizer, [*_configured_eos_ids(self.source, self.revision, values), *named])
         return _without_truncation(tokenizer)
+
+    def _load(self, layout: Layout | None) -> PreTrainedTokenizerBase:
+        """Load the tokenizer; that of a known layout without the Python code that comes with it."""
+        if layout is None:
+            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+            return AutoTokenizer.from_pretrained(self.source, **options)
+        stored = get_tokenizer_config(self.source, revision=self.revision)
+        if "auto_map" in stored and layout.slow_tokenizer is not None:
+            # The same files (vocabulary and merges) under the class that the authors' one was derived from.
+            tokenizer_class: Any = getattr(transformers, layout.slow_tokenizer)
+        else:
+            tokenizer_class = PreTrainedTokenizerFast
+        return tokenizer_class.from_pretrained(self.source, revision=self.revision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +263,11 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     return tokenizer
 
 
-def _configured_mask_id(source: str, options: dict[str, Any]) -> int | None:
-    """Return ``mask_token_id`` of the source's config, ``None`` where config or id are missing."""
+def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, Any]) -> list[int]:
+    """Return the ends of sequence in a source's config and generation config."""
     try:
-        values, _ = PreTrainedConfig.get_config_dict(source, revision=options["revision"])
+        generation: Any = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
     except (OSError, ValueError):
-        return None
-    return values.get("mask_token_id")
+        generation = None
+    found = [values.get("eos_token_id"), generation]
+    return [int(token) for each in found for token in (each if isinstance(each, list) else [each]) if token is not None]

@@ -16,6 +16,7 @@ from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
+from refusion_lit.decoding.defaults import default_decoder
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 
@@ -49,6 +50,7 @@ __all__ = [
     "check_model",
     "cut_at_stop",
     "decode",
+    "default_decoder",
     "most_certain",
 ]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
 from refusion_lit.decoding.requests import Branch, Draw, Reading
-from refusion_lit.decoding.sampling import draw_tokens, filtered_statistics, first_argmax, noise_keys
+from refusion_lit.decoding.sampling import draw_tokens, filter_logits, filtered_statistics, first_argmax, noise_keys
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device, to_host
 
@@ -176,8 +176,12 @@ class LogitReader:
         if not is_plain(draw):
             allowed = rows.index_fill(-1, banned, -math.inf)
             allowed[:, self._vocab_size :] = -math.inf
-            tokens, filtered = draw_tokens(allowed, draw.sampling, keys)
-            return tokens, [filtered_statistics(draw.statistics, filtered, tokens)] if draw.statistics else []
+            tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
+            if not draw.statistics:
+                return tokens, []
+            seen = rows.index_fill(-1, to_device(draw.forbidden, rows.device), -math.inf) if draw.forbidden else rows
+            filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
+            return tokens, [filtered_statistics(draw.statistics, filtered, tokens)]
         kept = rows.index_select(-1, banned) if restore else None
         tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
         if kept is not None:  # probabilities are over all ids
@@ -271,7 +275,7 @@ def _kind(draw: Draw) -> tuple[object, ...]:
     if is_plain(draw):
         return (draw.forbidden,)
     return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
-            draw.confidence_forbidden, draw.statistics)  # fmt: skip
+            draw.confidence_forbidden, draw.statistics, draw.top_p_first)  # fmt: skip
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ class Draw:
         confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
         statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
-            temperature, top-k and top-p).
+            temperature, top-k and top-p). Ids that no decoder draws stay in these distributions, ``forbidden`` ones do
+            not; at temperature 0 they are filtered like at temperature 1.
+        top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
     """
 
@@ -72,6 +74,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistics: tuple[str, ...] = ()
+    top_p_first: bool = False
     with_probability: bool = True
 
 

@@ -17,7 +17,9 @@ from refusion_lit.utils.keys import stable_key
 _BLOCK = 256
 
 
-def filter_logits(logits: Float[Tensor, "position vocab"], sampling: SamplingParams) -> Float[Tensor, "position vocab"]:
+def filter_logits(
+    logits: Float[Tensor, "position vocab"], sampling: SamplingParams, *, top_p_first: bool = False
+) -> Float[Tensor, "position vocab"]:
     """Apply temperature, then top-k, then top-p.
 
     Top-k keeps all tokens that tie with the last one it keeps. Top-p keeps the most probable tokens up to and
@@ -25,22 +27,31 @@ def filter_logits(logits: Float[Tensor, "position vocab"], sampling: SamplingPar
 
     Args:
         logits: Finite, or -inf for banned ids; at least one is finite.
-        sampling: Sampling options; nothing is filtered at temperature 0.
+        sampling: Sampling options; temperature 0 filters as 1 does, for confidences.
+        top_p_first: Apply top-p before top-k.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature > 0:
+        # Subtract the maximum, which keeps the result finite at any temperature.
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if top_p_first:
+        return _top_k(_top_p(logits, sampling.top_p), sampling.top_k)
+    return _top_p(_top_k(logits, sampling.top_k), sampling.top_p)
+
+
+def _top_k(logits: Tensor, top_k: int | None) -> Tensor:
+    if top_k is None or top_k >= logits.shape[-1]:
         return logits
-    # Subtract the maximum, which keeps the result finite at any temperature.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        smallest = logits.topk(sampling.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < smallest, -math.inf)
-    if sampling.top_p < 1:
-        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
-        probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
-        logits = logits.masked_fill(dropped, -math.inf)
-    return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
+
+
+def _top_p(logits: Tensor, top_p: float) -> Tensor:
+    if top_p >= 1:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= top_p)
+    return logits.masked_fill(dropped, -math.inf)
 
 
 def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
@@ -80,7 +91,9 @@ def draw_tokens(
     logits: Float[Tensor, "position vocab"],
     sampling: SamplingParams,
     noise_keys: Int[Tensor, " key"],
-) -> tuple[Int[Tensor, " position"], Float[Tensor, "position vocab"]]:
+    *,
+    top_p_first: bool = False,
+) -> Int[Tensor, " position"]:
     """Draw one token at every position.
 
     At temperature 0 the most probable token is taken; ties go to the lower id. Above, Gumbel noise in float64 is added
@@ -90,17 +103,15 @@ def draw_tokens(
         logits: Logits with banned ids at -inf.
         sampling: Sampling options.
         noise_keys: Key of each position's noise; empty at temperature 0.
-
-    Returns:
-        The tokens, and the filtered logits that they were drawn from.
+        top_p_first: Apply top-p before top-k.
     """
-    filtered = filter_logits(logits, sampling)
     if sampling.temperature == 0:
-        return first_argmax(filtered), filtered
+        return first_argmax(logits)
+    filtered = filter_logits(logits, sampling, top_p_first=top_p_first)
     bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
     # The largest value would round to 1, whose noise is infinite, and -inf + inf is NaN.
     uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
-    return (filtered.double() - (-uniform.log()).log()).argmax(-1), filtered
+    return (filtered.double() - (-uniform.log()).log()).argmax(-1)
 
 
 def filtered_statistics(

@@ -8,10 +8,13 @@ from typing import Literal
 
 import torch
 from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives.block import three_part_mask
 from refusion_lit.utils.keys import stable_key
 
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]
@@ -70,13 +73,17 @@ def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[in
 @torch.no_grad()
 def monte_carlo_masked(
     backbone: Backbone, context: Sequence[int], text: Sequence[int], *, num_draws: int, batch_size: int, seed: int = 0
-) -> tuple[float, bool]:
+) -> float:
     """Estimate the log-likelihood bound of a masked model, in nats (LLaDA, arXiv 2502.09992, equation 6).
 
-    Each draw masks ``l`` of the ``n`` tokens, ``l`` uniform in 1 to ``n``, and adds ``n / l`` times the log-probability
-    of the masked tokens. Draws are a function of seed and text. A causal model gets the known tokens first, in sequence
-    order, as in its training; position ids say where they belong. Masks fall on single tokens, also for a model that
-    was trained with masked slots.
+    Each draw masks ``l`` of the ``n`` tokens and adds ``n / l`` times the log-probability of the masked tokens. The
+    counts ``l`` are stratified over 1 to ``n``: a random first one, the others at equal distances from it, modulo
+    ``n``, as in LLaDA's program. Deliberate differences: all draws are stratified together, not each batch, so that
+    the batch size has no influence; distances are rounded down, not to even. Draws are a function of seed and text.
+
+    A causal model gets the known tokens first, in sequence order, as in its training; position ids say where they
+    belong. A block-causal model sees the blocks before a masked one clean, as in training and decoding. Masks fall on
+    single tokens, also for a model that was trained with masked slots.
 
     Args:
         backbone: A model that predicts its masks.
@@ -87,37 +94,78 @@ def monte_carlo_masked(
         seed: Seeds the draws.
 
     Returns:
-        The mean over draws, and whether every masked token was the most probable one in every draw.
+        The mean over draws.
     """
-    mask_token_id, traits = backbone.special_tokens.mask_token_id, backbone.traits
-    assert mask_token_id is not None
     start, length = len(context), len(text)
-    clean = torch.tensor([*context, *text])
     noise = KeyedNoise(torch.tensor([stable_key("likelihood", seed, str([*context, -1, *text]))]))
-    counts = (noise.uniform("count", num_draws)[0] * length).long() + 1
+    first = int(noise.uniform("count", 1)[0, 0] * length) + 1
+    counts = first + torch.arange(num_draws) * length // num_draws
+    counts = (counts - 1) % length + 1
     order = rearrange(noise.uniform("order", num_draws * length), "1 (draw token) -> draw token", draw=num_draws)
-    is_masked = torch.zeros(num_draws, len(clean), dtype=torch.bool)
+    is_masked = torch.zeros(num_draws, start + length, dtype=torch.bool)
     is_masked[:, start:] = order.argsort(-1).argsort(-1) < counts[:, None]
-    causal = traits.attention == "causal"
+    tokens, total = torch.tensor([*context, *text]), 0.0
+    for rows in is_masked.split(batch_size):
+        for row, hidden in zip(rows, _masked_states(backbone, tokens, rows), strict=True):
+            value, _ = _score(backbone, hidden, tokens[row].to(hidden.device))
+            total += value * length / int(row.sum())
+    return total / num_draws
+
+
+@torch.no_grad()
+def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> bool:
+    """Whether a masked model, unmasking the most probable token of all masks step by step, writes a text.
+
+    LLaDA's check (arXiv 2502.09992 and its program): the text starts as masks, and each step makes the most probable
+    prediction final. It ends at the first token that is not the text's.
+
+    Args:
+        backbone: A model that predicts its masks.
+        context: Tokens before the text.
+        text: Tokens of the text, at least one.
+    """
+    tokens, start = torch.tensor([*context, *text]), len(context)
+    is_masked = torch.arange(len(tokens)) >= start
+    special = backbone.special_tokens
+    while bool(is_masked.any()):
+        hidden = _masked_states(backbone, tokens, is_masked[None])[0]
+        logits = backbone.logits(hidden)[..., : special.vocab_size].float()
+        logits[:, list(special.banned_token_ids)] = -torch.inf
+        best, predicted = logits.softmax(-1).max(-1)
+        chosen = int(best.argmax())
+        place = int(is_masked.nonzero()[chosen])
+        if int(predicted[chosen]) != int(tokens[place]):
+            return False
+        is_masked[place] = False
+    return True
+
+
+def _masked_states(
+    backbone: Backbone, tokens: Int[Tensor, " token"], is_masked: Bool[Tensor, "row token"]
+) -> list[Float[Tensor, "masked hidden"]]:
+    """Return the hidden states that predict the masked tokens of each row, in text order."""
+    traits, mask_token_id, length = backbone.traits, backbone.special_tokens.mask_token_id, len(tokens)
+    assert mask_token_id is not None
     predictions = traits.predictions or ()
     shifted = "mask_shifted" in predictions and "mask" not in predictions
-    total, greedy = 0.0, True
-    for rows in is_masked.split(batch_size):
-        positions = torch.arange(len(clean)).expand(len(rows), -1)
-        if causal:
-            positions = rows.int().argsort(dim=-1, stable=True)  # known tokens, then masks
-        masked = rows.gather(1, positions)
-        tokens = clean[positions]
-        ids, position_ids = tokens.masked_fill(masked, mask_token_id).to(backbone.device), positions.to(backbone.device)
-        lengths = torch.full((len(rows),), len(clean), device=backbone.device)
-        attention = None if causal else order_mask(pattern_order(traits, position_ids), lengths)
-        hidden = backbone.hidden_states(ids, position_ids, attention)
-        read_at = masked.roll(-1, dims=1) if shifted else masked
-        for row, at, targets_at, row_tokens in zip(hidden, read_at, masked, tokens, strict=True):
-            value, right = _score(backbone, row[at.to(row.device)], row_tokens[targets_at].to(row.device))
-            total += value * length / int(targets_at.sum())
-            greedy = greedy and right
-    return total / num_draws, greedy
+    positions = torch.arange(length).expand(len(is_masked), -1)
+    if traits.attention == "causal":
+        positions = is_masked.int().argsort(dim=-1, stable=True)  # known tokens, then masks
+    masked, clean = is_masked.gather(1, positions), tokens[positions]
+    ids, lengths, attention = clean.masked_fill(masked, mask_token_id), torch.full((len(is_masked),), length), None
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        attention = three_part_mask(length, traits.block_size, lengths)
+        ids, positions = torch.cat((ids, clean), 1), positions.repeat(1, 2)
+    elif traits.attention == "bidirectional":
+        attention = order_mask(pattern_order(traits, positions), lengths)
+    sent = [None if each is None else each.to(backbone.device) for each in (ids, positions, attention)]
+    hidden = backbone.hidden_states(*sent)  # type: ignore[arg-type]
+    read_at = torch.arange(length) - int(shifted)
+    if shifted and traits.block_size is not None:
+        # The token before a block is clean when the block is decoded.
+        read_at = torch.where(torch.arange(length) % traits.block_size == 0, read_at + length, read_at)
+    return [row[read_at[at].to(row.device)] for row, at in zip(hidden, masked, strict=True)]
 
 
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:

@@ -15,7 +15,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from refusion_lit.api import TextModel, load
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.decoding import Decoder, ReFusion, check_context
+from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.modeling.loading import BackboneConfig
@@ -29,7 +29,7 @@ class RefusionLitModel(LM):
 
     Args:
         pretrained: Checkpoint, Hugging Face directory or hub id; or a loaded model.
-        decoder: The strategy; ``ReFusion()`` by default.
+        decoder: The strategy; by default the model's own (``TextModel.default_decoder``).
         likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
             token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
         num_draws: States drawn for ``monte_carlo_masked``.
@@ -90,7 +90,7 @@ class RefusionLitModel(LM):
                 trust_remote_code=trust_remote_code,
                 overrides=overrides,
             )
-        self.decoder = decoder or ReFusion()
+        self.decoder = decoder or self.model.default_decoder
         self.likelihood: Likelihood = likelihood
         self.num_draws, self.batch_size, self.max_gen_toks = num_draws, int(batch_size), max_gen_toks
         self.seed, self.allow_mismatch = seed, allow_mismatch
@@ -218,9 +218,9 @@ class RefusionLitModel(LM):
         likelihood.check(backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
         if self.likelihood == "autoregressive":
             return likelihood.autoregressive(backbone, known, text)
-        return likelihood.monte_carlo_masked(
-            backbone, known, text, num_draws=self.num_draws, batch_size=self.batch_size, seed=self.seed
-        )
+        options = {"num_draws": self.num_draws, "batch_size": self.batch_size, "seed": self.seed}
+        estimate = likelihood.monte_carlo_masked(backbone, known, text, **options)
+        return estimate, likelihood.is_greedy_text(backbone, known, text)
 
 
 register_model("refusion_lit")(RefusionLitModel)

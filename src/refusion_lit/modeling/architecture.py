@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from refusion_lit.modeling.hub import check_source
+from refusion_lit.modeling.layouts import Layout, layout_of, supported_layouts
 from refusion_lit.utils.errors import reason_of
 
 
@@ -36,20 +37,33 @@ def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
 
 
 def config_of_source(
-    source: str, overrides: Mapping[str, Any], *, revision: str | None, trust_remote_code: bool
-) -> Any:  # noqa: ANN401 - one class per architecture
+    source: str,
+    overrides: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Layout | None]:
     """Load the config of a directory or hub id.
 
     Args:
         source: Where it is.
         overrides: Options to replace.
+        layout: Name of its published layout, where its config does not tell.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let the source run Python code of its own; warns before it does.
+        trust_remote_code: Let a source of no known layout run Python code of its own; warns before it does.
+
+    Returns:
+        Transformers' config, and the layout if it is a published one.
 
     Raises:
         ValueError: If it cannot be loaded, or has no such option.
     """
     check_source(source, "backbone.source")
+    values = stored_config(source, revision)
+    found = layout_of(values, layout)
+    if found is not None:
+        return _published_config(found, values, overrides), found
     if trust_remote_code:
         warn_of_remote_code(source)
     try:
@@ -62,10 +76,13 @@ def config_of_source(
                 f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
                 "the checkpoint again without --adapter_only."
             ) from error
-        if "trust_remote_code" in str(error):
+        if values.get("model_type", "") not in CONFIG_MAPPING:
+            is_code = "auto_map" in values
             raise ValueError(
-                f"backbone.source: expected an architecture of transformers, got one in Python code that comes with "
-                f"{source!r}. Set trust_remote_code: true if you trust its authors."
+                f"backbone.source: expected an architecture of transformers or one of the layouts "
+                f"{supported_layouts()}, got model_type {values.get('model_type')!r}"
+                f"{' in Python code that comes with' if is_code else ' in'} {source!r}. "
+                f"{'Set trust_remote_code: true if you trust its authors.' if is_code else 'Check the directory.'}"
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
@@ -73,6 +90,31 @@ def config_of_source(
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
+    return config, None
+
+
+def stored_config(source: str, revision: str | None) -> dict[str, Any]:
+    """Return the options in a source's ``config.json`` as they are; empty if there is none. Runs no code."""
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    except (OSError, ValueError):
+        return {}
+    return values
+
+
+def _published_config(layout: Layout, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return transformers' config of a published one."""
+    try:
+        config = AutoConfig.for_model(**layout.library_options(values))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"backbone.source: expected a complete config of a {layout.name} checkpoint, got one that cannot be "
+            f"converted ({type(error).__name__}: {reason_of(error)}); fetch config.json again."
+        ) from error
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise _unknown_option(name, config)
+        setattr(config, name, value)
     return config
 
 

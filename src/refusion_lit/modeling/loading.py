@@ -15,6 +15,8 @@ from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.checks import body_of, check_compilable
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+from refusion_lit.modeling.layouts import Layout
+from refusion_lit.modeling.layouts.weights import load_published
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.vocabulary import fit_vocabulary, special_tokens_of
 from refusion_lit.types import ModelTraits
@@ -37,6 +39,8 @@ class BackboneConfig:
             ``model_type``.
         random_init: Take only the source's architecture and initialise the weights at random.
         revision: Pinned revision of a hub id.
+        layout: Published layout of the source (see :data:`~refusion_lit.modeling.layouts.LAYOUTS`); ``None`` takes the
+            one that its ``model_type`` names, or transformers' own.
         attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights.
@@ -62,6 +66,7 @@ class BackboneConfig:
     config: dict[str, Any] = field(default_factory=dict)
     random_init: bool = False
     revision: str | None = None
+    layout: str | None = None
     attention: Literal["causal", "bidirectional", "block_causal"] | None = None
     block_size: int | None = None
     dtype: DType = "float32"
@@ -105,18 +110,18 @@ class BackboneConfig:
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
         """
+        layout: Layout | None = None
         if self.source is None:
             config = config_of_type(self.config, tokenizer)
         else:
-            config = config_of_source(
-                self.source, self.config, revision=self.revision, trust_remote_code=self.trust_remote_code
-            )
+            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+            config, layout = config_of_source(self.source, self.config, layout=self.layout, **options)
         traits = ModelTraits.from_dict(getattr(config, "refusion_lit", None) or {})
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         pretrained = self.source is not None and not self.random_init
         with _seeded(seed):
-            model = self._load_weights(config) if pretrained else self._initialise_weights(config)
+            model = self._load_weights(config, layout) if pretrained else self._initialise_weights(config)
             new_token_ids = fit_vocabulary(model, tokenizer, pretrained=pretrained)
             if self.gradient_checkpointing:
                 _enable_checkpointing(model)
@@ -147,8 +152,15 @@ class BackboneConfig:
             trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
         )
 
-    def _load_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
+    def _load_weights(self, config: Any, layout: Layout | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
+        if layout is not None:
+            options: dict[str, Any] = {
+                "revision": self.revision,
+                "dtype": getattr(torch, self.dtype),
+                "attn_implementation": self.attn_implementation,
+            }
+            return load_published(layout, self.source, config, **options)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.source,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.layouts import Layout, layout_named
 from refusion_lit.modeling.lora import merged, quiet_peft
+from refusion_lit.utils.require import require
 
 _TEMPLATE = "prompt_template"
 
@@ -20,20 +24,64 @@ def save_model(
     directory: str | Path,
     *,
     prompt_template: str = "{query}",
+    layout: str | None = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the backbone's weights first.
 
+    Args:
+        backbone: The model.
+        tokenizer: Its tokenizer.
+        directory: New or empty.
+        prompt_template: Turns a query into a prompt where the tokenizer has no chat template.
+        layout: Name of a published layout to write instead of our own, for its family's programs. Their Python files
+            are not written; the config says where on the hub they are.
+
     Raises:
-        ValueError: If the directory holds files already; an old ``model.safetensors`` could win when loading.
+        ValueError: If the directory holds files already (an old ``model.safetensors`` could win when loading), or the
+            model is none of the layout's.
     """
     path = _empty_directory(directory)
+    published = None if layout is None else _checked_layout(backbone, layout)
     model = merged(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
-    model.config.refusion_lit = {**backbone.traits.to_dict(), _TEMPLATE: prompt_template}
-    model.save_pretrained(path)
+    eos_token_ids = backbone.special_tokens.eos_token_ids
+    model.generation_config.eos_token_id = list(eos_token_ids) if len(eos_token_ids) > 1 else eos_token_ids[0]
+    if published is not None:
+        _save_published(model, published, path)
+    else:
+        stored = getattr(model.config, "refusion_lit", None) or {}
+        model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def _checked_layout(backbone: Backbone, name: str) -> Layout:
+    """Return a layout by its name; refuse a model of another architecture or with other traits."""
+    layout = layout_named(name, "layout")
+    values = backbone.config.to_dict()
+    published = layout.published_options(values)
+    kind, expected = values["model_type"], layout.base_type(published)
+    require(kind == expected, "layout", f"a {expected} model for {name}", kind, "leave the layout out")
+    traits = backbone.traits
+    fits = traits.predictions is None or (traits.attention, traits.predictions) == (
+        layout.attention,
+        layout.predictions,
+    )
+    wanted = f"a model trained as {name} is ({layout.attention}, {', '.join(layout.predictions)})"
+    require(fits, "layout", wanted, traits, "leave the layout out")
+    return layout
+
+
+def _save_published(model: Any, layout: Layout, path: Path) -> None:  # noqa: ANN401 - a class of transformers
+    """Write weights and configs under the names of a published layout."""
+    weights = {layout.published_name(name): weight for name, weight in model.named_parameters()}  # tied ones once
+    path.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict({name: weight.detach().contiguous() for name, weight in weights.items()}, path)
+    config = layout.published_options(json.loads(model.config.to_json_string(use_diff=False)))
+    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    model.generation_config.save_pretrained(path)
 
 
 def stored_prompt_template(backbone: Backbone) -> str:

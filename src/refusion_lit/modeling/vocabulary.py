@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from refusion_lit.types import SpecialTokens
 
 _NEW_MASK = "mask_token_is_new"
+_EOS_IDS = "ends_of_sequence"
+"""Entry of ``tokenizer_config.json`` with the ids of further ends of sequence, which travel with the tokenizer."""
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Read a tokenizer's special ids.
+    """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
 
     Raises:
         ValueError: If it has no end-of-sequence token.
@@ -25,22 +28,49 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
         raise ValueError(
             "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
         )
+    eos_token_ids = tuple(dict.fromkeys((int(eos), *tokenizer.init_kwargs.get(_EOS_IDS, ()))))
     return SpecialTokens(
-        mask_token_id=mask, eos_token_ids=(int(eos),), pad_token_id=int(pad), vocab_size=len(tokenizer)
+        mask_token_id=mask, eos_token_ids=eos_token_ids, pad_token_id=int(pad), vocab_size=len(tokenizer)
     )
 
 
-def ensure_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None) -> None:
+def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
+    """Let further tokens end a response too, besides the tokenizer's own end-of-sequence token.
+
+    Args:
+        tokenizer: Changed in place; it is saved with them.
+        token_ids: Ids; those that the tokenizer does not have are left out.
+    """
+    known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
+    further = [*dict.fromkeys((*tokenizer.init_kwargs.get(_EOS_IDS, ()), *known))]
+    if set(further) - {tokenizer.eos_token_id}:
+        tokenizer.init_kwargs[_EOS_IDS] = further
+
+
+def ensure_mask_token(
+    tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None, texts: Sequence[str] = ()
+) -> None:
     """Give a tokenizer a mask token if it has none.
 
     Args:
         tokenizer: Changed in place.
         mask_token_id: Id that the model's config names; its token becomes the mask token unless the tokenizer names
             one itself.
+        texts: Texts of the mask token in the model's published layout. If they are given, no token is ever added.
+
+    Raises:
+        ValueError: If a published layout's mask token is missing.
     """
     if tokenizer.mask_token_id is not None:
         return
     named = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id is not None else None
+    vocabulary = tokenizer.get_vocab() if texts else {}
+    named = named or next((text for text in texts if text in vocabulary), None)
+    if texts and named is None:
+        raise ValueError(
+            f"tokenizer.source: expected the mask token {' or '.join(texts)}, which the model was trained with, got a "
+            "tokenizer without it; fetch the tokenizer's files again."
+        )
     tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
     if named is None:
         setattr(tokenizer, _NEW_MASK, True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from einops import rearrange, repeat
@@ -19,7 +21,14 @@ from refusion_lit.objectives.text_order import extend_responses, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
+Schedule = Literal["linear", "square", "square_root", "log", "cosine"]
+
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
+_POWERS: Mapping[str, float] = {"linear": 1.0, "square": 2.0, "square_root": 0.5}
+_UNCLIPPED = (1e-3, 1.0)
+"""The interval that counts as unclipped: a likelihood bound, whose limits are not enforced."""
+_MAX_REDRAWS = 1000
+"""Bound on redraws of a block, far beyond what an interval needs that some number of masks fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +41,26 @@ class BlockMasked(Objective):
     own mask probability t. The term is ``mdm``: the sum over masked tokens of cross-entropy / t, divided by the number
     of response tokens of the batch, masked or not (unlike :class:`Masked`, which normalises sample by sample).
 
-    Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask"``.
+    Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
+    stratified=False``. BD3-LM's released runs are ``resample=True, denominator="all_tokens"``.
 
     Deliberate differences: t is stratified over a sample's blocks, in random order, and not over the batch's (a
-    sample's noise must not depend on its neighbours); blocks are not redrawn when their masked fraction falls outside
-    [t_min, t_max]; a sample whose length is a multiple of the block size gets no block of padding.
+    sample's noise must not depend on its neighbours); a sample whose length is a multiple of the block size gets no
+    block of padding.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1.
         t_min: Smallest mask probability (beta), in (0, 1]. Above 0.5 the weight is 1 instead of 1 / t, as in the
             authors' program.
         t_max: Largest mask probability (omega), in [t_min, 1]. Only [0.001, 1] gives a likelihood bound.
+        stratified: Stratify t over a sample's blocks, the default; ``False`` draws each block's t independently, as
+            Fast-dLLM v2 does.
+        schedule: Mask probability p(t), with the weight p'(t) / p(t) instead of 1 / t: ``linear`` (p = t), ``square``
+            (t^2), ``square_root``, ``log`` (log2(1 + t)) or ``cosine`` (1 - (1 - 0.001) cos(pi t / 2)).
+        resample: Redraw a block's masks until its masked fraction lies in [t_min, t_max], as BD3-LM's released runs do;
+            the bounds 0.001 and 1 are not enforced, nor is a range that no number of masks fits.
+        denominator: Tokens that the loss is divided by: those of the ``response``, masked or not, or ``all_tokens``,
+            the prompt's too (BD3-LM's training).
         complementary: Show each sample in two views, the second masked where the first is not, so that each response
             token is a target exactly once; weights are 1. Doubles the rows.
         shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
@@ -55,6 +73,10 @@ class BlockMasked(Objective):
     block_size: int = 8
     t_min: float = 1e-3
     t_max: float = 1.0
+    stratified: bool = True
+    schedule: Schedule = "linear"
+    resample: bool = False
+    denominator: Literal["response", "all_tokens"] = "response"
     complementary: bool = False
     shifted: bool = False
     fill_blocks_with: Literal["eos", "mask"] = "eos"
@@ -68,6 +90,11 @@ class BlockMasked(Objective):
         valid = self.t_min <= self.t_max <= 1
         require(valid, "objective.t_max", f"a number in [{self.t_min}, 1]", self.t_max, fix)
         require_choice("objective.fill_blocks_with", self.fill_blocks_with, ("eos", "mask"))
+        require_choice("objective.schedule", self.schedule, get_args(Schedule))
+        require_choice("objective.denominator", self.denominator, ("response", "all_tokens"))
+        weighted = not self.complementary or self.denominator == "response"
+        fix = "use 'response', which counts each token of the two views once"
+        require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
 
     @property
     def traits(self) -> ModelTraits:
@@ -96,17 +123,20 @@ class BlockMasked(Objective):
         mask_token_id = required_mask_id(self, special_tokens)
         batch, lengths = self._with_whole_blocks(batch, special_tokens)
         num_tokens = batch.input_ids.shape[1]
-        ratios = self._mask_probabilities(batch, noise, mask_ratio)
-        ratios = repeat(ratios, "sample block -> sample (block within)", within=self.block_size)
+        times = self._times(batch, noise, mask_ratio)
+        ratios, weights = (
+            repeat(values, "sample block -> sample (block within)", within=self.block_size)
+            for values in mask_schedule("linear" if mask_ratio is not None else self.schedule, times)
+        )
         positions, in_response = response_positions(batch)
-        is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
+        is_masked = self._masked(in_response, ratios, noise, redraws=mask_ratio is None)
 
         masks = [is_masked, in_response & ~is_masked] if self.complementary else [is_masked]
         is_masked = rearrange(masks, "view sample token -> (view sample) token")
         clean = repeat(batch.input_ids, "sample token -> (view sample) token", view=len(masks))
         labels = clean.where(is_masked, IGNORE_INDEX)
         unweighted = self.complementary or (mask_ratio is None and self.t_min > 0.5)
-        weights = torch.ones_like(ratios) if unweighted else 1 / ratios
+        weights = torch.ones_like(ratios) if unweighted else weights
         weights = repeat(weights.float(), "sample token -> (view sample) token", view=len(masks)).where(is_masked, 0.0)
         if self.shifted:
             labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
@@ -114,6 +144,8 @@ class BlockMasked(Objective):
         # The clean half is neither masked nor labelled.
         labels = F.pad(labels, (0, num_tokens), value=IGNORE_INDEX)
         num_targets = (labels != IGNORE_INDEX).sum() if self.complementary else batch.response_lengths.sum()
+        if self.denominator == "all_tokens":
+            num_targets = num_targets + batch.prompt_lengths.sum()
         is_real = positions < lengths[:, None]
         lengths = repeat(lengths, "sample -> (view sample)", view=len(masks))
         return CorruptedBatch(
@@ -144,22 +176,73 @@ class BlockMasked(Objective):
             filled.response_lengths = batch.response_lengths
         return filled, lengths
 
-    def _mask_probabilities(
+    def _masked(
+        self,
+        in_response: Bool[Tensor, "batch token"],
+        ratios: Float[Tensor, "batch token"],
+        noise: KeyedNoise,
+        *,
+        redraws: bool,
+    ) -> Bool[Tensor, "batch token"]:
+        """Draw which response tokens are masked; redraw the blocks that ``resample`` does not accept."""
+        num_tokens = in_response.shape[1]
+        is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
+        if not (self.resample and redraws):
+            return is_masked
+        split = partial(rearrange, pattern="sample (block within) -> sample block within", within=self.block_size)
+        sizes = split(in_response).sum(-1)
+        lowest = torch.ceil(self.t_min * sizes - 1e-9) if self.t_min > _UNCLIPPED[0] else torch.zeros_like(sizes)
+        highest = torch.floor(self.t_max * sizes + 1e-9) if self.t_max < _UNCLIPPED[1] else sizes
+        for number in range(_MAX_REDRAWS):
+            count = split(is_masked).sum(-1)
+            rejected = ((count < lowest) | (count > highest)) & (lowest <= highest)
+            if not bool(rejected.any()):
+                break
+            again = in_response & (noise.uniform(f"token_mask_{number + 1}", num_tokens) < ratios)
+            is_masked = torch.where(repeat(rejected, "sample block -> sample (block within)", within=self.block_size),
+                                    again, is_masked)  # fmt: skip
+        return is_masked
+
+    def _times(
         self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: Float[Tensor, " batch"] | None
     ) -> Float[Tensor, "batch block"]:
-        """Draw t for every block: uniform in [t_min, t_max), stratified over the blocks with response tokens."""
+        """Draw t for every block: uniform in [t_min, t_max), stratified over the blocks with response tokens or not."""
         num_blocks = batch.input_ids.shape[1] // self.block_size
         if mask_ratio is not None:
             ratio = mask_probability(noise, self.t_min, mask_ratio)
             return repeat(ratio, "sample -> sample block", block=num_blocks)
+        uniform = noise.uniform("block_ratio", num_blocks)
+        if not self.stratified:
+            return uniform * (self.t_max - self.t_min) + self.t_min
         blocks = torch.arange(num_blocks, device=batch.input_ids.device)
         first = batch.prompt_lengths // self.block_size
         last = (batch.prompt_lengths + batch.response_lengths - 1) // self.block_size
         in_response = (blocks >= first[:, None]) & (blocks <= last[:, None])
         keys = noise.bits("block_stratum", num_blocks).where(in_response, _ORDER_LIMIT)
         stratum = keys.argsort(dim=1, stable=True).argsort(dim=1)
-        uniform = (stratum + noise.uniform("block_ratio", num_blocks)) / (last - first + 1)[:, None]
+        uniform = (stratum + uniform) / (last - first + 1)[:, None]
         return uniform.clamp(max=1) * (self.t_max - self.t_min) + self.t_min
+
+
+def mask_schedule(schedule: Schedule, times: Float[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+    """Return the mask probability p(t) of a noise schedule and the weight of a masked token, p'(t) / p(t).
+
+    The schedules of BD3-LM's program, arXiv 2503.09573.
+
+    Args:
+        schedule: Its name; see :class:`BlockMasked`.
+        times: t, in (0, 1].
+    """
+    if schedule in _POWERS:
+        power = _POWERS[schedule]
+        probability = (times**power).clamp(min=_UNCLIPPED[0])
+        return probability, power * times ** (power - 1) / probability
+    if schedule == "log":
+        probability = torch.log2(1 + times)
+        return probability, 1 / (probability * math.log(2) * (1 + times))
+    eps, angle = _UNCLIPPED[0], math.pi / 2 * times
+    probability = 1 - (1 - eps) * torch.cos(angle)
+    return probability, math.pi / 2 * (1 - eps) * torch.sin(angle) / (probability + eps)
 
 
 def three_part_mask(

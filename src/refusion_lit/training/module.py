@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
-from refusion_lit.decoding import Decoder, ReFusion
+from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
@@ -45,7 +45,8 @@ class SlotDiffusionModule(ValidationHooks):
         backbone: Where the model comes from.
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
-        decoders: Decoders by name. ``test`` compares them; ``predict`` and logged samples use the first.
+        decoders: Decoders by name. ``test`` compares them; ``predict`` and logged samples use the first. By default the
+            one of the model's published layout, or one for its traits (ReFusion for a hybrid model).
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
@@ -76,13 +77,13 @@ class SlotDiffusionModule(ValidationHooks):
     ) -> None:
         super().__init__()
         self.backbone_config, self.tokenizer, self.objective = backbone, tokenizer, objective
-        self.decoders: dict[str, Decoder] = decoders or {"refusion": ReFusion()}
+        self._decoders = decoders
         self.sampling, self.decoding = sampling, decoding
         self.optimizer_callable, self.scheduler_callable, self.schedule = optimizer, lr_scheduler, schedule
         self.seed, self.prompt_template, self.resume = seed, prompt_template, resume
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
-        for name, decoder in self.decoders.items():
+        for name, decoder in (decoders or {}).items():
             check_decoder_name(name)
             decoder.check(sampling)
 
@@ -98,6 +99,14 @@ class SlotDiffusionModule(ValidationHooks):
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
+
+    @property
+    def decoders(self) -> dict[str, Decoder]:
+        """The decoders by name; the model's own one where none is named."""
+        if self._decoders:
+            return self._decoders
+        decoder = self.text_model().default_decoder
+        return {type(decoder).__name__.lower(): decoder}
 
     @property
     def model(self) -> Backbone:

@@ -22,10 +22,12 @@ class BlockState(RowState):
     Attributes:
         context_length: Cache entries: all clean blocks from position 0 on.
         span_step: Steps of the ``ancestral`` schedule done in the current sub-block.
+        cached_block: Start of the block whose noisy tokens are cached as a whole; -1 if none is.
     """
 
     context_length: int = 0
     span_step: int = 0
+    cached_block: int = -1
 
     def text(self, start: int, stop: int) -> list[int]:
         """Return the input at positions ``start`` to ``stop``: committed tokens, and masks elsewhere."""
@@ -54,8 +56,8 @@ class BlockDiffusion(Decoder):
     Deliberate differences. BD3-LM: no sliding window, no entropy filter; top-p keeps the crossing token; the ancestral
     schedule belongs to each (sub-)block and ends without masks; and temperature 0 is deterministic, so the place, too,
     is the most certain one (``first_hitting`` then equals ``threshold=1``; ``ancestral`` takes the expected number,
-    rounded up). Fast-dLLM v2: no approximate cache of sub-blocks; the certainty is the probability under the unfiltered
-    softmax.
+    rounded up). Fast-dLLM v2: the certainty is the probability under the unfiltered softmax, where the released program
+    renormalises after the nucleus; any number of new tokens is given, where it makes whole blocks and one token more.
 
     Attributes:
         block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
@@ -70,6 +72,9 @@ class BlockDiffusion(Decoder):
             ``block_size``. ``None``: one sub-block.
         shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
             last token of the clean block before it, in the forward that caches that block.
+        sub_block_cache: Approximate (``use_block_cache`` in Fast-dLLM v2): compute the whole block while a sub-block's
+            first token is a mask, then the sub-block alone, with keys and values of the rest of the block as they were.
+            Needs ``sub_block_size`` and ``shifted``.
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
             forward a block; impossible with ``shifted``, where the clean block's prediction is needed first.
     """
@@ -82,6 +87,7 @@ class BlockDiffusion(Decoder):
     num_steps: int | None = None
     sub_block_size: int | None = None
     shifted: bool = False
+    sub_block_cache: bool = False
     fused: bool = True
 
     def __post_init__(self) -> None:
@@ -97,6 +103,8 @@ class BlockDiffusion(Decoder):
         holds = size is None or (size >= 1 and self.block_size % size == 0)
         expected = f"a divisor of block_size {self.block_size}, or null"
         require(holds, "sub_block_size", expected, size, "choose one that fills the block exactly")
+        holds = not self.sub_block_cache or (size is not None and self.shifted)
+        require(holds, "sub_block_cache", "false without sub_block_size and shifted", self.sub_block_cache, "set both")
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention with this block size, and shifted predictions if ``shifted``."""
@@ -164,16 +172,34 @@ class BlockDiffusion(Decoder):
 
     def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
-        start, shift = state.context_length, int(self.shifted)
-        branch = self._branch(
-            state, block_start + self.block_size, draft_at=[position - shift - start for position in drawn]
-        )
+        branch = self._noisy_branch(state, block_start, drawn)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.context_length = block_start
         reading = readings[0]
         chosen = sorted(most_certain(reading.probabilities, self._num_to_commit(state, reading.probabilities)))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
+
+    def _noisy_branch(self, state: BlockState, block_start: int, drawn: list[int]) -> Branch:
+        """Return the whole block after clean ones that are not cached yet, or the sub-block alone."""
+        stop, shift = block_start + self.block_size, int(self.shifted)
+        span_start = drawn[0] // self._span_size * self._span_size
+        is_cached = self.sub_block_cache and state.cached_block == block_start
+        # The logits of a sub-block's first token are read before it, so they need the whole block.
+        if not is_cached or drawn[0] == span_start:
+            state.cached_block = block_start
+            start = state.context_length
+            return self._branch(state, stop, draft_at=[position - shift - start for position in drawn])
+        span_stop = span_start + self._span_size
+        return Branch(
+            tokens=state.text(span_start, span_stop),
+            positions=range(span_start, span_stop),
+            order=[0] * self._span_size,
+            visible=((0, span_start), (span_stop, stop)),
+            write_at=span_start,
+            shift=shift,
+            draft_at=[position - shift - span_start for position in drawn],
+        )
 
     def _store(self, state: BlockState, block_start: int, *, predicts: bool) -> Steps[None]:
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.decoding.decoders.llada import canvas_branch, step_quota
+from refusion_lit.decoding.decoders.llada import canvas_branch, step_quota, time_share
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
+
+_STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
 
 
 @dataclass(kw_only=True)
@@ -38,13 +40,21 @@ class FastDLLM(Decoder):
     forward over the whole canvas refreshes them at the start of each block.
 
     Attributes:
-        block_length: Tokens per block; the last one may be shorter.
+        block_length: Tokens per block; the last one may be shorter. ``None``: one block, as in Dream's version without
+            a cache.
         threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. Values
             above 1 unmask one token per forward; 1 does not promise that, since rounding makes confidences of 1.
         factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
             of them; at least one.
-        steps: Instead of both: forwards over the whole response, shared equally by the blocks; a block needs no more
-            than it has tokens. ``None``: one for each token.
+        steps: Without threshold and factor: forwards over the whole response, shared equally by the blocks; a block
+            needs no more than it has tokens. ``None``: one for each token. With a threshold (Dream's version without a
+            cache): each step may unmask its equal share of the response and what earlier steps left over; from the last
+            step on, everything that reaches the threshold.
+        order: What confidence is. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: its
+            probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
+            ``entropy``: the negative entropy of that distribution, on Dream's time schedule within each block (Dream
+            with a cache and any other ``alg``); needs ``threshold`` null.
+        eps: End of Dream's time schedule, in (0, 1).
         cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
             the block is recomputed).
         stop_at_eos: Stop once everything up to an end of sequence is final.
@@ -54,10 +64,12 @@ class FastDLLM(Decoder):
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
 
-    block_length: int = 32
+    block_length: int | None = 32
     threshold: float | None = 0.9
     factor: float | None = None
     steps: int | None = None
+    order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
+    eps: float = 1e-3
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
     shifted: bool = False
@@ -65,16 +77,24 @@ class FastDLLM(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_choice("cache", self.cache, ("none", "prefix", "dual"))
-        require_at_least("block_length", self.block_length, 1)
+        require_choice("order", self.order, ("low_confidence", *_STATISTIC))
+        require(0 < self.eps < 1, "eps", "a number in (0, 1)", self.eps, "use the default 0.001")
+        if self.block_length is not None:
+            require_at_least("block_length", self.block_length, 1)
         if self.threshold is not None:
             require(self.threshold >= 0, "threshold", "a number of at least 0", self.threshold, "use 0.9, say")
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
             require(self.factor >= 0, "factor", "a number of at least 0", self.factor, "use 1, say")
+        has_rule = self.threshold is not None or self.factor is not None
+        is_scheduled = self.order == "entropy" and has_rule
+        require(not is_scheduled, "order", "no entropy with a threshold or factor", self.order, "set both to null")
         if self.steps is not None:
             require_at_least("steps", self.steps, 1)
-            rule = self.threshold is None and self.factor is None
-            require(rule, "steps", "null with a threshold or factor", self.steps, "set both to null")
+            require(self.factor is None, "steps", "null with a factor", self.steps, "set factor to null")
+            is_dream = self.threshold is None or (self.block_length is None and self.cache == "none")
+            require(is_dream, "steps", "null with a threshold, unless block_length is null and cache none", self.steps,
+                    "set threshold to null")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
@@ -87,17 +107,24 @@ class FastDLLM(Decoder):
         if self.steps is None:
             return
         length = sampling.max_new_tokens
-        num_blocks = -(-length // self.block_length)
+        if self.threshold is not None:
+            require(self.steps <= length, "steps", f"at most max_new_tokens ({length})", self.steps, "use fewer steps")
+            return
+        block_length = self.block_length or length
+        num_blocks = -(-length // block_length)
         require(self.steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", self.steps,
                 "change steps or block_length")  # fmt: skip
-        two = self._first_is_alone and min(self.block_length, length) > 1
+        two = self._first_is_alone and min(block_length, length) > 1
         require(not two or self.steps >= 2 * num_blocks, "steps",
                 f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
                 "first token", self.steps, "use more steps")  # fmt: skip
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
         """Create a canvas of ``max_new_tokens``."""
-        return FastDLLMState.blank(prompt, sampling, special_tokens)
+        # Early steps of the time schedule may unmask nothing.
+        length = sampling.max_new_tokens
+        bound = max(length, self.steps or 0) if self.order == "entropy" else 0
+        return FastDLLMState.blank(prompt, sampling, special_tokens, schedule_length=bound)
 
     @property
     def _first_is_alone(self) -> bool:
@@ -106,7 +133,8 @@ class FastDLLM(Decoder):
 
     def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
         """One forward; unmasks the certain tokens of the block."""
-        stop = min(state.block_start + self.block_length, len(state.tokens))
+        length = len(state.tokens)
+        stop = min(state.block_start + (self.block_length or length), length)
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
         lone_first = self._first_is_alone and state.round_in_block == 0
         if lone_first:
@@ -114,17 +142,26 @@ class FastDLLM(Decoder):
         readings = yield Forward(
             phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
             branches=(self._branch(state, places, stop),),
-            draw=Draw(sampling=state.sampling, round=state.num_forwards),
+            draw=self._draw(state),
             cached=self.cache != "none",
         )
         reading = readings[0]
-        chosen = [0] if lone_first else self._choose(state, reading.probabilities, stop)
+        statistic = _STATISTIC.get(self.order)
+        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
+        chosen = [0] if lone_first else self._choose(state, confidences, stop)
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.round_in_block += 1
+        state.schedule_step += self.order == "entropy"
         if not any(state.is_masked[state.block_start : stop]):
             state.block_start, state.round_in_block = stop, 0
         state.finished = stop == len(state.tokens) and not any(state.is_masked)
         state.finished |= self.stop_at_eos and state.prefix_ends
+
+    def _draw(self, state: FastDLLMState) -> Draw:
+        statistic = _STATISTIC.get(self.order)
+        statistics = () if statistic is None else (statistic,)
+        number = state.num_forwards
+        return Draw(sampling=state.sampling, round=number, statistics=statistics, top_p_first=statistic is not None)
 
     def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
         """Return what this round computes: the whole canvas, the block and the rest, or only the block."""
@@ -147,16 +184,27 @@ class FastDLLM(Decoder):
         )
 
     def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
+        """Return the indices of the masks that are unmasked in this round."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
-            return [i for n, i in enumerate(ranked) if n == 0 or confidences[i] >= self.threshold]
+            allowed = ranked[: self._allowance(state)]
+            return [i for n, i in enumerate(allowed) if n == 0 or confidences[i] >= self.threshold]
         if self.factor is not None:
             count = 1
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
         size = stop - state.block_start
-        num_blocks = -(-len(state.tokens) // self.block_length)
+        num_blocks = -(-len(state.tokens) // (self.block_length or len(state.tokens)))
+        if self.order == "entropy":
+            num_steps = size if self.steps is None else self.steps // num_blocks
+            return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps, self.eps))]
         num_steps = size if self.steps is None else min(self.steps // num_blocks, size)
         done = int(self._first_is_alone)  # one token and one step, outside the quota
         return ranked[: step_quota(size - done, num_steps - done, state.round_in_block - done)]
+
+    def _allowance(self, state: FastDLLMState) -> int | None:
+        """Return how many masks a step with a threshold may unmask; ``None`` for all of the block."""
+        if self.steps is None or state.round_in_block >= self.steps - 1:
+            return None
+        return len(state.tokens) // self.steps * (state.round_in_block + 1) - state.num_committed

@@ -35,15 +35,17 @@ class LLaDA(Decoder):
         order: Which masks are unmasked first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the
             most probable draft first) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
             (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time
-            schedule, whose early steps may unmask nothing and whose last step unmasks the rest.
+            schedule, whose early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p,
+            then top-k) act on the confidences of its last three orders at temperature 0 too.
         order_temperature: Dream's ``alg_temp``: with its last three orders, sample the places instead of taking the
             best; 0 takes the best.
         eps: End of Dream's schedule, in (0, 1).
         guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
             unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
-        forbid_eos: Never draw an end of sequence (``logits_eos_inf`` in LLaDA), nor count it in the confidences.
-        eos_confidence_zero: With ``low_confidence``: an end of sequence may be drawn, but its confidence is 0 and the
-            others are renormalised without it (``confidence_eos_eot_inf`` in LLaDA). If it is left over, it is
+        forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
+            confidences. Other ends of sequence, such as the end of a turn, may be drawn.
+        eos_confidence_zero: With ``low_confidence``: any end of sequence may be drawn, but its confidence is 0 and the
+            others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). If it is left over, it is
             unmasked all the same. The released option does so at temperature 0; above 0 it acts on the end of turn
             only, which is not followed here.
         stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
@@ -132,14 +134,15 @@ class LLaDA(Decoder):
 
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
-        statistic = _STATISTIC.get(self.order)
+        statistic, forbidden = _STATISTIC.get(self.order), eos[:1] if self.forbid_eos else ()
         return Draw(
             sampling=state.sampling,
             round=state.schedule_step,
-            forbidden=eos if self.forbid_eos else (),
+            forbidden=forbidden,
             guidance=self.guidance_scale or None,
-            confidence_forbidden=eos if self.eos_confidence_zero or self.forbid_eos else (),
+            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
             statistics=() if statistic is None else (statistic,),
+            top_p_first=self.order in _DREAM,
         )
 
     def _choose(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
@@ -156,10 +159,7 @@ class LLaDA(Decoder):
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
         """Dream: unmask the share of the remaining masks that the time schedule asks for, all in the last step."""
-        step, steps = state.schedule_step, state.schedule_length
-        time = 1 - step / steps * (1 - self.eps)
-        after = 1 - (step + 1) / steps * (1 - self.eps)
-        share = 1.0 if step == steps - 1 else 1 - after / time
+        share = time_share(state.schedule_step, state.schedule_length, self.eps)
         if self.order == "origin":
             return [i for i, place in enumerate(places) if self._chance(state, place) < share]
         confidences = reading.statistics.get(_STATISTIC[self.order], [])
@@ -189,3 +189,17 @@ def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int) -> Br
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
     """Return how many of a block's masks step ``step`` unmasks: as equal as possible, larger shares first."""
     return num_masks // num_steps + (step < num_masks % num_steps)
+
+
+def time_share(step: int, num_steps: int, eps: float) -> float:
+    """Return the share of the remaining masks that a step of Dream's schedule unmasks: 1 in the last one.
+
+    Args:
+        step: Number of the step, from 0.
+        num_steps: Number of steps.
+        eps: Time at the end of the schedule, which runs linearly from 1.
+    """
+    if step >= num_steps - 1:
+        return 1.0
+    time, after = (1 - i / num_steps * (1 - eps) for i in (step, step + 1))
+    return 1 - after / time

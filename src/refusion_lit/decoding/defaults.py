@@ -1,0 +1,38 @@
+"""The decoder of a model for which none is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from refusion_lit.decoding.base import Decoder
+from refusion_lit.decoding.decoders.autoregressive import Autoregressive
+from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.llada import LLaDA
+from refusion_lit.decoding.decoders.refusion import ReFusion
+from refusion_lit.types import ModelTraits
+
+_CLASSES: Mapping[str, type[Decoder]] = {cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, LLaDA, ReFusion)}
+
+
+def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
+    """Return the decoder of a model: the one that its authors publish, if it fits, or one for its traits.
+
+    Causal models get ReFusion, or autoregressive decoding if they predict nothing but the next token; bidirectional
+    ones get LLaDA; block-causal ones block diffusion in their blocks.
+
+    Args:
+        traits: What the model was trained to do, perhaps after it was published.
+        published: Class and options (``class_path``, ``init_args``) that its layout declares.
+    """
+    if published is not None and published.get("class_path") in _CLASSES:
+        decoder = _CLASSES[published["class_path"]](**published.get("init_args", {}))
+        if not decoder.requirements().mismatches(traits):
+            return decoder
+    shifted = traits.predictions is not None and "mask" not in traits.predictions
+    if traits.attention == "bidirectional":
+        return LLaDA(shifted=shifted)
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
+    return Autoregressive() if traits.predictions == ("next_token",) else ReFusion()

@@ -1,0 +1,54 @@
+"""Commands on published checkpoints, with nothing but --ckpt_path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from published import MODELS, published_model
+from refusion_lit.cli import main
+from refusion_lit.types import SamplingParams
+
+PROMPT = "12+34,56+78>"
+NAMES = ["llada-tiny", "dream-tiny", "fast-dllm-v2-tiny"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_needs_the_path_alone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", f"--ckpt_path={MODELS[name]}", f"--prompt={PROMPT}"]) == 0
+    model = published_model(name)
+    (expected,) = model.generate([PROMPT], sampling=SamplingParams(max_new_tokens=128))
+    assert capsys.readouterr().out == f"{expected.text}\n"
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n7+8,1+1>\n")
+    output = tmp_path / "answers.jsonl"
+    assert main(["generate", f"--ckpt_path={MODELS[name]}", f"--prompts={tmp_path / 'prompts.txt'}",
+                 f"--output={output}"]) == 0  # fmt: skip
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["response"] for line in lines if line["id"] == "0"] == [expected.text]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> None:
+    task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false"]
+    assert main(["test", f"--ckpt_path={MODELS[name]}", *task, f"--runs_dir={tmp_path}", "--num_threads=1"]) == 0
+    (results,) = tmp_path.rglob("results.json")
+    decoder = type(published_model(name).default_decoder).__name__
+    stored = json.loads(results.read_text())
+    assert list(stored["decoders"]) == [decoder.lower()]
+    assert decoder in json.dumps(stored["decoders"])
+    (predictions,) = tmp_path.rglob("predictions_*.jsonl")
+    assert len(predictions.read_text().splitlines()) >= 3
+
+
+def test_export_goes_back_to_the_familys_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert main(["export", f"--ckpt_path={MODELS['llada-tiny']}", f"--output={ours}"]) == 0
+    assert json.loads((ours / "config.json").read_text())["model_type"] == "llama"
+    assert main(["export", f"--ckpt_path={ours}", f"--output={theirs}", "--layout=llada"]) == 0
+    assert json.loads((theirs / "config.json").read_text())["model_type"] == "llada"
+    assert (theirs / "model.safetensors").is_file()
+    capsys.readouterr()
+    assert main(["export", f"--ckpt_path={ours}", f"--output={tmp_path / 'no'}", "--layout=lada"]) == 2
+    assert "layout: expected one of llada, dream" in capsys.readouterr().err

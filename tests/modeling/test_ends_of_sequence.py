@@ -1,0 +1,85 @@
+"""All ends of sequence count: the tokenizer's, the config's and those of generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import refusion_lit
+from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.saving import save_model
+from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.types import SamplingParams
+
+END_OF_TEXT, END_OF_TURN = 0, 1
+MAX_NEW_TOKENS = 24
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a model stored as Qwen3 is: the tokenizer names one end of sequence, the generation config two."""
+    words = ["<|endoftext|>", "<|im_end|>", *"abcdefgh"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=words[0], eos_token=words[1])
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(3)
+    config = Qwen3Config(vocab_size=len(words), eos_token_id=END_OF_TURN, initializer_range=0.5, **sizes, **heads)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = [END_OF_TURN, END_OF_TEXT]
+    model.generation_config.pad_token_id = END_OF_TEXT
+    model.save_pretrained(tmp_path / "model")
+    wrapped.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, 10, (48, 5), generator=generator).tolist()
+
+
+def test_greedy_text_is_that_of_transformers_with_its_own_defaults(directory: Path) -> None:
+    library = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model = refusion_lit.load(directory)
+    ours = model.generate_ids(prompts(), decoder=Autoregressive(), max_new_tokens=MAX_NEW_TOKENS, batch_size=8)
+    reasons = set()
+    for prompt, row in zip(prompts(), ours, strict=True):
+        theirs = library.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS)[0, len(prompt) :].tolist()
+        assert row.token_ids == theirs
+        reasons.add(row.token_ids[-1] if row.finish_reason == "eos" else row.finish_reason)
+    assert reasons >= {END_OF_TEXT, END_OF_TURN}, "both ends occur"
+
+
+def test_the_tokenizers_own_end_is_the_first(directory: Path) -> None:
+    special = special_tokens_of(PretrainedTokenizer(source=str(directory)).build(None))
+    assert special.eos_token_ids == (END_OF_TURN, END_OF_TEXT)
+    assert END_OF_TEXT not in special.banned_token_ids, "padding that ends a response can be drawn"
+
+
+def test_ends_survive_checkpoints_and_exports(directory: Path, tmp_path: Path) -> None:
+    model = refusion_lit.load(directory)
+    stored = tokenizer_from_files(tokenizer_files(model.tokenizer))
+    assert special_tokens_of(stored) == model.backbone.special_tokens
+    save_model(model.backbone, model.tokenizer, tmp_path / "saved")
+    assert refusion_lit.load(tmp_path / "saved").backbone.special_tokens == model.backbone.special_tokens
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
+
+
+def test_ids_beyond_the_tokenizer_are_no_ends(directory: Path) -> None:
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [END_OF_TURN, 999]}))
+    tokenizer = PretrainedTokenizer(source=str(directory)).build(None)
+    assert special_tokens_of(tokenizer).eos_token_ids == (END_OF_TURN,)
+
+
+def test_sampled_text_can_end_with_either(directory: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
+    rows = refusion_lit.load(directory).generate_ids(prompts(), decoder=Autoregressive(), sampling=sampling)
+    assert {row.token_ids[-1] for row in rows if row.finish_reason == "eos"} == {END_OF_TEXT, END_OF_TURN}

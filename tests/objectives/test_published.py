@@ -1,0 +1,133 @@
+"""Masks and losses of BD3-LM's and Fast-dLLM v2's programs, their random numbers given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from published import published_model, reference
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import BlockMasked
+from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.objectives.block import mask_schedule, three_part_mask
+from refusion_lit.types import SpecialTokens
+
+
+class GivenNoise(KeyedNoise):
+    """Gives the numbers that a program drew."""
+
+    def __init__(self, **streams: Tensor) -> None:
+        self._streams = streams
+
+    def uniform(self, stream: str, size: int, *, start: int = 0) -> Tensor:
+        return self._streams[stream][:, start : start + size]
+
+
+def batch_of(ids: Any, prompts: list[int], responses: list[int]) -> ResponseBatch:
+    lengths = {"prompt_lengths": torch.tensor(prompts), "response_lengths": torch.tensor(responses)}
+    return ResponseBatch(input_ids=torch.tensor(ids), sample_keys=torch.arange(len(prompts)), **lengths)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_mask_is_bd3lms(index: int) -> None:
+    case = reference("bd3lm_mask")["masks"][index]
+    expected = torch.tensor([[character == "1" for character in row] for row in case["rows"]])
+    assert torch.equal(three_part_mask(case["num_tokens"], case["block_size"], torch.tensor([case["num_tokens"]]))[0],
+                       expected)  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_masks_weights_and_loss_are_bd3lms(index: int) -> None:
+    golden = reference("bd3lm_loss")
+    case, mask_id = golden["cases"][index], golden["mask_token_id"]
+    (low, high), counted = case["interval"], torch.tensor(case["attention_mask"])
+    objective = BlockMasked(
+        block_size=case["block_size"],
+        t_min=low,
+        t_max=high,
+        stratified=False,
+        fill_blocks_with="mask",
+        denominator="all_tokens" if case["training"] else "response",
+    )
+    times = torch.tensor(case["block_t"], dtype=torch.float64)
+    noise = GivenNoise(
+        block_ratio=(times - low) / max(high - low, 1e-9),
+        token_mask=1 - torch.tensor(case["masked_before_bos"], dtype=torch.float64),
+    )
+    special = SpecialTokens(mask_token_id=mask_id, eos_token_ids=(0,), pad_token_id=0, vocab_size=golden["vocab_size"])
+    responses = (counted.sum(1) - 1).tolist()  # the program never masks the first token
+    corrupted = objective.corrupt(batch_of(case["clean"], [1] * len(responses), responses), noise, special)
+
+    size, seen = case["num_tokens"], counted.bool()
+    assert torch.equal(corrupted.input_ids[:, :size][seen], torch.tensor(case["noisy"])[seen])
+    assert (corrupted.input_ids[:, size:][seen] == torch.tensor(case["clean"])[seen]).all()
+    weights = torch.tensor(case["weights"])
+    torch.testing.assert_close(corrupted.weights[:, :size][seen], weights[seen], rtol=1e-5, atol=1e-6)
+    logits = F.pad(torch.tensor(case["logits"]), (0, 0, 0, size))
+    banned = torch.arange(golden["vocab_size"]) == mask_id
+    output = objective.loss(logits, lambda hidden: hidden.masked_fill(banned, -torch.inf), corrupted)
+    assert output.counts.tolist() == [case["denominator"]]
+    torch.testing.assert_close(float(output.total), case["loss"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_views_and_loss_are_those_of_fast_dllm_v2(index: int) -> None:
+    case = reference("fast_dllm_v2_loss")["batches"][index]
+    backbone = published_model("fast-dllm-v2-tiny").backbone
+    objective = BlockMasked(block_size=32, complementary=True, shifted=True, fill_blocks_with="mask", stratified=False)
+    noise = GivenNoise(**{name: torch.tensor(case[key], dtype=torch.float64)
+                          for name, key in {"block_ratio": "t", "token_mask": "uniform"}.items()})  # fmt: skip
+    prompts, responses = case["prompt_lengths"], case["response_lengths"]
+    corrupted = objective.corrupt(batch_of(case["clean_input_ids"], prompts, responses), noise, backbone.special_tokens)
+    half = corrupted.input_ids.shape[1] // 2
+    noisy, targets = torch.tensor(case["noisy_input_ids"]), torch.tensor(case["labels_of_both_views"])
+    num_targets = 0
+    for row, length in enumerate([*map(sum, zip(prompts, responses, strict=True))] * 2):
+        assert corrupted.input_ids[row, :length].tolist() == noisy[row, :length].tolist()
+        assert corrupted.labels[row, : length - 1].tolist() == targets[row, 1:length].tolist()
+        num_targets += int((targets[row] != -100).sum())
+    assert corrupted.counts.tolist() == [case["num_targets"]] == [num_targets]
+    with torch.no_grad():
+        hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        output = objective.loss(hidden, backbone.head, corrupted)
+    assert half % 32 == 0
+    torch.testing.assert_close(float(output.total), case["loss"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.45, 0.95), (0.3, 0.8), (1e-3, 0.5)])
+def test_redrawn_blocks_have_a_masked_share_in_the_interval(low: float, high: float) -> None:
+    golden = reference("bd3lm_loss")
+    for case in golden["cases"]:
+        size, shares = case["block_size"], torch.tensor(case["masked_before_bos"]).float()
+        share = shares.unflatten(1, (-1, size)).mean(-1)
+        beta, omega = case["interval"]
+        accepted = ((beta <= 1e-3) | (share >= beta)) & ((omega >= 1) | (share <= omega))
+        assert accepted.all(), "what the program keeps"
+    objective = BlockMasked(block_size=8, t_min=low, t_max=high, resample=True)
+    special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=9)
+    num_samples = 200
+    batch = batch_of([[3] * 24] * num_samples, [0] * num_samples, [24] * num_samples)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    masked = objective.corrupt(batch, noise, special).is_masked[:, :24].unflatten(1, (-1, 8)).float().mean(-1)
+    assert ((masked >= (low if low > 1e-3 else 0)) & (masked <= high)).all()
+    plain = BlockMasked(block_size=8, t_min=low, t_max=high).corrupt(batch, noise, special)
+    before = plain.is_masked[:, :24].unflatten(1, (-1, 8)).float().mean(-1)
+    kept = (before >= (low if low > 1e-3 else 0)) & (before <= high)
+    assert not kept.all()
+    assert torch.equal(masked[kept], before[kept]), "accepted blocks are not redrawn"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "square", "square_root", "log", "cosine"])
+def test_weights_are_the_logarithmic_derivative_of_the_mask_probability(schedule: Any) -> None:
+    times = torch.linspace(0.1, 0.95, 9, dtype=torch.float64, requires_grad=True)
+    probability, weight = mask_schedule(schedule, times)
+    (slope,) = torch.autograd.grad(probability.sum(), times)
+    eps = 1e-3 if schedule == "cosine" else 0.0  # the program's guard against 0
+    torch.testing.assert_close(weight, slope / (probability + eps))
+    ends = mask_schedule(schedule, torch.tensor([1e-9, 1.0], dtype=torch.float64))[0]
+    assert ends[0] < 0.002
+    assert ends[1] == pytest.approx(1.0)
