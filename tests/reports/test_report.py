@@ -150,6 +150,19 @@ def test_a_row_with_few_prompts_is_no_headline(tmp_path: Path) -> None:
     assert "| lucky | 2 of 96 |" in files[1].read_text()
 
 
+def test_the_headline_names_ties_and_no_winner_of_zeros(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "tie", {name: predictions([1.0, 0.0] * 20, forwards=n) for n, name in ((5, "a"), (2, "b"))}
+    )
+    lines = [text for tag, text in _page(write_report([run], bootstrap=QUICK)[0]).texts if tag == "li"]
+    assert lines[0].startswith("Best score and most tokens per forward: b with a score of 50.0 %")
+    assert lines[1] == "The best score is shared by a."
+    run = write_run(tmp_path / "zero", {name: predictions([0.0] * 40) for name in "ab"})
+    page = _page(write_report([run], bootstrap=QUICK)[0]).text
+    assert "No row scores above 0." in page
+    assert "Best score" not in page
+
+
 def test_a_test_of_few_prompts_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"d": predictions([1.0] * 2)})
     page = _page(write_report([run], bootstrap=QUICK)[0]).text

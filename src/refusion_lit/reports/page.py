@@ -72,10 +72,15 @@ def _findings(comparison: Comparison) -> list[str]:
     fastest = max(complete, key=lambda m: (m.tokens_per_forward.estimate, m.score.estimate))
     if len(comparison.measured) == 1:
         lines = [f"{_result(best)}."]
+    elif best.score.estimate == 0:
+        lines = [f"No row scores above 0. Most tokens per forward: {_result(fastest)}."]
     elif best is fastest:
         lines = [f"Best score and most tokens per forward: {_result(best)}."]
     else:
         lines = [f"Best score: {_result(best)}.", f"Most tokens per forward: {_result(fastest)}."]
+    ties = [m.row.label for m in complete if m is not best and m.score.estimate == best.score.estimate > 0]
+    if ties:
+        lines.append(f"The best score is shared by {_listed(ties, _MAX_LISTED_ROWS)}.")
     if partial := [f"{m.row.label} ({m.num_prompts})" for m in comparison.measured if m.is_partial]:
         lines.append(
             f"Left out here, because they have less than half of the {best.num_expected} prompts: "
