@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from refusion_lit.decoding.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
@@ -159,6 +159,13 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
+    forward_cost: int | Literal["measure"] = 0  # an option of decoders that weigh forwards against positions
+
+    @property
+    def fixed_cost(self) -> int:
+        """The fixed cost of a forward in positions, once it is measured."""
+        assert self.forward_cost != "measure", "the engine has not measured it"
+        return self.forward_cost
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,8 @@ def decode(
     check_context(model, {prompt.id: len(prompt.token_ids) for prompt in prompts}, sampling.max_new_tokens)
     decoder.check(sampling)
     num_rows = min(max_batch_size, max(len(prompts), 1))
+    if decoder.forward_cost == "measure" and prompts:
+        decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
     executor = Executor(model, num_rows, all_probabilities=trace)
     started = _now(model)
     run = _Run(model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace)

@@ -89,6 +89,7 @@ class EvaluationHooks(L.LightningModule):
             "batch_size": self.batch_size,
             "max_tokens_per_forward": self.decoding.max_tokens_per_forward,
             "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
+            "forward_costs": self.model.forward_costs,
             "fingerprints": self._running.fingerprints,
             "results": self.results,
             "mismatches": self.mismatches,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.checks import body_of, check_compilable, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
+from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
@@ -56,6 +57,7 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter: Drafter | None = None
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        self._forward_costs: dict[tuple[object, ...], float] = {}
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
 
@@ -115,6 +117,28 @@ class Backbone(nn.Module, LanguageModel):
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
         self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
+
+    @property
+    def forward_costs(self) -> dict[str, float]:
+        """What :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
+        return {" ".join(map(str, key)): round(cost, 1) for key, cost in self._forward_costs.items()}
+
+    def forward_cost(self, num_rows: int) -> float:
+        """Return the measured fixed cost of a forward in positions a row; see :func:`measure_forward_cost`.
+
+        It is measured once for each power of two of rows, device and type, in a second or so.
+        """
+        rows = 1 << (num_rows - 1).bit_length()
+        key = (f"{rows} rows", self.device, self.dtype, f"{torch.get_num_threads()} threads")
+        if key not in self._forward_costs:
+
+            def forward(length: int) -> None:
+                ids = torch.zeros(rows, length, dtype=torch.long, device=self.device)
+                positions = torch.arange(length, device=self.device).expand(rows, -1)
+                self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
+
+            self._forward_costs[key] = measure_forward_cost(forward, rows)
+        return self._forward_costs[key]
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
         # Modules may be wrapped or replaced between two generations, but not during one: look at them here, once.

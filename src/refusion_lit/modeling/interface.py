@@ -52,6 +52,10 @@ class LanguageModel(ABC):
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Apply the head; the caller may modify the result in place."""
 
+    def forward_cost(self, num_rows: int) -> float:  # noqa: ARG002 - a model that takes no time, as fakes do
+        """Return the fixed cost of a forward, a / b of a cost a + b * positions a row, for a number of rows."""
+        return 32.0
+
     @abstractmethod
     def make_cache(self, num_rows: int) -> KVCache | None:
         """Return an empty cache with ``num_rows`` rows; ``None`` if the model keeps no state (fakes)."""

@@ -44,8 +44,8 @@ class ReFusion(Decoder):
             forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
             ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
             ``auto``: the same, as long as that takes at most ``forward_cost`` positions.
-        forward_cost: Fixed cost of a forward in positions: a / b of a cost a + b * positions, over the batch size.
-            Larger on GPUs.
+        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
+            the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -62,14 +62,15 @@ class ReFusion(Decoder):
     infill: Literal["mask", "autoregressive"] = "mask"
     fused: bool = True
     infill_layout: Literal["reference", "packed", "single_forward", "auto"] = "auto"
-    forward_cost: int = 32
+    forward_cost: int | Literal["measure"] = "measure"
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("slot_size", self.slot_size, 1)
         if self.num_serial_blocks is not None:
             require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
-        require_at_least("forward_cost", self.forward_cost, 0)
+        if self.forward_cost != "measure":
+            require_at_least("forward_cost", self.forward_cost, 0)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
@@ -209,7 +210,7 @@ class ReFusion(Decoder):
             # The first slot has seen nothing but the context, so its entries are final.
             cached = prefix if packed and index == 0 else 0
             slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix, num_cached=cached))
-        max_ahead = {"single_forward": inf, "auto": self.forward_cost}.get(self.infill_layout, 0)
+        max_ahead = {"single_forward": inf, "auto": self.fixed_cost}.get(self.infill_layout, 0)
         infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
         yield from fill(infill, self.token_threshold, state.num_forwards)

@@ -58,13 +58,14 @@ class SelfSpeculative(Decoder):
         layout: ``single_forward``: masks behind every possible acceptance, so that each forward verifies and drafts.
             ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: masks where they are
             likely to pay, given the acceptance so far and ``forward_cost``. Changes forwards, never the text.
-        forward_cost: Fixed cost of a forward in positions: a / b of a cost a + b * positions, over the batch size.
+        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
+            the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
     """
 
     num_drafts: int | None = None
     slot_size: int | None = None
     layout: Literal["auto", "single_forward", "two_forwards"] = "auto"
-    forward_cost: int = 32
+    forward_cost: int | Literal["measure"] = "measure"
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -73,7 +74,8 @@ class SelfSpeculative(Decoder):
         if self.slot_size is not None:
             require_at_least("slot_size", self.slot_size, 1)
         require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
-        require_at_least("forward_cost", self.forward_cost, 0)
+        if self.forward_cost != "measure":
+            require_at_least("forward_cost", self.forward_cost, 0)
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: next-token predictions, or, with ``slot_size``, those of the hybrid objective."""
@@ -173,7 +175,7 @@ class SelfSpeculative(Decoder):
         alpha = state.acceptance
         chance = alpha**accepted * (1 if accepted == num_drafts else 1 - alpha)
         gain = sum(alpha**k for k in range(1, num_masks + 1))
-        cost_of_token = (self.forward_cost + 1 + num_drafts) / (1 + gain)
+        cost_of_token = (self.fixed_cost + 1 + num_drafts) / (1 + gain)
         return chance * gain * cost_of_token > num_masks
 
     def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
