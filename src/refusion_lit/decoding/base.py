@@ -163,9 +163,8 @@ class Decoder(ABC):
 
     @property
     def fixed_cost(self) -> int:
-        """The fixed cost of a forward in positions, once it is measured."""
-        assert self.forward_cost != "measure", "the engine has not measured it"
-        return self.forward_cost
+        """The fixed cost of a forward in positions; 32 where no engine has measured it."""
+        return 32 if self.forward_cost == "measure" else self.forward_cost
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""
