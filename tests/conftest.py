@@ -1,4 +1,4 @@
-"""Settings of the whole suite: no network, one thread, no deadlines."""
+"""Settings of the whole suite: no network, one thread, no deadlines, shapes of tensors checked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import torch
 from hypothesis import settings
 
 import browser
+from shape_checks import check_shapes
+
+check_shapes()
 
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

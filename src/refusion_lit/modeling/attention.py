@@ -49,9 +49,8 @@ def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 def block_mask(mask: Bool[Tensor, "batch token key"]) -> BlockMask:
     """Convert a boolean mask to flex attention's block mask."""
-
-    def allowed(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask[batch, query, key]
-
-    batch, num_queries, num_keys = mask.shape
-    return create_block_mask(allowed, B=batch, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(mask.device))
+    num_rows, num_queries, num_keys = mask.shape
+    return create_block_mask(
+        lambda row, _head, query, key: mask[row, query, key],
+        B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(mask.device),
+    )  # fmt: skip

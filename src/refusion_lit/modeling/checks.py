@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 _HEAD_CHANGES = (
     "final_logit_softcapping",
@@ -24,7 +23,7 @@ def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or
     return model.get_submodule(model.base_model_prefix)
 
 
-def check_supported(model: PreTrainedModel) -> None:
+def check_supported(model: Any) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
     """Refuse models whose logits or attention the adapter would change.
 
     Raises:

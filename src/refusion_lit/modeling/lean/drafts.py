@@ -17,8 +17,8 @@ from refusion_lit.modeling.drafter import Drafter
 class _Stacked:
     """Adapters of several linear layers with the same input: one product down, one up each."""
 
-    down: Float[Tensor, "rank input"]
-    ups: tuple[Float[Tensor, "output rank"], ...]
+    down: Float[Tensor, "stacked_rank input"]
+    ups: tuple[Float[Tensor, "_ rank"], ...]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         low = F.linear(x, self.down).split(self.ups[0].shape[1], -1)
@@ -101,7 +101,7 @@ class DraftGate:
     rows: slice | Tensor | None
     factor: Tensor | None
 
-    def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], *outputs: Float[Tensor, "token output"]) -> None:
+    def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], *outputs: Float[Tensor, "token _"]) -> None:
         """Add the adapters' updates to the outputs of linear layers, in place, for draft masks only."""
         updates = adapters(x if self.rows is None else x[self.rows])
         for output, update in zip(outputs, updates, strict=True):
