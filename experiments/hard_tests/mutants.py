@@ -32,7 +32,7 @@ def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
     from cosmic_ray.plugins import get_operator, operator_names
 
     found: dict[tuple[str, int, int, str], list[tuple[str, int]]] = defaultdict(list)
-    for path in sorted(path for name in PACKAGES for path in (tree / "src/refusion_lit" / name).glob("*.py")):
+    for path in sorted(path for name in PACKAGES for path in (tree / "src/refusion_lit" / name).rglob("*.py")):
         nodes = list(ast_nodes(get_ast(path.read_text())))
         for name in operator_names():
             operator = get_operator(name)
