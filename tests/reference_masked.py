@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
+from refusion_lit.decoding import Decoder
+from refusion_lit.decoding.requests import Reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.types import Prompt, SamplingParams
 
 PAD, EOS, MASK, VOCAB = 0, 1, 2, 19
 GOLDENS = Path(__file__).parent / "goldens"
@@ -35,6 +39,17 @@ def model(dtype: str = "float64") -> Backbone:
     directory = str(GOLDENS / "models" / "additions-bidirectional")
     config = BackboneConfig(source=directory, attention="bidirectional", dtype=dtype)
     return config.build(AutoTokenizer.from_pretrained(directory)).eval()
+
+
+def unmasked(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[int]:
+    """Return the places that the first step unmasks of a canvas as long as the reading, all of which is read."""
+    sampling = SamplingParams(max_new_tokens=len(reading.tokens))
+    state = decoder.begin(Prompt(token_ids=(3,), id=prompt_id), sampling, model().special_tokens)
+    steps = decoder.step(state)
+    next(steps)
+    with suppress(StopIteration):
+        steps.send([reading])
+    return state.committed
 
 
 def cut(tokens: list[int]) -> list[int]:

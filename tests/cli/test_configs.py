@@ -18,12 +18,9 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
 from refusion_lit.objectives import Objective
 from refusion_lit.training.module import SlotDiffusionModule
+from tiny import TINY_QWEN
 
 CONFIGS = REPOSITORY / "configs"
-TINY_QWEN = {
-    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-}  # fmt: skip
 CPU = ["--trainer.accelerator=cpu", "--trainer.precision=32-true"]
 NO_DOWNLOAD = [
     "--model.backbone.source=null",

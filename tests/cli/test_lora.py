@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
+from tiny import TINY_QWEN
 
 pytest.importorskip("peft")
 
@@ -34,11 +35,9 @@ def make_base(path: Path, *, tied: bool, num_rows: int = NUM_TOKENS) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=num_rows, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied, pad_token_id=0,
-        eos_token_id=1, bos_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
+    other = {"num_hidden_layers": 2, "max_position_embeddings": 128, "tie_word_embeddings": tied}
+    ids = {"vocab_size": num_rows, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = Qwen3Config(**TINY_QWEN | other | ids, initializer_range=0.3)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         Qwen3ForCausalLM(config).save_pretrained(path)

@@ -334,7 +334,9 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
 ) -> None:
     how = Draw(sampling=SamplingParams(temperature=temperature))
     silent = replace(how, with_probability=False)
-    executor, plain = (Serving(HashModel(4), len(branches), prefetches=ahead) for ahead in (True, False))
+    model = HashModel(4)
+    executor = Serving(model, len(branches), prefetches=True)
+    plain = Serving(HashModel(4), len(branches), prefetches=False)
     forwards = [
         Forward(phase="", branches=(replace(branch, num_prefetch=num_prefetch),), draw=how) for branch in branches
     ]
@@ -347,13 +349,13 @@ def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
         ranked = sorted(range(len(reading.tokens)), key=lambda i: (-reading.probabilities[i], i))
         likely.append(sorted({offset for i in ranked[:num_prefetch] for offset in branch.prefetch_at[i]}))
     everything = [sorted({offset for group in branch.prefetch_at for offset in group}) for branch in branches]
-    num_before = executor._model.num_logit_rows  # type: ignore[attr-defined]
+    num_before = model.num_logit_rows
     for offsets, draw in ((likely, silent), (everything, silent), (likely, replace(silent, forbidden=(7, 8, 9)))):
         more = [(row, str(row), MoreDrafts(draft_at=(own,), draw=draw)) for row, own in enumerate(offsets)]
         expected = [[reading.tokens for reading in readings] for readings in plain.serve(more)]
         assert [[reading.tokens for reading in readings] for readings in executor.serve(more)] == expected
         if offsets is likely and draw is silent:
-            assert executor._model.num_logit_rows == num_before  # type: ignore[attr-defined]
+            assert model.num_logit_rows == num_before
 
 
 def test_guided_drafts_are_not_read_ahead() -> None:

@@ -17,12 +17,14 @@ import yaml
 pytest.importorskip("lm_eval", reason="needs lm-eval (pip install refusion-lit[eval])")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import refusion_lit  # noqa: E402
 from refusion_lit.cli import main  # noqa: E402
-from refusion_lit.decoding import ReFusion  # noqa: E402
+from refusion_lit.data.encoding import encode_text  # noqa: E402
+from refusion_lit.decoding import Autoregressive, Generation, ReFusion  # noqa: E402
 from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
@@ -135,7 +137,7 @@ def test_the_masked_estimate_with_the_harness(adapter: RefusionLitModel, data: d
     assert (results["refusion_lit"]["likelihood"], results["refusion_lit"]["num_draws"]) == ("monte_carlo_masked", 8)
     (sample,) = results["samples"]["choices"]
     for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
-        context, text = [adapter._encode(part) for part in (sample["doc"]["q"], choice)]
+        context, text = [encode_text(adapter.model.tokenizer, part) for part in (sample["doc"]["q"], choice)]
         expected = monte_carlo_masked(adapter.model.backbone, context, text, num_draws=8, batch_size=8)
         assert value == pytest.approx(expected, abs=1e-4)
 
@@ -175,16 +177,26 @@ def test_a_causal_model_sees_known_tokens_before_masks() -> None:
     assert isinstance(greedy, bool)
 
 
-def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel) -> None:
-    params = adapter._sampling({"until": "x", "max_tokens": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9})
+def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[SamplingParams] = []
+
+    def generate_ids(prompts: list[list[int]], *, sampling: SamplingParams, **_: object) -> list[Generation]:
+        found.append(sampling)
+        return [Generation(id="", token_ids=[3], num_forwards=1) for _ in prompts]
+
+    def ask(**options: object) -> SamplingParams:
+        adapter.generate_until([Instance("generate_until", {}, ("1>", options), 0, metadata=("task", 0, 1))])
+        return found[-1]
+
+    adapter.decoder, adapter.max_gen_toks = Autoregressive(), 24
+    monkeypatch.setattr(adapter.model, "generate_ids", generate_ids)
+    params = ask(until="x", max_tokens=3, do_sample=True, temperature=0.5, top_p=0.9)
     assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("x",), 3, 0.5, 0.9)
-    assert adapter._sampling({"until": [], "do_sample": False, "temperature": 0.7}).temperature == 0
-    assert adapter._sampling({}).max_new_tokens == 256
-    assert adapter._sampling({"do_sample": True}).temperature == 1
-    assert adapter._sampling({"temperature": 0.3, "top_k": 7, "seed": 5}) == SamplingParams(
-        max_new_tokens=256, temperature=0.3, top_k=7, seed=5)  # fmt: skip
+    assert ask(until=[], do_sample=False, temperature=0.7, max_gen_toks=8).temperature == 0
+    assert ask(do_sample=True).temperature == 1
+    assert ask(temperature=0.3, top_k=7, seed=5) == SamplingParams(max_new_tokens=24, temperature=0.3, top_k=7, seed=5)
     with pytest.raises(ValueError, match=r"generation_kwargs: .* got num_beams"):
-        adapter._sampling({"num_beams": 4})
+        ask(num_beams=4)
 
 
 def test_bad_options(adapter: RefusionLitModel) -> None:
@@ -237,7 +249,7 @@ def test_chat_template(adapter: RefusionLitModel, data: dict[str, object]) -> No
     assert adapter.chat_template(True) == tokenizer.chat_template
     turned = evaluate(adapter, [_sums(data)], apply_chat_template=True)
     end = tokenizer.eos_token_id
-    prompts = [[*adapter._encode(query), end, *adapter._encode("12>")] for query in QUERIES]
+    prompts = [[*encode_text(tokenizer, query), end, *encode_text(tokenizer, "12>")] for query in QUERIES]
     model = refusion_lit.load(MODEL)
     expected = model.generate_ids(prompts, decoder=ReFusion(slot_size=4), max_new_tokens=24)
     assert _said(turned) == [g.text for g in expected]

@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import gather, shard
 from refusion_lit.types import ModelTraits, SpecialTokens
+from tiny import TINY_QWEN
 
 SPECIAL = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=32)
 
@@ -29,10 +30,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 def small() -> Backbone:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
-    )  # fmt: skip
+    config = Qwen3Config(**TINY_QWEN | {"num_hidden_layers": 2, "vocab_size": 32})
     return Backbone(Qwen3ForCausalLM(config), ModelTraits(), SPECIAL)
 
 

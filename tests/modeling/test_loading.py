@@ -18,17 +18,10 @@ from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
+from tiny import TINY_QWEN
 
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
-ARCHITECTURE: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+ARCHITECTURE = {**TINY_QWEN, "num_hidden_layers": 2, "tie_word_embeddings": False}
 
 
 def make_tokenizer(num_words: int = 9, **special: str) -> PreTrainedTokenizerFast:

@@ -88,7 +88,16 @@ def test_head_sees_labelled_positions_in_chunks() -> None:
 
 
 def test_default_chunk_fills_64_megabytes_in_float32() -> None:
-    assert cross_entropy._default_chunk_size(torch.zeros(3, 2), torch.nn.Linear(2, 2**16)) == 256
+    calls = []
+
+    def head(values: torch.Tensor) -> torch.Tensor:
+        calls.append(len(values))
+        return torch.zeros(len(values), 2**16)
+
+    places, labels = torch.zeros(1, 257), torch.zeros(1, 257, dtype=torch.long)
+    with torch.no_grad():
+        chunked_cross_entropy(torch.zeros(1, 257, 2), head, labels, places, labels, num_terms=1)
+    assert [num for num in calls if num] == [256, 1]
 
 
 def test_default_chunk_keeps_logits_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

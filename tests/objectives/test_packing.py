@@ -17,6 +17,7 @@ from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked,
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.packing import pack
 from refusion_lit.types import ModelTraits, SpecialTokens
+from tiny import TINY_QWEN
 
 PAD, EOS, MASK, VOCAB = 0, 1, 2, 60
 SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB)
@@ -53,10 +54,7 @@ def make_backbone() -> Callable[[str], Backbone]:
     """Return a maker of a small model with a given attention implementation, the same weights each time."""
 
     def make(implementation: str = "sdpa") -> Backbone:
-        config = AutoConfig.for_model(
-            "qwen3", hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, vocab_size=VOCAB,
-        )  # fmt: skip
+        config = AutoConfig.for_model(**TINY_QWEN | {"num_hidden_layers": 2, "vocab_size": VOCAB})
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)

@@ -22,11 +22,8 @@ from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked,
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.tasks import Additions
 from refusion_lit.utils.keys import stable_key
+from tiny import TINY_QWEN
 
-TINY = {
-    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
 LEARNING_RATE = 0.5
 SAMPLES = [
     EncodedExample(f"sample {i}", [3 + i % 5] * (1 + i % 4), [3 + (i * j) % 11 for j in range(1, 3 + 3 * i % 29)])
@@ -65,7 +62,7 @@ class Recorded(SlotDiffusionModule):
 
 def _module(objective: Objective, path: Path) -> Recorded:
     module = Recorded(
-        BackboneConfig(config=TINY),
+        BackboneConfig(config=TINY_QWEN),
         CharacterTokenizer().build(Additions(num_train=1, num_validation=1, num_test=1)),
         objective,
         optimizer=lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=LEARNING_RATE),

@@ -22,16 +22,14 @@ from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked,
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
-
-TINY = {
-    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+from tiny import TINY_QWEN
 
 
 def _parts(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:
     data = InstructionDataModule(Additions(num_train=64, num_validation=16, num_test=8), CharacterTokenizer(), 8, 8)
-    module = SlotDiffusionModule(BackboneConfig(config=TINY), data.built_tokenizer, Hybrid(slot_sizes=(4,)), **options)
+    module = SlotDiffusionModule(
+        BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Hybrid(slot_sizes=(4,)), **options
+    )
     return module, data
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_masked import PROMPTS, by_factor, by_quota, by_threshold, cut, fast_dllm, model
+from reference_masked import PROMPTS, by_factor, by_quota, by_threshold, cut, fast_dllm, model, unmasked
 from refusion_lit.decoding import FastDLLM, Generation, LLaDA, decode
+from refusion_lit.decoding.requests import Reading
 from refusion_lit.types import Prompt, SamplingParams
 
 CACHES = ("none", "prefix", "dual")
@@ -106,6 +107,10 @@ def test_what_a_cache_saves(cache: Any, lengths: list[int]) -> None:
     assert [length for _, length in shapes[:8]] == lengths
 
 
+def chosen_by(decoder: FastDLLM, confidences: list[float]) -> list[int]:
+    return unmasked(decoder, Reading(tokens=[3] * len(confidences), probabilities=confidences))
+
+
 @given(
     confidences=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     factor=st.floats(0, 5),
@@ -113,8 +118,7 @@ def test_what_a_cache_saves(cache: Any, lengths: list[int]) -> None:
 @settings(max_examples=200)
 def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) -> None:
     decoder = FastDLLM(threshold=None, factor=factor, block_length=16)
-    state = decoder.begin(Prompt(token_ids=(3,), id="0"), SamplingParams(max_new_tokens=16), model().special_tokens)
-    chosen = decoder._choose(state, confidences, 16)
+    chosen = chosen_by(decoder, confidences)
     ranked = sorted(confidences, reverse=True)
     expected = 1
     for n in range(2, len(ranked) + 1):  # the largest n with c_j >= 1 - f / (j + 1) for all j from 2 to n
@@ -130,13 +134,8 @@ def test_shared_out_steps_are_llada() -> None:
     assert [(r.token_ids, r.num_forwards) for r in fast] == [(r.token_ids, r.num_forwards) for r in slow]
 
 
-def num_chosen(decoder: FastDLLM, confidences: list[float]) -> int:
-    state = decoder.begin(Prompt(token_ids=(3,), id="0"), SamplingParams(max_new_tokens=16), model().special_tokens)
-    return len(decoder._choose(state, confidences, 16))
-
-
 def test_a_confidence_equal_to_the_threshold_is_enough() -> None:
-    assert num_chosen(FastDLLM(threshold=0.75), [0.5, 0.75, 0.875, 0.75]) == 3
+    assert len(chosen_by(FastDLLM(threshold=0.75), [0.5, 0.75, 0.875, 0.75])) == 3
 
 
 @given(
@@ -148,9 +147,9 @@ def test_more_is_uncovered_with_a_larger_factor_and_a_smaller_threshold(
 ) -> None:
     low, high = bounds
     fewer, more = (FastDLLM(threshold=None, factor=factor) for factor in (low, high))
-    assert 1 <= num_chosen(fewer, confidences) <= num_chosen(more, confidences)
+    assert 1 <= len(chosen_by(fewer, confidences)) <= len(chosen_by(more, confidences))
     fewer, more = (FastDLLM(threshold=threshold / 5) for threshold in (high, low))
-    assert 1 <= num_chosen(fewer, confidences) <= num_chosen(more, confidences)
+    assert 1 <= len(chosen_by(fewer, confidences)) <= len(chosen_by(more, confidences))
 
 
 @each_cache

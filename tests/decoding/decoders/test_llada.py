@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import tiny_backbone
-from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model
+from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model, unmasked
 from refusion_lit.decoding import Generation, GenerationCallback, LLaDA, ModelMismatchError, RowState, decode
 from refusion_lit.decoding.decoders.llada import most_certain, step_quota
 from refusion_lit.decoding.requests import Reading
@@ -146,11 +146,10 @@ def test_a_random_order_prefers_no_place() -> None:
 def test_an_order_with_temperature_draws_places_without_replacement() -> None:
     certainties, temperature, num = [0.9, 0.7, 0.3, 0.2, 0.0], 0.3, 6000
     decoder = LLaDA(order="maskgit_plus", order_temperature=temperature, steps=2)
-    sampling, reading = SamplingParams(max_new_tokens=5), Reading(statistics={"filtered": certainties})
+    reading = Reading(tokens=[3] * 5, statistics={"filtered": certainties})
     found: Counter[frozenset[int]] = Counter()
     for i in range(num):
-        state = decoder.begin(Prompt(token_ids=(3,), id=str(i)), sampling, model().special_tokens)
-        found[frozenset(decoder._choose(state, range(5), reading))] += 1
+        found[frozenset(unmasked(decoder, reading, str(i)))] += 1
     chances = (torch.tensor(certainties) / temperature).softmax(-1).tolist()
     for i, j in combinations(range(5), 2):  # half of the schedule uncovers int(2.5) places
         pair = chances[i] * chances[j] * (1 / (1 - chances[i]) + 1 / (1 - chances[j]))
