@@ -1,6 +1,6 @@
 """Run benchmarks and put the figures beside the published ones.
 
-usage: python experiments/main_results/run.py SETTINGS.yaml --ckpt_path MODEL --output FOLDER
+usage: python experiments/main_results/run.py SETTINGS.yaml --ckpt_path MODEL --output FOLDER [--include_path FOLDER]
 
 A benchmark is a ``refusion-lit evaluate`` of its own (the lm-evaluation-harness), or, where programs are scored, a
 ``refusion-lit test`` of one of this project's tasks. One whose result lies in FOLDER is not run again. Writes
@@ -87,8 +87,12 @@ def main() -> None:
     parser.add_argument("settings", type=Path)
     parser.add_argument("--ckpt_path", required=True)
     parser.add_argument("--output", type=Path, required=True)
+    text = "folder of task files, for example the released repository's, which replace the harness's of the same name"
+    parser.add_argument("--include_path", default=None, help=text)
     args = parser.parse_args()
     settings = yaml.safe_load(args.settings.read_text(encoding="utf-8"))
+    if args.include_path is not None:
+        settings["common"]["include_path"] = args.include_path
     args.output.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, values in settings["benchmarks"].items():

@@ -16,8 +16,10 @@ from cli.conftest import REPOSITORY
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
+from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.objectives import Objective
 from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.types import ModelTraits
 from tiny import TINY_QWEN
 
 CONFIGS = REPOSITORY / "configs"
@@ -146,3 +148,27 @@ def test_a_wheel_alone_can_start(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=60, cwd=tmp_path)
     copied = {path.relative_to(tmp_path / "project") for path in (tmp_path / "project").rglob("*.yaml")}
     assert copied == {path.relative_to(REPOSITORY) for path in CONFIGS.rglob("*.yaml")}
+
+
+PUBLISHED = {
+    "llada_8b_instruct": "llada",
+    "dream_7b_instruct": "dream",
+    "fast_dllm_v2_7b": "fast_dllm_v2",
+    "sdar_8b": "sdar",
+    "refusion_8b": None,
+}
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "published").glob("*.yaml")), ids=lambda path: path.stem)
+def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+    args = ["--config", str(path), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
+    module = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
+    (decoder,) = module.decoders.values()
+    decoder.check(module.sampling)
+    name = PUBLISHED[path.stem]
+    traits = ModelTraits() if name is None else LAYOUTS[name].traits({})
+    assert decoder.requirements().mismatches(traits) == []
+    assert f"configs/published/{path.name}" in (REPOSITORY / "docs" / "published.md").read_text()

@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+from published import MODELS
+
 pytest.importorskip("lm_eval", reason="needs lm-eval (pip install refusion-lit[eval])")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -24,7 +26,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 import refusion_lit  # noqa: E402
 from refusion_lit.cli import main  # noqa: E402
 from refusion_lit.data.encoding import encode_text  # noqa: E402
-from refusion_lit.decoding import Autoregressive, Generation, ReFusion  # noqa: E402
+from refusion_lit.decoding import Autoregressive, Generation, LLaDA, ReFusion  # noqa: E402
 from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
@@ -274,3 +276,34 @@ def test_the_command_writes_scores_and_throughput(
     assert "output: expected a file in a folder that exists" in capsys.readouterr().err
     assert main([*arguments, '--tasks=["local_sum"]']) == 2
     assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err
+
+
+def test_a_published_protocol_comes_from_a_folder_of_task_files(
+    data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Description, instruction, stop string, and an answer cut out of delimiters, on a model in LLaDA's layout."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    source = MODELS["llada-tiny"]
+    task = {**_sums(data, "protocol", until=[","], max_gen_toks=32), "description": "1+1=2; ",
+            "doc_to_text": "{{q.replace('>', '')}}, 9>",
+            "filter_list": [{"name": "first", "filter": [{"function": "regex", "regex_pattern": "=(\\d+);"},
+                                                         {"function": "take_first"}]}]}  # fmt: skip
+    (tmp_path / "protocol.yaml").write_text(yaml.safe_dump(task))
+    output = tmp_path / "out.json"
+    arguments = ["evaluate", f"--ckpt_path={source}", f"--include_path={tmp_path}", "--tasks=protocol"]
+    assert main([*arguments, f"--output={output}"]) == 0
+    found = json.loads(output.read_text())
+    assert found["refusion_lit"]["decoder"] == repr(LLaDA(block_length=32))
+    assert "exact_match,first" in found["results"]["protocol"]
+    adapter = RefusionLitModel(refusion_lit.load(source))
+    samples = evaluate(adapter, [task])["samples"]["protocol"]
+    for sample in samples:
+        (arguments,) = sample["arguments"].values() if isinstance(sample["arguments"], dict) else sample["arguments"]
+        prompt = arguments["arg_0"] if isinstance(arguments, dict) else arguments[0]
+        assert prompt == f"1+1=2; {sample['doc']['q'].replace('>', '')}, 9>"
+        (said,) = sample["resps"][0]
+        (expected,) = refusion_lit.load(source).generate(
+            [prompt], sampling=SamplingParams(max_new_tokens=32, stop=(",",))
+        )
+        assert said == expected.text
+        assert "," not in said

@@ -34,6 +34,8 @@ class CodeTask(Task):
         dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
+        protocol: YAML file with a benchmark's published ``template`` and the ``answer`` to look for; see
+            :class:`~refusion_lit.tasks.protocol.Protocol`.
         num_samples: Number of responses per problem, for pass@k; use a temperature above 0 with 2 or more.
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, no access to ``files``
@@ -45,6 +47,7 @@ class CodeTask(Task):
     dataset: str | None = None
     dataset_name: str | None = None
     dataset_revision: str | None = None
+    protocol: str | None = None
     num_samples: int = 1
     allow_code_execution: bool = False
     minimum_isolation: Level = "full"

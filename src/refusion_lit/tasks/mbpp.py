@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from refusion_lit.tasks.base import Split
 from refusion_lit.tasks.code import CodeTask, extract_code
+from refusion_lit.tasks.protocol import Protocol, read_protocol
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require
@@ -27,6 +28,11 @@ class Mbpp(CodeTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
+        _ = self._protocol  # a wrong file is refused at once
+
+    @property
+    def _protocol(self) -> Protocol:
+        return read_protocol(self.protocol, ("text", "tests"))
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
@@ -38,11 +44,13 @@ class Mbpp(CodeTask):
             raise ValueError(f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}.")
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
-        query = self.template.replace("{text}", text).replace("{tests}", "\n".join(tests))
+        query = self._protocol.query(self.template, {"text": text, "tests": "\n".join(tests)})
         split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
         example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
         return split, example
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the response's code, and the problem's setup code with its assertions."""
-        return extract_code(response), "\n".join([example.meta["setup"], *example.meta["tests"], ""])
+        return extract_code(self._protocol.answer_in(response)), "\n".join(
+            [example.meta["setup"], *example.meta["tests"], ""]
+        )

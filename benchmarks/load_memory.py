@@ -1,0 +1,112 @@
+"""Measures the peak memory of loading a random model of about 1 GB in each published layout, in bfloat16.
+
+Run ``python benchmarks/load_memory.py --output FILE``. Each model is stored in four shards and loaded in a process of
+its own; the figures are that process's resident memory at its peak, less what it had before loading, over the size of
+the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from refusion_lit.modeling.layouts import LAYOUTS, Layout
+
+_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 16384,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+_NUM_SHARDS = 4
+
+
+def weights_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the published config and random weights of a model of a layout."""
+    config = AutoConfig.for_model(layout.base, **_SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights = {
+        layout.published_name(name): torch.empty(weight.shape, dtype=torch.bfloat16).normal_(std=0.02)
+        for name, weight in model.named_parameters()
+    }
+    return layout.published_options(json.loads(config.to_json_string(use_diff=False))), weights
+
+
+def write(layout: Layout, directory: Path) -> int:
+    """Write a model in a layout; return the size of its weights in bytes."""
+    config, weights = weights_of(layout)
+    words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    special = {"pad_token": words[0], "eos_token": words[1], "mask_token": words[2]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "mask_token_id": 2, "eos_token_id": 1}))
+    names = sorted(weights)
+    files = {f"model-{i + 1:05d}-of-{_NUM_SHARDS:05d}.safetensors": names[i::_NUM_SHARDS] for i in range(_NUM_SHARDS)}
+    for file, part in files.items():
+        save_file({name: weights[name] for name in part}, directory / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(weight.numel() * weight.element_size() for weight in weights.values())
+
+
+def load(directory: str, layout: str) -> None:
+    """Load a model and print the resident memory before, at the peak, and after using all weights, in bytes."""
+    import refusion_lit
+    from refusion_lit.modeling.loading import BackboneConfig
+
+    before = _resident("VmRSS")
+    overrides = BackboneConfig(source="x", layout=layout)
+    model = refusion_lit.load(directory, dtype="bfloat16", overrides=overrides)
+    with torch.no_grad():
+        total = sum(float(weight.sum()) for weight in model.backbone.parameters())  # reads every page
+    assert total == total
+    sys.stdout.write(json.dumps({"before": before, "peak": _resident("VmHWM"), "after": _resident("VmRSS")}))
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    """Measure all layouts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--load", nargs=2, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.load is not None:
+        load(*options.load)
+        return
+    results = {}
+    for name, layout in LAYOUTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            num_bytes = write(layout, Path(folder))
+            command = [sys.executable, __file__, "--load", folder, name]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        ratio = (found["peak"] - found["before"]) / num_bytes
+        results[name] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
+        sys.stdout.write(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
