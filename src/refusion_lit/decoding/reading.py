@@ -144,7 +144,9 @@ class LogitReader:
             if silent:
                 values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
             if silent < size:
-                values.append(logits[silent:].softmax(-1).gather(-1, chosen[silent:, None])[:, 0])
+                kept = logits[silent:]
+                kept = kept if draw.confidence_dtype is None else kept.to(getattr(torch, draw.confidence_dtype))
+                values.append(kept.softmax(-1).gather(-1, chosen[silent:, None])[:, 0].to(logits.dtype))
             at = stop
         return _joined(tokens), _joined(values), _joined(statistics)
 
@@ -181,7 +183,7 @@ class LogitReader:
                 return tokens, []
             seen = rows.index_fill(-1, to_device(draw.forbidden, rows.device), -math.inf) if draw.forbidden else rows
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            return tokens, [filtered_statistics(draw.statistics, filtered, tokens)]
+            return tokens, [filtered_statistics(draw.statistics, filtered, tokens, draw.confidence_dtype)]
         kept = rows.index_select(-1, banned) if restore else None
         tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
         if kept is not None:  # probabilities are over all ids
@@ -265,7 +267,7 @@ class _Group:
 
 def is_plain(draw: Draw) -> bool:
     """Whether a draw is a greedy choice without guidance and extra figures: the fast path."""
-    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistics)
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistics or draw.confidence_dtype)
     return is_bare and draw.sampling.temperature == 0
 
 
@@ -275,7 +277,7 @@ def _kind(draw: Draw) -> tuple[object, ...]:
     if is_plain(draw):
         return (draw.forbidden,)
     return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
-            draw.confidence_forbidden, draw.statistics, draw.top_p_first)  # fmt: skip
+            draw.confidence_forbidden, draw.statistics, draw.top_p_first, draw.confidence_dtype)  # fmt: skip
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class Draw:
             temperature, top-k and top-p). Ids that no decoder draws stay in these distributions, ``forbidden`` ones do
             not; at temperature 0 they are filtered like at temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
+        confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
+            or the type of the logits if it is wider, and float64 for statistics.
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
     """
 
@@ -75,6 +77,7 @@ class Draw:
     confidence_forbidden: tuple[int, ...] = ()
     statistics: tuple[str, ...] = ()
     top_p_first: bool = False
+    confidence_dtype: str | None = None
     with_probability: bool = True
 
 

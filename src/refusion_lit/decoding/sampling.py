@@ -115,12 +115,22 @@ def draw_tokens(
 
 
 def filtered_statistics(
-    names: Sequence[str], filtered: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"]
+    names: Sequence[str],
+    filtered: Float[Tensor, "position vocab"],
+    tokens: Int[Tensor, " position"],
+    dtype: str | None = None,
 ) -> Float[Tensor, "statistic position"]:
-    """Compute figures of the filtered distributions; for their names see :class:`~refusion_lit.decoding.Draw`."""
+    """Compute figures of the filtered distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
+
+    Args:
+        names: Names of the figures.
+        filtered: The filtered logits.
+        tokens: The drawn tokens.
+        dtype: Type to compute them in; float64 by default.
+    """
     if not names:
         return filtered.new_zeros(0, len(tokens))
-    probability = filtered.double().softmax(-1)
+    probability = filtered.to(getattr(torch, dtype or "float64")).softmax(-1)
     values: list[Tensor] = []
     for name in names:
         if name == "margin":

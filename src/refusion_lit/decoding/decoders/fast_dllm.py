@@ -58,6 +58,8 @@ class FastDLLM(Decoder):
         cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
             the block is recomputed).
         stop_at_eos: Stop once everything up to an end of sequence is final.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
             then unmasks only the block's first token, which is predicted from outside the block.
     """
@@ -72,6 +74,7 @@ class FastDLLM(Decoder):
     eps: float = 1e-3
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
+    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -160,8 +163,13 @@ class FastDLLM(Decoder):
     def _draw(self, state: FastDLLMState) -> Draw:
         statistic = _STATISTIC.get(self.order)
         statistics = () if statistic is None else (statistic,)
-        number = state.num_forwards
-        return Draw(sampling=state.sampling, round=number, statistics=statistics, top_p_first=statistic is not None)
+        return Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistics=statistics,
+            top_p_first=statistic is not None,
+            confidence_dtype=self.confidence_dtype,
+        )
 
     def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
         """Return what this round computes: the whole canvas, the block and the rest, or only the block."""

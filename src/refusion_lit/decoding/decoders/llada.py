@@ -49,6 +49,8 @@ class LLaDA(Decoder):
             unmasked all the same. The released option does so at temperature 0; above 0 it acts on the end of turn
             only, which is not followed here.
         stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
@@ -63,6 +65,7 @@ class LLaDA(Decoder):
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
     stop_at_eos: bool = False
+    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class LLaDA(Decoder):
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
             statistics=() if statistic is None else (statistic,),
             top_p_first=self.order in _DREAM,
+            confidence_dtype=self.confidence_dtype,
         )
 
     def _choose(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
