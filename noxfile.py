@@ -82,6 +82,25 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def real_model(session: nox.Session) -> None:
+    """Decode a pretrained model (SmolLM2-135M, a download of 93 MB) without loss: `nox -s real_model -- table`.
+
+    `convert` fetches and imports the model, `draft` trains a drafter for it (about an hour), `table` measures with the
+    drafter in the repository. Without a part: convert and table. Options of the part may follow.
+    """
+    part, options = (session.posargs[0] if session.posargs else None), session.posargs[1:]
+    if part not in (None, "convert", "draft", "table"):
+        session.error(f"expected convert, draft or table, got {part}")
+    install(session, ".[gguf]")
+    folder = "experiments/lossless"
+    session.run("python", f"{folder}/prepare.py", "convert", env=ENVIRONMENT)
+    if part == "draft":
+        session.run("python", f"{folder}/prepare.py", "draft", *options, env=ENVIRONMENT)
+    if part in (None, "table"):
+        session.run("python", f"{folder}/table.py", *options, env=ENVIRONMENT)
+
+
+@nox.session
 def reproduce(session: nox.Session) -> None:
     """Run an experiment again and compare with its committed result: `nox -s reproduce -- NAME`."""
     if len(session.posargs) != 1 or not (Path("experiments") / session.posargs[0] / "reproduce.yaml").is_file():

@@ -1,0 +1,139 @@
+"""Does SmolLM2 say the same with a drafter, in how many forwards, and how fast?
+
+usage: python experiments/lossless/table.py [--prompts NAME=FILE ...] [--num_prompts N] [--num_timed N] [--output FILE]
+
+Two measurements. *Text*: all prompts in batches of 16, each decoder's text against the model's own, token by token.
+*Speed*: some prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all.
+FILE holds a JSON object a line with ``prompt`` or ``question``; own.jsonl, beside this file, is always measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refusion_lit
+from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
+from refusion_lit.modeling.loading import DType
+from refusion_lit.reports.environment import environment
+from refusion_lit.types import Prompt, SamplingParams
+
+HERE = Path(__file__).parent
+BASE = Path("runs/smollm2/base")
+REFERENCE = "Autoregressive"
+DECODERS: dict[str, Decoder] = {
+    REFERENCE: Autoregressive(),
+    "SelfSpeculative": SelfSpeculative(),
+    "SelfSpeculative, two forwards": SelfSpeculative(layout="two_forwards"),
+    "SelfSpeculative, single forward": SelfSpeculative(layout="single_forward"),
+}
+
+
+def read_prompts(path: Path, count: int) -> list[str]:
+    """Return the first prompts of a JSONL file, compressed or not."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()][:count]
+    return [row.get("prompt") or row["question"] for row in rows]
+
+
+def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
+    """Decode all prompts with all decoders; return counts, and how many texts are the reference's."""
+    sampling, result, reference = SamplingParams(max_new_tokens=max_new_tokens), {}, []
+    for name, decoder in DECODERS.items():
+        rows = model.decode(prompts, decoder, sampling, batch_size=16).rows
+        texts = [row.token_ids for row in rows]
+        reference = reference or texts
+        tokens, forwards = sum(row.num_tokens for row in rows), sum(row.num_forwards for row in rows)
+        result[name] = {
+            "identical": sum(a == b for a, b in zip(texts, reference, strict=True)),
+            "tokens_per_forward": round(tokens / forwards, 3),
+            "positions_per_token": round(sum(row.num_positions for row in rows) / tokens, 2),
+        }
+        print(name, result[name], flush=True)
+    return result
+
+
+def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
+    """Decode prompts one by one with all decoders and transformers' generate in turn; return tokens a second."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    names = [*DECODERS, "transformers.generate"]
+    tokens, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+    for number, prompt in enumerate(prompts):
+        for name in names:
+            started = time.perf_counter()
+            if name in DECODERS:
+                count = model.decode([prompt], DECODERS[name], sampling).rows[0].num_tokens
+            else:
+                count = _generate(model, prompt, max_new_tokens)
+            if number:  # the first prompt warms up
+                seconds[name] += time.perf_counter() - started
+                tokens[name] += count
+    speed = {name: tokens[name] / seconds[name] for name in names}
+    result = {
+        name: {"tokens_per_second": round(value, 2), "speed_over_autoregressive": round(value / speed[REFERENCE], 3)}
+        for name, value in speed.items()
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int) -> int:
+    ids = torch.tensor([prompt.token_ids])
+    library: Any = model.backbone.model
+    with torch.no_grad():
+        output = library.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+            eos_token_id=list(model.backbone.special_tokens.eos_token_ids),
+        )  # fmt: skip
+    return output.shape[1] - ids.shape[1]
+
+
+def main() -> None:
+    """Measure in float32 and bfloat16, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draft", type=Path, default=HERE / "drafter")
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE")
+    parser.add_argument("--num_prompts", type=int, default=200)
+    parser.add_argument("--num_timed", type=int, default=9)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("runs/smollm2/results.json"))
+    args = parser.parse_args()
+    if not (BASE / "config.json").is_file():
+        sys.exit(f"{BASE} is missing; make it with `nox -s real_model -- convert`.")
+    torch.set_num_threads(args.threads)
+    warnings.filterwarnings("ignore")
+    files = {"own": HERE / "own.jsonl", **{name: Path(file) for name, file in (p.split("=") for p in args.prompts)}}
+    result: dict[str, Any] = {"threads": args.threads, "max_new_tokens": args.max_new_tokens, "runs": []}
+    for dtype in args.dtypes:
+        model = refusion_lit.load(BASE, dtype=_dtype(dtype), draft=args.draft)
+        for name, file in files.items():
+            texts = read_prompts(file, args.num_prompts)
+            prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
+            print(f"{dtype}, {name}: {len(prompts)} prompts", flush=True)
+            run = {"dtype": dtype, "prompts": name, "num_prompts": len(prompts)}
+            run["text"] = compared(model, prompts, args.max_new_tokens)
+            run["speed"] = timed(model, prompts[: args.num_timed], args.max_new_tokens)
+            result["runs"].append(run)
+        result.setdefault("forward_costs", {}).update(model.backbone.forward_costs)
+        result["environment"] = environment(None, sys.argv)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _dtype(name: str) -> DType:
+    assert name in ("float32", "float64", "bfloat16", "float16"), name
+    return name
+
+
+if __name__ == "__main__":
+    main()
