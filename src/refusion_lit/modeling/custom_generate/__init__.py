@@ -1,0 +1,1 @@
+"""Decoders that an export carries along, for transformers' ``generate`` without this package."""

@@ -1,0 +1,178 @@
+# ruff: noqa: ANN401 - transformers' classes
+"""ReFusion decoding (arXiv 2512.13586) for transformers' ``generate``: one prompt, greedy, keys and values reused.
+
+    model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, max_new_tokens=128)
+
+Slots of ``slot_size`` tokens are drafted by masks, the certain ones are verified together, left to right inside, and
+the rest of a slot is filled in behind the context alone. Options are read from ``model.generation_config.refusion``, a
+dictionary; its keys and defaults are those of ``OPTIONS``. The text is that of refusion-lit's decoder ``ReFusion``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
+
+
+def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Return the prompt and the response [1, token].
+
+    Args:
+        model: A causal model of the hybrid objective, with ``mask_token_id`` in its config.
+        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
+        generation_config: Where ``max_new_tokens`` comes from if it is not in ``kwargs``.
+        kwargs: ``input_ids``, ``max_new_tokens``.
+
+    Raises:
+        ValueError: If there is more than one prompt.
+    """
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    if ids is None or ids.shape[0] != 1:
+        raise ValueError("input_ids: expected one prompt [1, token]; decode several with refusion-lit.")
+    config = generation_config or model.generation_config
+    limit = kwargs.get("max_new_tokens") or config.max_new_tokens or 128
+    options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
+    with torch.no_grad():
+        response = _Decoding(model, ids[0].tolist(), limit, options).run()
+    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
+
+
+class _Decoding:
+    """One prompt. The cache holds the context: the prompt and all accepted tokens, in the order of acceptance."""
+
+    def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any]) -> None:
+        self.model, self.prompt, self.limit, self.options = model, prompt, limit, options
+        self.size, self.cache, self.text, self.ended = (
+            options["slot_size"],
+            DynamicCache(config=model.config),
+            {},
+            False,
+        )
+        self.mask = model.config.mask_token_id
+        eos = model.generation_config.eos_token_id
+        eos = model.config.eos_token_id if eos is None else eos
+        self.eos = set(eos if isinstance(eos, list) else [eos])
+        pad = model.config.pad_token_id
+        self.banned = [token for token in {self.mask, pad} - self.eos if token is not None]
+        self.vocab_size = options.get("vocab_size") or model.config.vocab_size
+
+    def run(self) -> list[int]:
+        self.forward(self.prompt, range(len(self.prompt)), keep=len(self.prompt))
+        num_blocks = min(self.options["num_serial_blocks"], -(-self.limit // self.size))
+        block_slots = -(-self.limit // (self.size * num_blocks))
+        for block in range(num_blocks):
+            self.remaining = list(range(block * block_slots, (block + 1) * block_slots))
+            while self.remaining:
+                self.round()
+            if self.ended or (block + 1) * block_slots * self.size >= self.limit:
+                break
+        response: list[int] = []
+        while len(response) < self.limit and not (response and response[-1] in self.eos):
+            response.append(self.text[len(response)])
+        return response
+
+    def forward(self, tokens: list[int], positions: Any, keep: int = 0) -> torch.Tensor:
+        """Return float32 logits [token, vocab] behind the context; keep the first ``keep`` tokens in it."""
+        length, device = self.cache.get_seq_length(), self.model.device
+        visible = torch.ones(1, 1, len(tokens), length + len(tokens), dtype=torch.bool, device=device).tril(length)
+        output = self.model(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=torch.tensor([list(positions)], device=device),
+            attention_mask=visible,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits = output.logits[0, :, : self.vocab_size].float()
+        self.forget(len(tokens) - keep)
+        return logits
+
+    def forget(self, num_tokens: int) -> None:
+        """Take the last tokens out of the cache."""
+        if num_tokens:
+            self.cache.crop(-num_tokens)
+
+    def best(self, logits: torch.Tensor) -> list[int]:
+        logits = logits.clone()
+        logits[:, self.banned] = -torch.inf
+        return logits.argmax(-1).tolist()
+
+    def places(self, slots: list[int]) -> list[int]:
+        return [slot * self.size + i for slot in slots for i in range(self.size)]
+
+    def at(self, slots: list[int]) -> list[int]:
+        return [len(self.prompt) + place for place in self.places(slots)]
+
+    def round(self) -> None:
+        """Plan, verify together, accept whole slots or fill the chosen ones in."""
+        drafts, chosen = self.plan()
+        size, tokens = self.size, [token for slot in chosen for token in drafts[slot]]
+        logits = self.forward(tokens, self.at(chosen), keep=len(tokens))
+        passes = [i % size == 0 or self.passes(logits[i - 1], token) for i, token in enumerate(tokens)]
+        length = passes.index(False) if False in passes else len(tokens)
+        end = next((i for i in range(length) if tokens[i] in self.eos), None)
+        taken = length // size * size if end is None else end + 1
+        self.forget(len(tokens) - taken)
+        if taken:
+            self.text.update(zip(self.places(chosen)[:taken], tokens[:taken], strict=True))
+            self.drop(chosen[: -(-taken // size)], end is not None)
+            return
+        prefixes = [[*passes[i : i + size], False].index(False) for i in range(0, len(tokens), size)]
+        self.fill(chosen, [drafts[slot] for slot in chosen], prefixes)
+
+    def drop(self, slots: list[int], ends: bool) -> None:
+        self.remaining = [s for s in self.remaining if s not in slots and not (ends and s > slots[-1])]
+        self.ended = self.ended or ends
+
+    def passes(self, logits: torch.Tensor, token: int) -> bool:
+        return float(logits.softmax(-1)[token]) > self.options["token_threshold"]
+
+    def plan(self) -> tuple[dict[int, list[int]], list[int]]:
+        """Draft all remaining slots; choose those whose first token is certain, or the most certain one."""
+        logits = self.forward([self.mask] * (len(self.remaining) * self.size), self.at(self.remaining))
+        tokens = self.best(logits)
+        drafts = {slot: tokens[i * self.size : (i + 1) * self.size] for i, slot in enumerate(self.remaining)}
+        first = logits[:: self.size].softmax(-1)
+        certainty = {slot: float(first[i, drafts[slot][0]]) for i, slot in enumerate(self.remaining)}
+        chosen = [slot for slot in self.remaining if certainty[slot] > self.options["slot_threshold"]]
+        return drafts, chosen or [max(self.remaining, key=lambda slot: (certainty[slot], -slot))]
+
+    def fill(self, slots: list[int], drafts: list[list[int]], accepted: list[int]) -> None:
+        """Fill slots in behind the context alone, in turn a token each, until all are full or one ends the text."""
+        ends = [False] * len(slots)
+        seen = 0  # tokens that all slots have had accepted before the last round
+        while any(n < self.size and not end for n, end in zip(accepted, ends, strict=True)):
+            for i, slot in enumerate(slots):
+                if accepted[i] == self.size or ends[i]:
+                    continue
+                n, positions = accepted[i], self.at([slot])
+                logits = self.forward(drafts[i][:n] + [self.mask] * (self.size - n), positions)
+                drafts[i] = drafts[i][:n] + self.best(logits[n:])
+                logits = self.forward(drafts[i], positions)
+                accepted[i] += 1
+                while accepted[i] < self.size and self.passes(logits[accepted[i] - 1], drafts[i][accepted[i]]):
+                    accepted[i] += 1
+            for i in range(len(slots)):
+                end = next((j for j in range(seen, accepted[i]) if drafts[i][j] in self.eos), None)
+                if end is not None:
+                    accepted[i], ends[i] = end + 1, True
+                    slots, drafts, accepted, ends = slots[: i + 1], drafts[: i + 1], accepted[: i + 1], ends[: i + 1]
+                    break
+            seen = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
+        self.store(slots, [tokens[:n] for tokens, n in zip(drafts, accepted, strict=True)])
+        self.drop(slots, ends[-1])
+
+    def store(self, slots: list[int], rows: list[list[int]]) -> None:
+        """Put filled slots into the context; each one's keys and values have seen the old context and itself only."""
+        length, kept = self.cache.get_seq_length(), []
+        for slot, tokens in zip(slots, rows, strict=True):
+            self.forward(tokens, self.at([slot])[: len(tokens)], keep=len(tokens))
+            kept.append([(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in self.cache.layers])
+            self.forget(len(tokens))
+            self.text.update(zip(self.places([slot]), tokens, strict=False))
+        for number, parts in enumerate(zip(*kept, strict=True)):
+            keys, values = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+            self.cache.update(keys, values, number)
