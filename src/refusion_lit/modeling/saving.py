@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.custom_generate import refusion
 from refusion_lit.modeling.layouts import Layout, layout_named
 from refusion_lit.modeling.lora import merged, quiet_peft
+from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
 
 _TEMPLATE = "prompt_template"
@@ -28,7 +31,8 @@ def save_model(
 ) -> None:
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
-    Adapters are merged into the backbone's weights first.
+    Adapters are merged into the backbone's weights first. A model of the hybrid objective brings its decoder along, for
+    transformers' ``generate(custom_generate=...)``.
 
     Args:
         backbone: The model.
@@ -53,8 +57,18 @@ def save_model(
     else:
         stored = getattr(model.config, "refusion_lit", None) or {}
         model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
+        if has_own_decoder(backbone.traits):
+            model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
+            model.generation_config._from_model_config = False  # else loading would make it anew from the config
+            (path / "custom_generate").mkdir(parents=True)
+            shutil.copyfile(refusion.__file__, path / "custom_generate" / "generate.py")
         model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def has_own_decoder(traits: ModelTraits) -> bool:
+    """Whether a directory of such a model holds a decoder for transformers' ``generate``."""
+    return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
 def _checked_layout(backbone: Backbone, name: str) -> Layout:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.modeling.lora import Adapters
+from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.environment import described_environment
 from refusion_lit.reports.results import RESULTS, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
@@ -121,7 +122,28 @@ model = refusion_lit.load({name!r})
 print(model.generate(["..."], decoder={decoder}({options}), max_new_tokens=64)[0].text)
 ```
 
-or `refusion-lit generate --ckpt_path {name} --decoder {decoder} --prompt "..."`."""
+or `refusion-lit generate --ckpt_path {name} --decoder {decoder} --prompt "..."`.{_in_transformers(name, traits)}"""
+
+
+def _in_transformers(name: str, traits: ModelTraits) -> str:
+    """Say what works without this package."""
+    if not has_own_decoder(traits):
+        return ""
+    return f"""
+
+## Without refusion-lit
+
+The directory holds its decoder in `custom_generate/generate.py`, for transformers alone: greedy, one prompt at a time.
+Read it first; `trust_remote_code` runs it.
+
+```python
+model = AutoModelForCausalLM.from_pretrained({name!r})
+model.generation_config.refusion |= {{"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}}
+output = model.generate(input_ids, custom_generate={name!r}, trust_remote_code=True, max_new_tokens=64)
+```
+
+Plain `generate` is not meaningful: at the first token of a slot the model needs a mask. Likelihoods with the
+lm-evaluation-harness need `refusion-lit evaluate` too, for the same reason."""
 
 
 def _adapter_loading(name: str, adapters: Adapters) -> str:
