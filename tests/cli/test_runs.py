@@ -13,6 +13,7 @@ import yaml
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
+from refusion_lit.utils.locks import release_lock, try_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
@@ -68,6 +69,19 @@ def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str
     assert "run_version: expected a new run, got" in error
     assert "add --resume to continue it, or choose another name" in error
     assert sorted(runs.rglob("*")) == before
+
+
+def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = try_lock(runs / "quickstart" / "version_0" / ".lock")  # as a run in another process holds it
+    assert other is not None
+    before = sorted(runs.rglob("*"))
+    assert fit(runs, "--resume") == 2
+    error = capsys.readouterr().err
+    assert "run_version: expected a directory that no other process writes to, got" in error
+    assert sorted(runs.rglob("*")) == before
+    release_lock(other)
+    assert fit(runs, "--resume", "--trainer.max_steps=6") == 0
+    assert not list(runs.rglob(".lock"))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ class Place:
     def fit(self, *options: str) -> list[str]:
         return ["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={self.folder / 'runs'}", *options]
 
+    def fit_from(self, source: Path, *options: str) -> list[str]:
+        """Return a training that starts from a directory's weights."""
+        tiny = [option for option in TINY if "backbone" not in option]
+        runs = f"--runs_dir={self.folder / 'runs'}"
+        return ["fit", "--config", QUICKSTART, *tiny, runs, "--model.backbone={source: " + str(source) + "}", *options]
+
     def test(self, *options: str) -> list[str]:
         runs = f"--runs_dir={self.folder / 'runs'}"
         return ["test", "--config", QUICKSTART, *TEST, runs, f"--ckpt_path={self.checkpoint}", *options]
@@ -182,6 +188,16 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         lambda d: _damage_header(d / "model.safetensors")
     ),
     "a safetensors file that lacks a weight": lambda p: p.directory(lambda d: _without(d, "q_proj")),
+    "a directory with weights of more layers than its config": lambda p: p.directory(
+        lambda d: _config(d, num_hidden_layers=1)
+    ),
+    "a training from a directory with another tokenizer": lambda p: p.fit_from(
+        MODEL, "--data.tokenizer.characters=+,;=>0123456789"
+    ),
+    "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
+    "going on from a checkpoint whose weights are not finite": lambda p: p.fit(
+        p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"
+    ),
     "weights of another shape": lambda p: p.directory(lambda d: _cut(d, "q_proj")),
     "a directory without weights": lambda p: p.directory(lambda d: (d / "model.safetensors").unlink()),
     "a directory without a tokenizer": lambda p: p.directory(lambda d: (d / "tokenizer.json").unlink()),
@@ -192,6 +208,10 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "weights that run code": lambda p: p.directory(_pickled),
     "a directory that brings its own code": lambda p: p.directory(_own_code),
 }
+
+
+def _with_nan(values: dict) -> None:
+    next(iter(values["state_dict"].values())).view(-1)[0] = float("nan")
 
 
 def _short_context(values: dict) -> None:

@@ -51,7 +51,7 @@ def newest_checkpoint(folders: Sequence[Path]) -> Path | None:
 
 
 def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], option: str) -> None:
-    """Refuse weights whose names or shapes are not a model's.
+    """Refuse weights whose names or shapes are not a model's, or that are not finite.
 
     Args:
         stored: Weights by name.
@@ -59,7 +59,7 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
         option: The option that named the weights, for the message.
 
     Raises:
-        ValueError: Naming the first weight that is missing, unexpected, or of another shape.
+        ValueError: Naming the first weight that is missing, unexpected, of another shape, infinite or not a number.
     """
     for name in sorted({*stored, *expected}):
         got = tuple(stored[name].shape) if name in stored else None
@@ -68,6 +68,11 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
             raise ValueError(
                 f"{option}: expected weights that fit the architecture in the config, got {name} of shape {got}, not "
                 f"{wanted}. Take the config that the checkpoint was trained with."
+            )
+        if not bool(stored[name].isfinite().all()):
+            raise ValueError(
+                f"{option}: expected finite weights, got infinities or NaN in {name}: the training had diverged. Take "
+                "an earlier checkpoint."
             )
 
 

@@ -40,6 +40,7 @@ def write_answers(options: Namespace) -> None:
     Raises:
         ValueError: If an option, a prompt or the model is wrong, or the file cannot be written.
     """
+    _check_output(options)
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requests:
         raise ValueError(f"prompts: expected at least one prompt, got an empty file {options.prompts}.")
@@ -48,7 +49,6 @@ def write_answers(options: Namespace) -> None:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
-    _check_output(options)
     sampling = sampling_of(options)
     model = load_model_of(options)
     encoded = {request.id: model.encode(request.prompt) for request in requests}

@@ -6,7 +6,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import lightning as L
 import torch
@@ -64,9 +64,11 @@ class RefusionCLI(LightningCLI):
     Attributes:
         run_directory: Where this process's run lands, as soon as it is chosen; ``None`` with loggers of the user's own.
             It belongs to the class, as the constructor does the whole work and may raise.
+        run_lock: The lock of that directory; ``None`` on processes that do not write to it.
     """
 
     run_directory: ClassVar[Path | None] = None
+    run_lock: ClassVar[IO[bytes] | None] = None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
@@ -178,7 +180,7 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name"
             holds = _continues(config, directory)
             require(holds, "run_version", "a new run", f"{directory}, which holds checkpoints", fix)
-        run_directory.prepare(directory)
+        RefusionCLI.run_lock = run_directory.prepare(directory)
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:

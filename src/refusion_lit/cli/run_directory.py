@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from refusion_lit.utils.locks import release_lock, try_lock
 from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
@@ -45,35 +46,38 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
-def prepare(directory: Path) -> None:
-    """Create a run's directory before any work, and keep the losses of an interrupted run in it from the logger.
+def prepare(directory: Path) -> IO[bytes] | None:
+    """Create and lock a run's directory before any work, and keep the losses of an interrupted run from the logger.
+
+    Returns:
+        The lock, to be released with :func:`release`; ``None`` on processes that do not write the directory.
 
     Raises:
-        ValueError: If nothing can be written there.
+        ValueError: If nothing can be written there, or another run is writing there.
     """
     if not is_first_process():
-        return
+        return None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
+        lock = try_lock(directory / ".lock")
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
             f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
         ) from error
+    fix = "wait for it, or choose another name"
+    require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
     metrics = directory / "metrics.csv"
     if metrics.is_file():
         number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
         metrics.rename(directory / f"metrics_before_{number}.csv")
+    return lock
 
 
-def remove_if_empty(directory: Path) -> None:
-    """Remove a run's directory in which a failed run has left nothing."""
-    if is_first_process():
-        with suppress(OSError):
-            directory.rmdir()
+def release(directory: Path, lock: IO[bytes]) -> None:
+    """Release a run's directory, and remove it if a failed run has left nothing in it."""
+    release_lock(lock)
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:

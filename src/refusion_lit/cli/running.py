@@ -14,6 +14,7 @@ from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI, SaveRun
 from refusion_lit.cli.messages import show_own_logs
 from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.training.divergence import last_checkpoint
 from refusion_lit.training.module import SlotDiffusionModule
 
 # True, but nothing a user could act on.
@@ -40,7 +41,7 @@ def run(args: list[str]) -> int:
         warnings.filterwarnings("ignore", message=pattern)
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
-    RefusionCLI.run_directory = None
+    RefusionCLI.run_directory = RefusionCLI.run_lock = None
     try:
         cli = RefusionCLI(
             SlotDiffusionModule,
@@ -64,8 +65,8 @@ def run(args: list[str]) -> int:
             raise
         return _fail(f"interrupted; {_how_to_resume(args[0])}", 130)
     finally:
-        if RefusionCLI.run_directory is not None:
-            run_directory.remove_if_empty(RefusionCLI.run_directory)
+        if RefusionCLI.run_directory is not None and RefusionCLI.run_lock is not None:
+            run_directory.release(RefusionCLI.run_directory, RefusionCLI.run_lock)
     _say_what_next(cli)
     return 0
 
@@ -94,11 +95,7 @@ def _say_what_next(cli: RefusionCLI) -> None:
     if cli.subcommand == "predict" and directory is not None:
         print(f"predictions: {_shown(directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
-        paths = [
-            getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
-            for callback in cli.trainer.checkpoint_callbacks
-        ]
-        path = next(filter(None, paths), None)
+        path = last_checkpoint(cli.trainer)
         if path is not None:
             config = cli.config["fit"].get("config") or [(directory or Path()) / run_directory.CONFIG]
             configs = " ".join(f"--config {_shown(Path(str(file)))}" for file in config)

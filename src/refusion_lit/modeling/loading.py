@@ -184,6 +184,12 @@ class BackboneConfig:
                 f"backbone.source: expected all weights in {self.source!r}, got none for {missing[0]} and "
                 f"{len(missing) - 1} more. Fetch them again, or set random_init: true to train from random weights."
             )
+        extra = sorted(report["unexpected_keys"])
+        if extra:  # transformers would drop them
+            raise ValueError(
+                f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
+                f"{len(extra) - 1} more in {self.source!r}. Take the config that they were trained with."
+            )
         return model
 
 

@@ -76,6 +76,11 @@ def ensure_mask_token(
         setattr(tokenizer, _NEW_MASK, True)
 
 
+def mask_is_new(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether :func:`ensure_mask_token` has added a token that the tokenizer did not have."""
+    return bool(getattr(tokenizer, _NEW_MASK, False))
+
+
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
     """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
 
@@ -97,7 +102,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
     mask = special_tokens_of(tokenizer).mask_token_id
-    if pretrained and getattr(tokenizer, _NEW_MASK, False) and mask is not None:
+    if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)
     model.config.mask_token_id = mask

@@ -13,11 +13,13 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
+from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
@@ -29,6 +31,7 @@ from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.liger import check_liger
 from refusion_lit.objectives.packing import pack
+from refusion_lit.training.divergence import check_finite
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn_of_lost_updates
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.validation import ValidationHooks, is_whole
@@ -95,7 +98,10 @@ class SlotDiffusionModule(ValidationHooks):
             return
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
-        self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
+        source = self.backbone_config
+        if source.source is not None and not source.random_init:
+            check_vocabulary(self.tokenizer, source.source, source.revision, source.trust_remote_code)
+        self.backbone = source.build(self.tokenizer, seed=self.seed)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
@@ -184,10 +190,17 @@ class SlotDiffusionModule(ValidationHooks):
         return loss.total * (num_accumulated * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the norm of the gradient before clipping."""
+        """Log the norm of the gradient before clipping; stop if it or the loss is not finite.
+
+        Raises:
+            ValueError: Naming step, samples and the last checkpoint.
+        """
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        check_finite(self.trainer, self._progress.loss, norm, self._progress.sample_ids)
         if self._logs_now():
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.log("train/gradient_norm", nn.utils.get_total_norm(gradients))
+            self.log("train/gradient_norm", norm)
 
     def _logs_now(self) -> bool:
         every = max(self.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]

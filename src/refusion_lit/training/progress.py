@@ -27,10 +27,12 @@ class TrainingProgress:
 
     Attributes:
         num_positions: Number of token positions computed so far on all processes, padding included.
+        sample_ids: Ids of the samples in the optimizer step under way, on this process.
     """
 
     def __init__(self, num_positions: int = 0) -> None:
         self.num_positions: Tensor = torch.tensor(num_positions, dtype=torch.float64)
+        self.sample_ids: list[str] = []
         self._num_processes = 1
         self._micro_batches: deque[CorruptedBatch] = deque()
         self._loss: LossOutput | None = None
@@ -74,7 +76,9 @@ class TrainingProgress:
                 "use InstructionDataModule's loader, or one that sets ResponseBatch.following on the first batch of "
                 "each step",
             )
-            self._begin_step([corrupt(each) for each in (batch, *(batch.following or ()))])
+            step = (batch, *(batch.following or ()))
+            self.sample_ids = [name for each in step for name in each.ids]
+            self._begin_step([corrupt(each) for each in step])
         return self._micro_batches.popleft()
 
     def _begin_step(self, micro_batches: list[CorruptedBatch]) -> None:
@@ -94,6 +98,12 @@ class TrainingProgress:
         sums = loss.sums.detach() + (0 if self._loss is None else self._loss.sums)
         self._loss = replace(loss, sums=sums)
         return not self._micro_batches
+
+    @property
+    def loss(self) -> Tensor:
+        """The step's loss so far, of this process's samples."""
+        assert self._loss is not None
+        return self._loss.total
 
     def figures(self) -> dict[str, Tensor]:
         """Return what is logged after a step, by name; measures the speed since the last call."""
