@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
 
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 Prediction = Literal["mask", "mask_shifted", "next_token_in_slot", "next_token"]
@@ -38,7 +38,10 @@ class ModelTraits:
     predictions: tuple[Prediction, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check that a block size is given exactly when the attention needs one."""
+        """Check the names, and that a block size is given exactly when the attention needs one."""
+        require_choice("attention", self.attention, get_args(AttentionKind))
+        for prediction in self.predictions or ():
+            require_choice("predictions", prediction, get_args(Prediction))
         if (self.attention == "block_causal") != (self.block_size is not None):
             raise ValueError(
                 f"block_size: expected a value exactly with attention 'block_causal', got "

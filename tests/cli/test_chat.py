@@ -73,6 +73,24 @@ def test_history_can_be_limited(history: int, kept: list[str]) -> None:
     assert [message["content"] for message in chat.messages("e")] == [*kept, "e"]
 
 
+def test_the_oldest_turns_are_left_out_with_a_note_when_the_context_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = make_chat(TEMPLATE, "--system=1")
+    file = io.StringIO()
+    chat.console = Console(file=file, width=200)
+    chat.turns = [("2" * 100, "3" * 100), ("4" * 100, "5" * 100), ("6" * 90, "7" * 90)]
+    prompts: list[list[int]] = []
+    encode = chat.model.encode
+    monkeypatch.setattr(chat.model, "encode", lambda *args: prompts.append(encode(*args)) or prompts[-1])
+    chat.ask("12+34")
+    assert "1 earlier turns are left out: the context is full" in file.getvalue()
+    shown = chat.model.tokenizer.decode(prompts[-1]).replace(" ", "")
+    assert shown == f"1;{'4' * 100}>{'5' * 100};{'6' * 90}>{'7' * 90};12+34>"
+    assert len(chat.turns) == 4
+    chat.take("/reset")
+    chat.ask("1+2")
+    assert file.getvalue().count("left out") == 1
+
+
 def test_a_refused_question_leaves_the_conversation_as_it_was() -> None:
     chat = make_chat(TEMPLATE)
     chat.ask("1+2")

@@ -165,6 +165,19 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a decoder that the model was not trained for": lambda p: p.generate(MODEL, "--decoder=LLaDA"),
     "more samples a batch than there are": lambda p: p.fit("--data.batch_size=65"),
     "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
+    "attention whose package is not installed": lambda p: p.fit(
+        "--model.backbone.attn_implementation=flash_attention_2"
+    ),
+    "attention heads that do not share key/value heads evenly": lambda p: p.fit(
+        "--model.backbone.config.num_attention_heads=5"
+    ),
+    "a head dimension without rotary positions": lambda p: p.fit("--model.backbone.config.head_dim=25"),
+    "a model without layers": lambda p: p.fit("--model.backbone.config.num_hidden_layers=0"),
+    "samples longer than the model's context": lambda p: p.fit("--model.backbone.config.max_position_embeddings=8"),
+    "a negative warm-up": lambda p: p.fit("--model.schedule.warmup_steps=-1"),
+    "a negative learning rate": lambda p: p.fit("--model.optimizer=AdamW", "--model.optimizer.lr=-1"),
+    "no decoder at all": lambda p: p.fit("--model.decoders.refusion=null"),
+    "a device that computes nothing": lambda p: p.generate(MODEL, "--device=meta"),
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
     "going on from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
@@ -202,6 +215,12 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a directory without weights": lambda p: p.directory(lambda d: (d / "model.safetensors").unlink()),
     "a directory without a tokenizer": lambda p: p.directory(lambda d: (d / "tokenizer.json").unlink()),
     "a directory of an unknown architecture": lambda p: p.directory(lambda d: _config(d, model_type="unheard")),
+    "a directory whose config is not JSON": lambda p: p.directory(lambda d: (d / "config.json").write_text("{")),
+    "a directory whose config has text for a number": lambda p: p.directory(lambda d: _config(d, hidden_size="x")),
+    "a directory whose config has a negative size": lambda p: p.directory(lambda d: _config(d, hidden_size=-1)),
+    "a directory trained for an unknown attention": lambda p: p.directory(
+        lambda d: _config(d, refusion_lit={"attention": "sideways"})
+    ),
     "a checkpoint that runs code": lambda p: p.changed_checkpoint(
         lambda values: values.update(callbacks=RunsCode(p.folder / "ran"))
     ),

@@ -89,7 +89,8 @@ def _run(command: str, rest: list[str]) -> int:
         return run(command, rest)
     from refusion_lit.cli.suggestions import nearest
 
-    return _fail(f"unknown command {command!r}{nearest(command, [*_TRAINER, *_OWN])}")
+    suggestion = nearest(command, [*_TRAINER, *_OWN]) or "; `refusion-lit --help` lists the commands"
+    return _fail(f"unknown command {command!r}{suggestion}")
 
 
 def _fail(message: str, code: int = 2) -> int:

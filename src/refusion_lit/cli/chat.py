@@ -142,10 +142,15 @@ class Chat:
             raise ValueError(f"{visible(command)}: no such command; /help lists them.")
         return True
 
-    def messages(self, question: str) -> list[dict[str, str]]:
-        """Return what the model is shown: system message, the last turns, the question."""
+    @property
+    def num_turns(self) -> int:
+        """Number of earlier turns that the model is shown if they fit its context."""
         limit = self.options.history
-        turns = self.turns if limit is None else self.turns[len(self.turns) - min(limit, len(self.turns)) :]
+        return len(self.turns) if limit is None else min(limit, len(self.turns))
+
+    def messages(self, question: str, num_turns: int | None = None) -> list[dict[str, str]]:
+        """Return what the model is shown: system message, the last turns, the question."""
+        turns = self.turns[len(self.turns) - (self.num_turns if num_turns is None else num_turns) :]
         messages = [] if self.options.system is None else [{"role": "system", "content": self.options.system}]
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
@@ -157,7 +162,7 @@ class Chat:
         Raises:
             ValueError: If it cannot be encoded, or is too long for the model.
         """
-        ids = self.model.encode(question, self.messages(question))
+        ids = self._encode(question)
         show_order = self.options.show_order
         watching = show_order and self.console.is_terminal
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
@@ -174,6 +179,18 @@ class Chat:
         pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
         self.console.print(pace, style="dim", highlight=False, markup=False)
         return answer
+
+    def _encode(self, question: str) -> list[int]:
+        """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
+        context, room = self.model.backbone.max_positions, self.sampling.max_new_tokens
+        num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
+        for kept in range(num_turns, -1, -1):
+            ids = self.model.encode(question, self.messages(question, kept))
+            if context is None or len(ids) + room <= context:
+                break
+        if kept < num_turns:
+            self.console.print(f"{num_turns - kept} earlier turns are left out: the context is full", style="yellow")
+        return ids
 
     def _write(self, name: str) -> None:
         if self.last is None:

@@ -1,4 +1,4 @@
-"""Decoders in arguments: given by a file, or dropped from the config."""
+"""Decoders in arguments that are given by a file."""
 
 from __future__ import annotations
 

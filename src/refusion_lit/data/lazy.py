@@ -23,7 +23,7 @@ class LazyExamples(Dataset[EncodedExample]):
     def __init__(
         self, examples: Sequence[Example], encode: Callable[[Example], tuple[list[int], list[int]]], max_length: int
     ) -> None:
-        self._examples, self._encode, self._max_length = examples, encode, max_length
+        self._examples, self._encode, self.max_length = examples, encode, max_length
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -33,9 +33,9 @@ class LazyExamples(Dataset[EncodedExample]):
         """Return an encoded example."""
         example = self._examples[index]
         sample = EncodedExample(example.id, *self._encode(example))
-        expected = f"at most {self._max_length} tokens in the sample {example.id}"
+        expected = f"at most {self.max_length} tokens in the sample {example.id}"
         fix = "raise it, or make the task's examples shorter"
-        require(len(sample) <= self._max_length, "data.max_length", expected, len(sample), fix)
+        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
         return sample
 
     def length(self, index: int) -> int:

@@ -112,6 +112,26 @@ class InstructionDataModule(EvaluationLoaders):
             self._encoded("train")
             self._encoded("validation")
 
+    def check_context(self, max_positions: int) -> None:
+        """Refuse samples of training and validation that are longer than the model's context.
+
+        Args:
+            max_positions: Number of tokens in the context.
+
+        Raises:
+            ValueError: Naming the longest sample; for examples that are encoded while they are read, when one is.
+        """
+        for split in ("train", "validation"):
+            samples = self._encoded(split)
+            if isinstance(samples, LazyExamples):
+                samples.max_length = min(samples.max_length, max_positions)
+                continue
+            longest = max(range(len(samples)), key=samples.length)
+            fits = samples.length(longest) <= max_positions
+            expected = f"samples of at most {max_positions} tokens, the model's context (max_position_embeddings)"
+            fix = f"set it to {max_positions}, which drops longer samples, or take a model with a longer context"
+            require(fits, "data.max_length", expected, samples.length(longest), fix)
+
     # --- training --------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> TrainingLoader:

@@ -215,26 +215,22 @@ class StoredTokenizer(TokenizerSource):
         return tokenizer_from_files(self.files)
 
 
-def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, source: str, revision: str | None, trust_remote_code: bool
-) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: PretrainedTokenizer) -> None:
     """Refuse a tokenizer whose ids mean something else to the weights of a directory or hub id.
 
     The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
 
     Args:
         tokenizer: The tokenizer that encodes the data.
-        source: Directory or hub id of the weights.
-        revision: Pinned revision of a hub id.
-        trust_remote_code: Let the source run Python code of its own.
+        source: The tokenizer of the weights.
 
     Raises:
         ValueError: Naming the first token with another id.
     """
-    if tokenizer.name_or_path == source:
+    if tokenizer.name_or_path == source.source:
         return
     try:
-        own = PretrainedTokenizer(source=source, revision=revision, trust_remote_code=trust_remote_code).build(None)
+        own = source.build(None)
     except ValueError as error:
         warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
         return
@@ -244,9 +240,9 @@ def check_vocabulary(
     for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
         if found.get(token) != identity:
             raise ValueError(
-                f"data.tokenizer: expected the {len(expected)} tokens of {source!r}, whose weights are trained on, got "
+                f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, whose weights are trained on, got "
                 f"{len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
-                f"data.tokenizer to PretrainedTokenizer with source: {source}."
+                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
             )
 
 

@@ -14,6 +14,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.layouts import Layout, layout_of, supported_layouts
 from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
@@ -33,7 +45,12 @@ def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    return AutoConfig.for_model(**(defaults | dict(options)))
+    try:
+        config = AutoConfig.for_model(**(defaults | dict(options)))
+    except Exception as error:  # transformers' checks raise errors of their own
+        raise ValueError(f"backbone.config: expected options that fit together, got {_last_line(error)}.") from error
+    _check_sizes(config, "backbone.config")
+    return config
 
 
 def config_of_source(
@@ -70,7 +87,7 @@ def config_of_source(
         config, unknown = AutoConfig.from_pretrained(
             source, revision=revision, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers' checks raise errors of their own
         if (Path(source) / "adapter_config.json").is_file():
             raise ValueError(
                 f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
@@ -86,10 +103,12 @@ def config_of_source(
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
-            f"({reason_of(error)}). Check the path, or the id and the network."
+            f"({reason_of(error) if isinstance(error, OSError | ValueError) else _last_line(error)}). Check the path, "
+            "or the id and the network."
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
+    _check_sizes(config, f"backbone.source: {source}")
     return config, None
 
 
@@ -115,6 +134,7 @@ def _published_config(layout: Layout, values: Mapping[str, Any], overrides: Mapp
         if not hasattr(config, name):
             raise _unknown_option(name, config)
         setattr(config, name, value)
+    _check_sizes(config, "backbone.source")
     return config
 
 
@@ -124,6 +144,27 @@ def warn_of_remote_code(source: str) -> None:
         f"trust_remote_code: Python code that comes with {source} will run on this machine with all your rights.",
         stacklevel=3,
     )
+
+
+def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse sizes that make no model; not every architecture has all of them."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if value is not None:
+            fits = isinstance(value, int) and value >= 1
+            require(fits, f"{where}: {name}", "an integer of at least 1", value, "correct it")
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads and groups:
+        expected = f"a multiple of num_key_value_heads, which is {groups}"
+        require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, "change one of them")
+    if heads and not getattr(config, "head_dim", None):
+        expected = f"a multiple of num_attention_heads, which is {heads}"
+        require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "change it")
+
+
+def _last_line(error: Exception) -> str:
+    """Return the reason at the end of an error of several lines."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ class BackboneConfig:
         else:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
             config, layout = config_of_source(self.source, self.config, layout=self.layout, **options)
-        traits = ModelTraits.from_dict(getattr(config, "refusion_lit", None) or {})
+        traits = _traits_of(config, self.source)
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         pretrained = self.source is not None and not self.random_init
@@ -145,12 +145,15 @@ class BackboneConfig:
         return backbone
 
     def _initialise_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
-        return AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, self.dtype),
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
-        )
+        try:
+            return AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, self.dtype),
+                attn_implementation=self.attn_implementation,
+                trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
+            )
+        except ImportError as error:
+            raise self._missing_package(error) from error
 
     def _load_weights(self, config: Any, layout: Layout | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
@@ -171,13 +174,21 @@ class BackboneConfig:
                 trust_remote_code=self.trust_remote_code,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
             )
+        except ImportError as error:
+            raise self._missing_package(error) from error
         except Exception as error:  # readers of formats have errors of their own for damaged files
             raise ValueError(
                 f"backbone.source: the weights of {self.source!r} cannot be loaded ({reason_of(error)}). They may be "
                 "truncated or of another architecture than config.json says; fetch them again."
             ) from error
         model, report = loaded
+        for name, stored, wanted in sorted(report["mismatched_keys"]):
+            raise ValueError(
+                f"backbone.source: the weights of {self.source!r} do not fit its config: {name} has the shape "
+                f"{tuple(stored)}, not {tuple(wanted)}. Take the config that they were trained with."
+            )
         missing = sorted(report["missing_keys"])
         if missing:  # transformers would leave them random
             raise ValueError(
@@ -192,10 +203,26 @@ class BackboneConfig:
             )
         return model
 
+    def _missing_package(self, error: ImportError) -> ValueError:
+        return ValueError(
+            f"backbone.attn_implementation: {self.attn_implementation!r} needs a package that is not installed "
+            f"({reason_of(error)}). Install it, or set attn_implementation: sdpa."
+        )
+
 
 def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
     """Return the transformers config as JSON values, enough to rebuild the model with random weights."""
     return backbone.config.to_dict()
+
+
+def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 - one class per architecture
+    """Return what the weights were trained to do, as the config says."""
+    values = getattr(config, "refusion_lit", None) or {}
+    try:
+        require(isinstance(values, dict), "refusion_lit", "traits by name", values, "remove it")
+        return ModelTraits.from_dict(values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"backbone.source: refusion_lit in the config of {source}: {reason_of(error)}") from error
 
 
 @contextmanager

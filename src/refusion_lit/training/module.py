@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
-from refusion_lit.data.tokenizers import check_vocabulary
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import PretrainedTokenizer, check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
@@ -37,6 +38,7 @@ from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.validation import ValidationHooks, is_whole
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 
@@ -49,7 +51,8 @@ class SlotDiffusionModule(ValidationHooks):
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
         decoders: Decoders by name. ``test`` compares them; ``predict`` and logged samples use the first. By default the
-            one of the model's published layout, or one for its traits (ReFusion for a hybrid model).
+            one of the model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops
+            one that an earlier config has named.
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
@@ -68,7 +71,7 @@ class SlotDiffusionModule(ValidationHooks):
         backbone: BackboneConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         objective: Objective = Hybrid(),  # noqa: B008 - immutable
-        decoders: dict[str, Decoder] | None = None,
+        decoders: dict[str, Decoder | None] | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - immutable
         decoding: DecodingOptions = DecodingOptions(),  # noqa: B008 - immutable
         optimizer: OptimizerCallable | None = None,
@@ -80,13 +83,14 @@ class SlotDiffusionModule(ValidationHooks):
     ) -> None:
         super().__init__()
         self.backbone_config, self.tokenizer, self.objective = backbone, tokenizer, objective
-        self._decoders = decoders
+        self._decoders = {name: each for name, each in (decoders or {}).items() if each is not None}
+        require(bool(self._decoders) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
         self.sampling, self.decoding = sampling, decoding
         self.optimizer_callable, self.scheduler_callable, self.schedule = optimizer, lr_scheduler, schedule
         self.seed, self.prompt_template, self.resume = seed, prompt_template, resume
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
-        for name, decoder in (decoders or {}).items():
+        for name, decoder in self._decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
 
@@ -100,7 +104,13 @@ class SlotDiffusionModule(ValidationHooks):
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
         source = self.backbone_config
         if source.source is not None and not source.random_init:
-            check_vocabulary(self.tokenizer, source.source, source.revision, source.trust_remote_code)
+            own = PretrainedTokenizer(
+                source=source.source,
+                revision=source.revision,
+                layout=source.layout,
+                trust_remote_code=source.trust_remote_code,
+            )
+            check_vocabulary(self.tokenizer, own)
         self.backbone = source.build(self.tokenizer, seed=self.seed)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
@@ -146,6 +156,9 @@ class SlotDiffusionModule(ValidationHooks):
         """Check what training needs, and record what the weights are trained for."""
         if self.objective.kernel == "liger":
             check_liger(self.device)
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
+            data.check_context(self.model.max_positions)
         self.model.traits = self.objective.traits
         self.model.train()
         self._progress.start(self.device, self.trainer.world_size)
@@ -212,7 +225,10 @@ class SlotDiffusionModule(ValidationHooks):
         if self.optimizer_callable is None:
             optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
         else:
-            optimizer = self.optimizer_callable(groups)
+            try:
+                optimizer = self.optimizer_callable(groups)
+            except (ValueError, TypeError) as error:  # torch names no option
+                raise ValueError(f"model.optimizer: {error}.") from error
         if not isinstance(self.trainer.strategy, DeepSpeedStrategy):  # which keeps float32 master weights
             warn_of_lost_updates(optimizer)
         if self.scheduler_callable is not None:
