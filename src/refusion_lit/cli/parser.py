@@ -33,6 +33,8 @@ def brief(message: str) -> str:
     """Return the option and the reason out of the paragraphs of a message of jsonargparse."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
     start = lines.index("Errors:") + 1 if "Errors:" in lines else len(lines) - 1
+    while lines[start].startswith("Does not validate against") and "Errors:" in lines[start:]:  # a union in a union
+        start = lines.index("Errors:", start) + 1
     reason = " ".join(lines[start : start + (2 if lines[start].endswith(":") else 1)])
     is_option = start > 0 and lines[0].startswith("Parser key ")
     return f"{lines[0].removeprefix('Parser key ')} {reason}" if is_option else reason
