@@ -146,6 +146,49 @@ def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Pat
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
 
 
+def test_results_of_another_model_are_not_on_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = {"results": {"d": {"score": 1.0}}, "fingerprints": {"d": {"weights": "0123456789abcdef"}}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    output = tmp_path / "out"
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={output}", f"--results={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert f"results: {tmp_path} was made for something else: weights was '0123456789abcdef', is '" in error
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--decoder.slot_size=4"], "decoder.slot_size was 8, is 4"),
+        (["--max_new_tokens=24"], "sampling.max_new_tokens was 16, is 24"),
+        (["--dtype=bfloat16"], "dtype was 'float32', is 'bfloat16'"),
+        (["--ckpt_path", str(MODEL.with_name("additions-mid"))], "weights was '"),
+        (["--prompts", "OTHER"], "prompts.digest was '"),
+    ],
+)
+def test_generate_resumes_only_with_its_prompts_options_and_model(
+    change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, others, output = tmp_path / "prompts.txt", tmp_path / "others.txt", tmp_path / "out.jsonl"
+    prompts.write_text("12+34>\n1+2>\n")
+    others.write_text("12+34>\n1+3>\n")
+    arguments = [
+        "generate",
+        f"--ckpt_path={MODEL}",
+        "--max_new_tokens=16",
+        f"--output={output}",
+        f"--prompts={prompts}",
+    ]
+    assert main(arguments) == 0
+    before = output.read_bytes()
+    change = [str(others) if part == "OTHER" else part for part in change]
+    assert main([*arguments, "--resume", *change]) == 2
+    error = capsys.readouterr().err
+    assert f"resume: {output} was made for something else: " in error
+    assert message in error
+    assert output.read_bytes() == before
+
+
 class FakeHub:
     """Stands for the hub; remembers what was sent."""
 
@@ -304,10 +347,21 @@ def test_help_begins_with_a_short_usage_and_names_one_way_to_an_optimizer(capsys
     assert "--optimizer" not in options
 
 
-def test_init_copies_the_configs(tmp_path: Path) -> None:
+def test_init_copies_the_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(tmp_path)]) == 0
     assert (tmp_path / "configs" / "quickstart.yaml").read_text() == Path(QUICKSTART).read_text()
+    assert main(["init", str(tmp_path)]) == 0  # what is there is kept
+    (tmp_path / "configs" / "quickstart.yaml").write_text("mine")
     assert main(["init", str(tmp_path)]) == 2
+    assert "configs/quickstart.yaml, which was changed" in capsys.readouterr().err
+    assert (tmp_path / "configs" / "quickstart.yaml").read_text() == "mine"
+
+
+def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    before = {path: path.stat().st_mtime_ns for path in (REPOSITORY / "configs").rglob("*")}
+    assert main(["init", "."]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (REPOSITORY / "configs").rglob("*")} == before
 
 
 @pytest.mark.parametrize(

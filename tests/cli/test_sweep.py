@@ -88,8 +88,15 @@ def test_wrong_options_are_refused_before_anything_runs(
 
 
 def test_dry_run_of_the_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    example = REPOSITORY / "experiments" / "quickstart_sweep" / "sweep.yaml"
-    assert main(["sweep", "--config", str(example), "--dry_run", "--directory", str(tmp_path / "out")]) == 0
+    arguments = ["sweep", "--config", str(tmp_path / "configs" / "sweep" / "quickstart.yaml"), "--dry_run"]
+    arguments += ["--directory", str(tmp_path / "out")]
+    assert main(["init", str(tmp_path)]) == 0
+    assert main(arguments) == 2
+    assert "ckpt_path: expected a checkpoint or directory that exists, or a hub id, got" in capsys.readouterr().err
+    checkpoint = tmp_path / "runs" / "quickstart" / "first" / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "[6/6]" in text
     assert text.count(" -m refusion_lit.cli test --config=") == 6

@@ -12,7 +12,9 @@ import pytest
 from scipy.stats import binomtest
 
 from parsed_page import ParsedPage
+from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports import compare, read_runs, write_report
+from refusion_lit.reports.scores import read_scores
 from refusion_lit.reports.tables import latex_table, markdown_table
 from refusion_lit.reports.write import write_test_report
 from reports.samples import HOSTILE, QUICK, prediction, predictions, write_run, write_sweep
@@ -22,6 +24,17 @@ WILSON_20 = 100 * binomtest(20, 20).proportion_ci(method="wilson").low
 
 def _page(path: Path) -> ParsedPage:
     return ParsedPage(path.read_text(encoding="utf-8"))
+
+
+def test_scores_of_other_predictions_are_left_out(tmp_path: Path) -> None:
+    line = {"id": "0", "prompt": "p", "response": "r", "num_tokens": 2, "num_forwards": 1}
+    original, scored = tmp_path / "predictions_d.jsonl", tmp_path / "predictions_d.scored.jsonl"
+    for weights, expected in (("a", 1.0), ("b", 0.0)):
+        write_predictions(original, [{**line, "score": 0.0}], {"weights": "a"})
+        write_predictions(scored, [{**line, "score": 1.0}], {"weights": weights})
+        notes: list[str] = []
+        assert read_scores(tmp_path, "d", notes)["0"].score == expected
+        assert ("was left out" in notes[0]) == (expected == 0.0)
 
 
 def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:

@@ -22,16 +22,23 @@ def configs_directory() -> Path:
 
 
 def run(args: list[str]) -> int:
-    """Copy the configs.
+    """Copy the configs; those that are there already, as in a clone, are kept.
 
     Raises:
-        ValueError: If the directory holds configs already.
+        ValueError: If the directory holds other configs under their names.
     """
     parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
     parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")
     target = Path(parser.parse_args(args).directory) / "configs"
-    if target.exists():
-        raise ValueError(f"DIR: expected a place without configs, got {target}, which exists. Choose another one.")
-    shutil.copytree(configs_directory(), target)
-    sys.stdout.write(f"{len(list(target.rglob('*.yaml')))} configs in {target}\n")
+    source = configs_directory()
+    configs = sorted(source.rglob("*.yaml"))
+    for path in configs:
+        copy = target / path.relative_to(source)
+        if copy.exists() and copy.read_bytes() != path.read_bytes():
+            raise ValueError(
+                f"DIR: expected a place without configs, got {copy}, which was changed. Choose another one."
+            )
+    if source.resolve() != target.resolve():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    sys.stdout.write(f"{len(configs)} configs in {target}\n")
     return 0

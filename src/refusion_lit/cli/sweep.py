@@ -20,6 +20,7 @@ from refusion_lit.cli.suggestions import nearest
 from refusion_lit.cli.trainer_options import read_description
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
+from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
 _SHOWN = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
@@ -147,7 +148,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
 
     parser = parse_only().parser
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
-    kinds = {"decoders": dict[str, Decoder], "objective": Objective, "sampling": SamplingParams}
+    kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
     for name, kind in kinds.items():
         strategies.add_argument(f"--{name}", type=kind)
@@ -165,6 +166,9 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
                 "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "
                 "puts them; leave it out."
             )
+        source = str(resolved.get("ckpt_path") or "")
+        is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
+        require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
         strategies.instantiate_classes(strategies.parse_object({n: resolved["model"][n] for n in kinds}))
         return resolved
 

@@ -1,0 +1,82 @@
+"""Every command of the documentation runs as printed, made small; those marked ``not run`` have options that exist.
+
+A block that needs data, a GPU or the network has ``<!-- not run: WHY -->`` above it. Sweeps are listed, not run:
+``tests/cli/test_sweep.py`` runs them.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import TINY
+from refusion_lit.cli import main
+from refusion_lit.cli.check import check_arguments
+from refusion_lit.cli.description import Description, describe
+from refusion_lit.cli.trainer_options import COMMANDS, read_description
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "experiments").glob("*/README.md")),
+]
+BLOCK = re.compile(r"(<!-- not run: [\w ]+ -->\n)?^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+RUN = ["README.md", "docs/index.md", "docs/commands.md"]
+FEW = ["--data.max_eval_prompts=1", "--num_threads=1", "--trainer.enable_progress_bar=false"]
+SMALL = {"fit": TINY, "test": FEW, "predict": FEW, "sweep": ["--dry_run"], "report": ["--num_resamples=10"]}
+
+
+def commands(page: Path) -> list[tuple[list[str], bool]]:
+    """Return the commands of a page in order, and whether each one runs here."""
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    lines = [
+        (line, not mark)
+        for mark, language, block in blocks
+        if not language
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    named = [(line, runs) for line, runs in lines if line.startswith("refusion-lit ")]
+    return [(shlex.split(line, comments=True)[1:], runs) for line, runs in named]
+
+
+def described(command: str) -> Description | None:
+    if command in COMMANDS:
+        return read_description(command)
+    module = import_module(f"refusion_lit.cli.{command}")
+    return describe(module.build_parser()) if hasattr(module, "build_parser") else None
+
+
+def test_all_options_exist() -> None:
+    checked = 0
+    for page in PAGES:
+        for (command, *args), _ in commands(page):
+            description = described(command)
+            if description is not None:
+                given = re.sub(r"--config \S+ ?|--resume \S+", "", shlex.join(args))  # files of the reader
+                options = {name: replace(option, required=False) for name, option in description.options.items()}
+                check_arguments(shlex.split(given), replace(description, options=options), command)
+                checked += 1
+    assert checked > 25
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_commands_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.txt").write_text("12+34,56+78>\n11+22>\n")
+    if page == "docs/commands.md":
+        assert main(["init", "."]) == 0
+    num_run = 0
+    for args, runs in commands(ROOT / page):
+        if runs:
+            monkeypatch.setattr("sys.stdin", io.StringIO("12+34>\n"))
+            small = SMALL.get(args[0], [])
+            assert main([*args, *(option for option in small if option not in args)]) == 0, shlex.join(args)
+            num_run += 1
+    assert num_run >= 4
