@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
 from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.layouts import Layout, layout_of
-from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
+from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 from refusion_lit.utils.errors import reason_of
@@ -213,37 +212,6 @@ class StoredTokenizer(TokenizerSource):
             ValueError: If the files are not a tokenizer's.
         """
         return tokenizer_from_files(self.files)
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, source: PretrainedTokenizer) -> None:
-    """Refuse a tokenizer whose ids mean something else to the weights of a directory or hub id.
-
-    The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
-
-    Args:
-        tokenizer: The tokenizer that encodes the data.
-        source: The tokenizer of the weights.
-
-    Raises:
-        ValueError: Naming the first token with another id.
-    """
-    if tokenizer.name_or_path == source.source:
-        return
-    try:
-        own = source.build(None)
-    except ValueError as error:
-        warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
-        return
-    expected, found = own.get_vocab(), tokenizer.get_vocab()
-    if mask_is_new(own) and own.mask_token is not None:
-        del expected[str(own.mask_token)]  # unknown to the weights
-    for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
-        if found.get(token) != identity:
-            raise ValueError(
-                f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, whose weights are trained on, got "
-                f"{len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
-                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
-            )
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

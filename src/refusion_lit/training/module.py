@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
 from refusion_lit.checkpoints.models import merged_weights
 from refusion_lit.checkpoints.stored import check_weights
+from refusion_lit.data.compatibility import check_vocabulary
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.tokenizers import PretrainedTokenizer, check_vocabulary
+from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
