@@ -184,10 +184,11 @@ class Chat:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
         context, room = self.model.backbone.max_positions, self.sampling.max_new_tokens
         num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
-        for kept in range(num_turns, -1, -1):
+        kept = num_turns
+        ids = self.model.encode(question, self.messages(question, kept))
+        while context is not None and len(ids) + room > context and kept > 0:
+            kept -= 1
             ids = self.model.encode(question, self.messages(question, kept))
-            if context is None or len(ids) + room <= context:
-                break
         if kept < num_turns:
             self.console.print(f"{num_turns - kept} earlier turns are left out: the context is full", style="yellow")
         return ids
