@@ -131,5 +131,8 @@ def test_a_model_that_does_not_fit_is_refused_before_the_first_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
-    assert talk("", [f"--ckpt_path={tmp_path / 'model'}", "--attention=bidirectional"], monkeypatch) == 2
+    assert (
+        talk("", [f"--ckpt_path={tmp_path / 'model'}", "--attention=bidirectional", "--decoder=ReFusion"], monkeypatch)
+        == 2
+    )
     assert "ReFusion does not fit this model" in capsys.readouterr().err
