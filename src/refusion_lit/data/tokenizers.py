@@ -265,8 +265,9 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
 
 def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, Any]) -> list[int]:
     """Return the ends of sequence in a source's config and generation config."""
+    options: dict[str, Any] = {"revision": revision}
     try:
-        generation: Any = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
+        generation: Any = GenerationConfig.from_pretrained(source, **options).eos_token_id
     except (OSError, ValueError):
         generation = None
     found = [values.get("eos_token_id"), generation]

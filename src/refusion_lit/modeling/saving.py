@@ -50,8 +50,8 @@ def save_model(
     published = None if layout is None else _checked_layout(backbone, layout)
     model = merged(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
-    eos_token_ids = backbone.special_tokens.eos_token_ids
-    model.generation_config.eos_token_id = list(eos_token_ids) if len(eos_token_ids) > 1 else eos_token_ids[0]
+    first, *others = backbone.special_tokens.eos_token_ids
+    model.generation_config.eos_token_id = [first, *others] if others else first
     if published is not None:
         _save_published(model, published, path)
     else:
