@@ -42,6 +42,7 @@ import refusion_lit
 from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Visibility
 from refusion_lit.types import Prompt
 
 BODIES = ("transformers' body", "the lean body")
@@ -66,7 +67,11 @@ class TimedModel(WrappedModel):
         self.num_calls = 0
 
     def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Visibility | Tensor | None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         started = time.perf_counter()
         hidden = self.model.hidden_states(input_ids, position_ids, attention_mask, cache)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Visibility
 
 _SURE, _UNSURE = 1e4, 5.0  # logits: probability 1 in any vocabulary; a low one, but still the highest
 
@@ -120,7 +121,7 @@ class ReplayedModel(WrappedModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Tensor:
         hidden = self.model.hidden_states(input_ids, position_ids, attention_mask, cache)

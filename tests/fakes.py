@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2
@@ -112,8 +113,12 @@ class OracleModel(FakeModel):
         super().__init__(traits, special)
         self.text, self.certainty, self.agreement = text, certainty, agreement
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache=None) -> Tensor:
-        self.record(input_ids, position_ids, attention_mask, torch.ones_like(input_ids, dtype=torch.bool))
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Visibility | Tensor, cache=None
+    ) -> Tensor:
+        self.record(
+            input_ids, position_ids, as_mask(attention_mask, self.device), torch.ones_like(input_ids, dtype=torch.bool)
+        )
         predicted, is_drafted = self.predicted(input_ids, position_ids), self.is_mask(input_ids)
         if "mask_shifted" in (self.traits.predictions or ()):
             is_drafted = torch.ones_like(input_ids)  # a mask's prediction, whatever stands before it
@@ -227,8 +232,13 @@ class HashModel(FakeModel):
         self.seed, self.flavour, self.ends, self.end_bias = seed, flavour, ends, end_bias
 
     def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache: HashCache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Visibility | Tensor,
+        cache: HashCache | None = None,
     ) -> Tensor:
+        mask = as_mask(attention_mask, self.device)
         if cache is None:
             is_real = torch.ones_like(input_ids, dtype=torch.bool)
             key_positions, is_written = position_ids, is_real
@@ -237,12 +247,12 @@ class HashModel(FakeModel):
             is_real[cache.source_index] = True
             is_real = is_real.view_as(input_ids)
             key_positions, is_written = cache.store_positions(position_ids)
-        self.record(input_ids, position_ids, attention_mask, is_real)
-        self.check_visible(attention_mask, key_positions, is_written)
+        self.record(input_ids, position_ids, mask, is_real)
+        self.check_visible(mask, key_positions, is_written)
         states = scramble(scramble(input_ids + (self.seed << 20)) + position_ids)
         for level in range(NUM_LEVELS):
             seen = states if cache is None else cache.update(level, states)
-            summed = (attention_mask * scramble(seen + level)[:, None, :]).sum(-1)
+            summed = (mask * scramble(seen + level)[:, None, :]).sum(-1)
             states = scramble(states + scramble(summed + 7919 * level))
         return torch.stack([states, self.predicted(input_ids, position_ids)], -1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +11,69 @@ from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.rows import Rows
+from refusion_lit.modeling.visibility import Span, Visibility
 
 HEADS, KEY_HEADS, DIM = 4, 2, 6
 
 
-def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> tuple[Rows, Tensor, dict[str, Any]]:
-    """Return rows of so many queries and keys, what they see, and what a cache is told; a row may hold two branches."""
+@dataclass
+class Ragged:
+    """Rows of so many queries and keys, what they see, and what a cache is told; a row may hold two spans."""
+
+    rows: Rows
+    visibility: Visibility
+    mask: Tensor
+    """What they see, token by token and key by key; padding sees the key of its row's first token."""
+    plan: dict[str, Any]
+
+
+def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragged:
+    """Draw rows with any number of queries and keys."""
     chance = random.Random(seed)
-    length, num_keys = (max(column) for column in zip(*sizes, strict=True))
-    mask = torch.zeros(len(sizes), length, num_keys, dtype=torch.bool)
-    real, row_index, cache_index = [], [], []
+    shape = len(sizes), max(queries for queries, _ in sizes)
+    spans: list[Span] = []
     for row, (queries, keys) in enumerate(sizes):
-        seen = torch.rand(queries, keys, generator=torch.Generator().manual_seed(chance.randrange(999))) < 0.5
-        mask[row, :, 0] = True
-        mask[row, :queries, :keys] |= seen
-        mask[row, queries - 1, keys - 1] = True
-        real += [row * length + offset for offset in range(queries)]
-        row_index += [storage[row]] * queries
-        cache_index += chance.sample(range(keys), queries)
-    padded = len(real) < len(sizes) * length
-    rows = Rows(torch.Size((len(sizes), length)), torch.tensor(real) if padded else None)
+        first, offset = chance.randint(0, keys - queries), 0
+        for length in chance.choice([(queries,), (queries - queries // 2, queries // 2)]):
+            spans += [drawn_span(chance, row, offset, length, first + offset, keys)] if length else []
+            offset += length
+    num_keys = max(keys for _, keys in sizes)
+    places = [(span, i) for span in spans for i in range(span.length)]
+    real = torch.tensor([span.sequence * shape[1] + span.offset + i for span, i in places])
+    rows = Rows(torch.Size(shape), real if len(real) < shape[0] * shape[1] else None)
     plan = {
-        "rows": storage, "num_keys": num_keys, "source_index": rows.real, "row_index": torch.tensor(row_index),
-        "cache_index": torch.tensor(cache_index),
+        "rows": storage, "num_keys": num_keys, "source_index": rows.real,
+        "row_index": torch.tensor([storage[span.sequence] for span, _ in places]),
+        "cache_index": torch.tensor([span.first_key + i for span, i in places]),
     }  # fmt: skip
-    return rows, mask, plan
+    return Ragged(rows, Visibility(spans, shape, num_keys), mask_of(spans, (*shape, num_keys)), plan)
+
+
+def drawn_span(chance: random.Random, row: int, offset: int, length: int, first_key: int, num_keys: int) -> Span:
+    """Draw what a span sees: regular things more often than chance would."""
+    ends = [sorted(chance.choices(range(num_keys + 1), k=2)) for _ in range(chance.randint(1, 3))]
+    context = chance.choice([(), ((0, first_key),), ((0, num_keys),), tuple((start, stop) for start, stop in ends)])
+    order = chance.choice(
+        [None, [0] * length, [i // 3 for i in range(length)], [chance.randrange(4) for _ in range(length)]]
+    )
+    return Span(row, offset, length, first_key, context, order)
+
+
+def mask_of(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
+    """Write what is seen token by token and key by key."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for span in spans:
+        if span.offset == 0:
+            mask[span.sequence, :, span.first_key] = True
+    for span in spans:
+        order = range(span.length) if span.order is None else span.order
+        for query in range(span.length):
+            for key in range(shape[2]):
+                own = key - span.first_key
+                sees_itself = 0 <= own < span.length and order[own] <= order[query]
+                in_context = any(start <= key < stop for start, stop in span.context)
+                mask[span.sequence, span.offset + query, key] = sees_itself or in_context
+    return mask
 
 
 def states(seed: int, num_tokens: int) -> list[Tensor]:

@@ -135,9 +135,9 @@ class Executor:
             owners = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in f.branches]
             row_index, cache_index = (to_device(index, self._device) for index in write_indices(branches, owners))
             source = None if batch.source is None else to_device(batch.source, self._device)
-            cache.prepare(sequences, batch.mask.shape[2], source, row_index, cache_index)
-        ids, positions, mask = (to_device(values, self._device) for values in (batch.ids, batch.positions, batch.mask))
-        hidden = self._model.hidden_states(ids, positions, mask, cache)
+            cache.prepare(sequences, batch.visibility.num_keys, source, row_index, cache_index)
+        ids, positions = (to_device(values, self._device) for values in (batch.ids, batch.positions))
+        hidden = self._model.hidden_states(ids, positions, batch.visibility, cache)
         self.num_calls += 1
         self.num_positions += batch.ids.numel()
         results: list[list[Reading]] = []

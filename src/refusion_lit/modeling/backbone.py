@@ -20,6 +20,7 @@ from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
 from refusion_lit.modeling.lora import Adapters
+from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -91,7 +92,7 @@ class Backbone(nn.Module, LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         # The lean body has no gradients and no autocast.
@@ -99,7 +100,8 @@ class Backbone(nn.Module, LanguageModel):
             body = self._lean_body() if cache is None else cache.body
             if body is not None:
                 return body(input_ids, position_ids, attention_mask, cache)
-        return self._library_states(input_ids, position_ids, attention_mask, cache)
+        mask = None if attention_mask is None else as_mask(attention_mask, input_ids.device)
+        return self._library_states(input_ids, position_ids, mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         return self.head(hidden)

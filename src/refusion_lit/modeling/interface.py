@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Visibility
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 
@@ -35,7 +36,7 @@ class LanguageModel(ABC):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body.
@@ -43,8 +44,9 @@ class LanguageModel(ABC):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
-            attention_mask: ``True`` where a query sees a key. Keys are the tokens themselves or, with a cache, its
-                entries (these tokens are written first). ``None``, only without a cache: causal over the sequence.
+            attention_mask: What each token sees, as ranges or as a matrix (``True`` where a query sees a key). Keys
+                are the tokens themselves or, with a cache, its entries (these tokens are written first). ``None``,
+                only without a cache: causal over the sequence.
             cache: A cache after :meth:`KVCache.prepare`.
         """
 

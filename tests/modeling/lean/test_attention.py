@@ -1,76 +1,131 @@
 from __future__ import annotations
 
-import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
-from refusion_lit.modeling.lean import attention
-from refusion_lit.modeling.lean.attention import GroupedAttention, PaddedAttention, attention_for
+from refusion_lit.modeling.lean import attention, segments
+from refusion_lit.modeling.lean.attention import PaddedAttention, attention_for
 from refusion_lit.modeling.lean.rows import Rows
+from refusion_lit.modeling.lean.segments import SegmentedAttention, segmented
+from refusion_lit.modeling.visibility import Span, Visibility
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
+LIKE = torch.empty(0, dtype=torch.float64)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 9999),
     sizes=st.lists(SIZE, min_size=1, max_size=6),
     call=st.integers(0, 80),
+    alone=st.integers(0, 2),
+    chunk=st.integers(1, 5),
     spare=st.integers(0, 2),
 )
-def test_groups_of_rows_attend_as_each_token_does_alone(
-    seed: int, sizes: list[tuple[int, int]], call: int, spare: int
+def test_segments_and_padded_rows_attend_as_each_token_does_alone(
+    seed: int, sizes: list[tuple[int, int]], call: int, alone: int, chunk: int, spare: int
 ) -> None:
     num_rows = len(sizes) + spare
     storage = random.Random(seed).sample(range(num_rows), len(sizes))
-    rows, mask, plan = ragged(seed, sizes, storage)
-    query, key, value = states(seed, len(plan["row_index"]))
-    table = attention._sizes(rows, mask)
-    assert table.tolist() == [list(size) for size in sizes]
-    groups = attention._groups(table.tolist(), call)
-    assert sorted(itertools.chain(*groups)) == list(range(len(sizes)))
-    found = []
-    for kind in ("grouped", "padded"):
-        cache = prepared(plan, num_rows, seed)
-        attend = PaddedAttention(rows, mask, cache, torch.float64)
-        if kind == "grouped":
-            attend = GroupedAttention(groups, table, rows, mask, cache, torch.float64)
-        found.append(attend(0, query, key, value))
-        torch.testing.assert_close(found[-1], by_hand(rows, mask, cache, query, key, value))
-    torch.testing.assert_close(*found)
+    made = ragged(seed, sizes, storage)
+    query, key, value = states(seed, len(made.plan["row_index"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_ALONE", alone)
+        patch.setattr(segments, "_CHUNK", chunk)
+        for kind in ("segments", "ranges", "matrix"):
+            cache = prepared(made.plan, num_rows, seed)
+            attend: Any = PaddedAttention(made.rows, made.mask if kind == "matrix" else made.visibility, cache, LIKE)
+            if kind == "segments":
+                attend = segmented(made.rows, made.visibility, cache, torch.float64, call) or attend
+            found = attend(0, query, key, value)
+            torch.testing.assert_close(found, by_hand(made.rows, made.mask, cache, query, key, value))
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 9999), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), call=st.integers(0, 30))
+def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[int], call: int) -> None:
+    chance, longest = random.Random(seed), max(lengths)
+    spans = [
+        Span(row, 0, n, 0, (), chance.choice([None, [0] * n, [i // 2 for i in range(n)]]))
+        for row, n in enumerate(lengths)
+    ]
+    visibility, rows = (
+        Visibility(spans, (len(lengths), longest), longest),
+        Rows(torch.Size((len(lengths), longest)), None),
+    )
+    query, key, value = states(seed, len(lengths) * longest)
+    expected = PaddedAttention(rows, visibility.mask(), None, LIKE)(0, query, key, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_ALONE", 1)
+        attend = segmented(rows, visibility, None, torch.float64, call)
+    padded = PaddedAttention(rows, visibility, None, LIKE)(0, query, key, value)
+    for found in [padded] if attend is None else [padded, attend(0, query, key, value)]:
+        for row, n in enumerate(lengths):
+            own = slice(row * longest, row * longest + n)
+            torch.testing.assert_close(found[own], expected[own])
 
 
 def test_rows_share_a_call_where_padding_costs_less_than_another_call() -> None:
-    sizes = [(4, 10), (64, 90), (4, 12), (60, 90)]
-    assert attention._groups(sizes, 4 * 90 + 1) == [[1, 3], [2, 0]]
-    assert attention._groups(sizes, 4 * 90) == [[1], [3], [2, 0]]
-    assert attention._groups(sizes, 4 * 2) == [[1], [3], [2], [0]]
-    assert attention._groups(sizes, 1 << 20) == [[1, 3, 2, 0]]
+    sizes = dict(enumerate([(4, 10), (64, 90), (4, 12), (60, 90)]))
+    assert segments.group_rows(sizes, 4 * 90 + 1) == [[1, 3], [2, 0]]
+    assert segments.group_rows(sizes, 4 * 90) == [[1], [3], [2, 0]]
+    assert segments.group_rows(sizes, 4 * 2) == [[1], [3], [2], [0]]
+    assert segments.group_rows(sizes, 1 << 20) == [[1, 3, 2, 0]]
 
 
-def test_only_much_ragged_work_is_done_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_much_work_is_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     width = HEADS * DIM
-    rows, mask, plan = ragged(0, [(8, 12), (1, 2), (1, 3)], [0, 1, 2])
-    cache = prepared(plan, 3, 0)
-    choose = [rows, mask, cache, torch.float64, width]
+    made = ragged(0, [(8, 12), (1, 2), (1, 3)], [0, 1, 2])
+    choose: list[Any] = [made.rows, made.visibility, prepared(made.plan, 3, 0), LIKE, width]
     assert isinstance(attention_for(*choose), PaddedAttention)
     monkeypatch.setattr(attention, "_CALL", width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert isinstance(attention_for(*choose), GroupedAttention)
-    even = torch.ones_like(mask)  # the rows' queries are the same too where nothing is padding
-    assert isinstance(attention_for(Rows(rows.shape, None), even, cache, torch.float64, width), PaddedAttention)
+    assert isinstance(attention_for(*choose), SegmentedAttention)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     assert isinstance(attention_for(*choose), PaddedAttention)
-    assert isinstance(attention_for(rows, mask.to("meta"), cache, torch.float64, width), PaddedAttention)
+    one = ragged(1, [(3, 3)], [1])
+    one.visibility = Visibility([Span(0, 0, 3, 0)], (1, 3), 3)
+    cache = prepared(one.plan, 3, 0)
+    assert isinstance(attention_for(one.rows, one.visibility, cache, LIKE, width), SegmentedAttention)
+    assert isinstance(attention_for(one.rows, one.mask, cache, LIKE, width), PaddedAttention)
+    elsewhere = attention_for(one.rows, one.visibility, cache, LIKE.to("meta"), width)
+    assert isinstance(elsewhere, PaddedAttention)
+
+
+def masks_of(attend: SegmentedAttention) -> list[Tensor]:
+    return [segment.mask for segment in attend._segments if segment.mask is not None]
+
+
+def bytes_held(masks: list[Tensor]) -> int:
+    return sum({mask.untyped_storage().data_ptr(): mask.untyped_storage().nbytes() for mask in masks}.values())
+
+
+@pytest.mark.parametrize("order", [None, [0] * 3000, [i // 300 for i in range(3000)], [i // 7 for i in range(3000)]])
+def test_masks_grow_with_the_keys_not_with_their_square(order: list[int] | None) -> None:
+    made = ragged(0, [(3000, 5000)], [0])
+    span = Span(0, 0, 3000, 2000, ((0, 2000),), order)
+    visibility = Visibility([span], (1, 3000), 5000)
+    attend = segmented(made.rows, visibility, prepared(made.plan, 1, 0), torch.float32, 0)
+    assert attend is not None
+    assert bytes_held(masks_of(attend)) <= 3 * 64 * 5000 * 4
+    if order is not None and order[-1] < 100:
+        assert masks_of(attend) == []
+    prompt = Visibility([Span(0, 0, 3000, 2000, (), None)], (1, 3000), 5000)
+    attend = segmented(made.rows, prompt, prepared(made.plan, 1, 0), torch.float32, 0)
+    assert attend is not None
+    assert masks_of(attend) == []
+    assert len(attend._segments) == 1
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [([3], slice(3, 4)), ([2, 3, 4], slice(2, 5)), ([2, 4, 3, 5], None)])
 def test_indices_that_follow_one_another_copy_nothing(numbers: list[int], expected: slice | None) -> None:
-    found = attention._index(np.array(numbers))
+    found = segments._index(np.array(numbers))
     assert found == expected if expected is not None else found.tolist() == numbers

@@ -22,13 +22,14 @@ SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.
 def test_packed_rows_attend_as_each_token_does_alone(seed: int, sizes: list[tuple[int, int]], spare: int) -> None:
     num_rows = len(sizes) + spare
     storage = random.Random(seed).sample(range(num_rows), len(sizes))
-    rows, mask, plan = ragged(seed, sizes, storage)
-    query, key, value = states(seed, len(plan["row_index"]))
-    cache = prepared(plan, num_rows, seed)
-    attend = attention_for(rows, mask, cache, torch.float64, 1, "flex_attention")
+    made = ragged(seed, sizes, storage)
+    query, key, value = states(seed, len(made.plan["row_index"]))
+    cache = prepared(made.plan, num_rows, seed)
+    like = torch.empty(0, dtype=torch.float64)
+    attend = attention_for(made.rows, made.visibility, cache, like, 1, "flex_attention")
     assert isinstance(attend, FlexAttention)
     found = attend(0, query, key, value)
-    torch.testing.assert_close(found, by_hand(rows, mask, cache, query, key, value))
+    torch.testing.assert_close(found, by_hand(made.rows, made.mask, cache, query, key, value))
 
 
 @settings(max_examples=20)
@@ -37,16 +38,18 @@ def test_blocks_are_those_that_some_query_sees_something_of(seed: int, block: in
     chance = random.Random(seed)
     num_rows, capacity, num_tokens = chance.randint(1, 4), 8, chance.randint(1, 20)
     owner = torch.tensor([chance.randrange(num_rows) for _ in range(num_tokens)])
-    visible = torch.rand(num_tokens, capacity, generator=torch.Generator().manual_seed(seed)) < 0.1
+    ranges = torch.randint(0, capacity + 1, (num_tokens, 2, 2), generator=torch.Generator().manual_seed(seed))
+    starts, stops = ranges.unbind(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_BLOCK", block)
-        count, index = flex._blocks(owner, visible, num_rows)
+        count, index = flex._blocks(owner, starts, stops, num_rows, capacity)
     size = min(block, capacity)
     for number in range(-(-num_tokens // block)):
         expected = {
             (int(owner[token]) * capacity + entry) // size
             for token in range(number * block, min((number + 1) * block, num_tokens))
-            for entry in visible[token].nonzero()[:, 0].tolist()
+            for start, stop in ranges[token].tolist()
+            for entry in range(start, stop)
         }
         assert set(index[number, : count[number]].tolist()) == expected
         assert sorted(index[number].tolist()) == list(range(num_rows * capacity // size))
@@ -54,10 +57,10 @@ def test_blocks_are_those_that_some_query_sees_something_of(seed: int, block: in
 
 
 def test_neither_mask_nor_storage_is_looked_at_by_the_host() -> None:
-    rows, mask, plan = ragged(0, [(3, 9), (1, 4)], [1, 0])
-    cache = prepared(plan, 3, 0)
+    made = ragged(0, [(3, 9), (1, 4)], [1, 0])
+    cache, mask = prepared(made.plan, 3, 0), made.mask
     with MeetingPoints() as points:
-        attend = FlexAttention(rows, mask, cache)
+        attend = FlexAttention(made.rows, made.visibility, cache, torch.device("cpu"))
     assert points.found == []
     with MeetingPoints() as points:  # it does see what it looks for
         _ = mask[mask].tolist(), mask.nonzero(), mask.sum().item()
@@ -76,11 +79,12 @@ def test_compiled_it_is_the_same_and_compiled_seldom(monkeypatch: pytest.MonkeyP
     chance = random.Random(1)
     for seed in range(8):
         sizes = [(queries := chance.randint(1, 90), chance.randint(queries, 200)) for _ in range(chance.randint(1, 5))]
-        rows, mask, plan = ragged(seed, sizes, chance.sample(range(6), len(sizes)))
-        query, key, value = states(seed, len(plan["row_index"]))
-        cache = prepared(plan, 6, seed)
+        made = ragged(seed, sizes, chance.sample(range(6), len(sizes)))
+        query, key, value = states(seed, len(made.plan["row_index"]))
+        cache = prepared(made.plan, 6, seed)
         with torch.no_grad():
-            found = FlexAttention(rows, mask, cache)(0, query, key, value)
-        expected = by_hand(rows, mask, cache, query, key, value)
+            attend = FlexAttention(made.rows, made.visibility, cache, torch.device("cpu"))
+            found = attend(0, query, key, value)
+        expected = by_hand(made.rows, made.mask, cache, query, key, value)
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs <= 5

@@ -35,16 +35,17 @@ def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
     cache, device = model.make_cache(3), model.device
     found = []
     for seed, sizes in enumerate(SIZES):
-        rows, mask, plan = ragged(seed, sizes, [2, 0, 1][: len(sizes)])
+        made = ragged(seed, sizes, [2, 0, 1][: len(sizes)])
+        rows, plan = made.rows, made.plan
         assert rows.real is not None
         ids = torch.randint(0, 14, rows.shape, generator=torch.Generator().manual_seed(seed))
         positions = torch.arange(rows.shape[1]).expand(rows.shape)
         cache.prepare(**{name: one.to(device) if torch.is_tensor(one) else one for name, one in plan.items()})
-        given = [one.to(device) for one in (ids, positions, mask)]
+        given = [one.to(device) for one in (ids, positions)]
         torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
         try:
             with torch.no_grad():
-                states = model.hidden_states(given[0], given[1], given[2], cache)
+                states = model.hidden_states(given[0], given[1], made.visibility, cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found.append(states.flatten(0, 1)[rows.real.to(device)].cpu())

@@ -21,6 +21,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.attention import attention_for
 from refusion_lit.modeling.lean.drafts import DraftMasks
 from refusion_lit.modeling.lean.rows import Attention, Rows
+from refusion_lit.modeling.visibility import Visibility
 
 _MAX_TABLE = 1 << 14
 """On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
@@ -132,7 +133,7 @@ class LeanBody:
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
@@ -144,7 +145,7 @@ class LeanBody:
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
-        attention = attention_for(rows, attention_mask, cache, self.dtype, width, self._implementation)
+        attention = attention_for(rows, attention_mask, cache, self._embedding, width, self._implementation)
         hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
 

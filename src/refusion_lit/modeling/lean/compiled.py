@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from refusion_lit.modeling.checks import check_compilable
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
-from refusion_lit.modeling.lean.attention import additive_of, attend_rows
 from refusion_lit.modeling.lean.body import LeanBody
+from refusion_lit.modeling.lean.rows import additive_of, attend_rows
+from refusion_lit.modeling.visibility import Visibility, as_mask
 
 _TOKENS = (8, 16, 32, 64, 128)
 """Tokens a row of a compiled forward; longer ones (prompts) are bound by arithmetic and run uncompiled."""
@@ -90,7 +91,7 @@ class CompiledBody:
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`."""
@@ -103,9 +104,10 @@ class CompiledBody:
         like = torch.empty(0, *self.lean.entry_shape, dtype=self.lean.dtype, device=input_ids.device)
         stored = cache.all_storage(like)
         key = (*shape.key, torch.is_inference_mode_enabled(), torch.get_num_threads())
+        mask = shape.mask(as_mask(attention_mask, input_ids.device))
         arguments = (
-            self.lean, shape.tokens(input_ids), shape.tokens(position_ids), shape.mask(attention_mask),
-            shape.stored_rows, shape.write_index(), *stored,
+            self.lean, shape.tokens(input_ids), shape.tokens(position_ids), mask, shape.stored_rows,
+            shape.write_index(), *stored,
         )  # fmt: skip
         if self._user is None or self._user() is not cache or self._stored[0][0] is not stored[0][0]:
             self._stored, self._user = stored, ref(cache)

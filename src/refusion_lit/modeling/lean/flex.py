@@ -11,13 +11,15 @@ from functools import cache as cached
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from refusion_lit.modeling.attention import block_mask
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.rows import Rows
+from refusion_lit.modeling.transfer import to_device
+from refusion_lit.modeling.visibility import Visibility, as_mask
 
 _BLOCK = 128
 """Queries and keys of a block, at most."""
@@ -30,13 +32,17 @@ class FlexAttention:
 
     Args:
         rows: The batch.
-        mask: Over the cache's entries or, without cache, tokens.
+        visibility: What they see of the cache's entries or, without cache, of each other.
         cache: Prepared for the forward.
+        device: Of the states.
     """
 
-    def __init__(self, rows: Rows, mask: Bool[Tensor, "batch token key"], cache: KVCache | None) -> None:
+    def __init__(self, rows: Rows, visibility: Visibility, cache: KVCache | None, device: torch.device) -> None:
         self._rows, self._cache = rows, cache
-        self._mask = block_mask(mask) if cache is None else _packed_mask(rows, mask, cache)
+        if cache is None:
+            self._mask = block_mask(as_mask(visibility, device))
+        else:
+            self._mask = _packed_mask(rows, to_device(visibility.ranges(), device), cache)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         if self._cache is None:
@@ -48,21 +54,25 @@ class FlexAttention:
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def _packed_mask(rows: Rows, mask: Tensor, cache: KVCache) -> BlockMask:
+def _packed_mask(rows: Rows, ranges: Int[Tensor, "sequence token range 2"], cache: KVCache) -> BlockMask:
     """Return who sees what among the real tokens and all that is stored, without a look at the values."""
     plan, capacity = cache.prepared, cache.capacity
     length = rows.shape[1]
-    place = torch.arange(rows.shape.numel(), device=mask.device) if rows.real is None else rows.real
+    place = torch.arange(rows.shape.numel(), device=ranges.device) if rows.real is None else rows.real
     owner = place // length
     if plan.rows is not None:
         owner = plan.rows[owner]
-    visible = torch.nn.functional.pad(rows.real_of(mask.flatten(0, 1)), (0, capacity - mask.shape[2]))
+    starts, stops = rows.real_of(ranges.flatten(0, 1)).unbind(-1)
+    num_ranges = starts.shape[1]
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        size = visible.shape[1]
-        return (owner[query] == key // size) & visible[query, key % size]
+        entry = key % capacity
+        seen = (starts[query, 0] <= entry) & (entry < stops[query, 0])
+        for number in range(1, num_ranges):
+            seen = seen | ((starts[query, number] <= entry) & (entry < stops[query, number]))
+        return (owner[query] == key // capacity) & seen
 
-    count, index = _blocks(owner, visible, cache.num_rows)
+    count, index = _blocks(owner, starts, stops, cache.num_rows, capacity)
     return BlockMask.from_kv_blocks(
         count[None, None],
         index[None, None],
@@ -74,12 +84,18 @@ def _packed_mask(rows: Rows, mask: Tensor, cache: KVCache) -> BlockMask:
 
 
 def _blocks(
-    owner: Int[Tensor, " token"], visible: Bool[Tensor, "token entry"], num_rows: int
+    owner: Int[Tensor, " token"],
+    starts: Int[Tensor, "token range"],
+    stops: Int[Tensor, "token range"],
+    num_rows: int,
+    capacity: int,
 ) -> tuple[Int[Tensor, " query_block"], Int[Tensor, "query_block key_block"]]:
     """Return how many blocks of keys each block of queries sees something of, and which: those first, then the rest."""
-    num_tokens, capacity = visible.shape
+    num_tokens = len(owner)
     block = math.gcd(capacity, _BLOCK)
-    some = visible.unflatten(1, (-1, block)).any(-1)  # [token, block of its row]
+    first = torch.arange(0, capacity, block, device=owner.device)
+    overlaps = (starts[..., None] < first + block) & (stops[..., None] > first) & (starts < stops)[..., None]
+    some = overlaps.any(1)  # [token, block of its row]
     number = torch.arange(num_tokens, device=owner.device) // _BLOCK * num_rows + owner
     num_blocks = -(-num_tokens // _BLOCK)
     seen = torch.zeros(num_blocks * num_rows, some.shape[1], dtype=torch.int32, device=owner.device)

@@ -1,4 +1,4 @@
-"""What the lean body's ways to attend share: the batch's layout, and what an attention is."""
+"""What the lean body's ways to attend share: the batch's layout, and attention over padded rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @runtime_checkable
@@ -46,3 +47,36 @@ class Rows:
     def real_of(self, states: Tensor) -> Tensor:
         """Take the states of the real tokens."""
         return states if self.real is None else states[self.real]
+
+
+def additive_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores [row, 1, query, key]."""
+    return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+    """Attend row by row.
+
+    Args:
+        query: States [row, place, head, dim].
+        key: Likewise; there may be fewer heads, which query heads share.
+        value: Likewise.
+        mask: What is added to scores; ``None`` for none.
+        is_causal: Whether the i-th query sees the first i keys; goes without a mask.
+
+    Returns:
+        The heads' outputs, laid out like the queries.
+    """
+    times = query.shape[2] // key.shape[2]
+    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+    grouped = times > 1
+    if grouped and query.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
+        key, value = (_repeated(states, times) for states in (key, value))
+        grouped = False
+    mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
+
+
+def _repeated(states: Tensor, times: int) -> Tensor:
+    """Repeat every key/value head [row, head, key, dim] for the query heads that share it."""
+    return states[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)

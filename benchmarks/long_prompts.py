@@ -1,0 +1,109 @@
+"""Long prompts: what the first token costs, in time and memory, beside transformers' causal prefill of the same body.
+
+usage: python -m benchmarks.long_prompts [--repeats 5] [--lengths '[1024, 4096]']
+
+Both take a prompt in, store its keys and values and compute the logits of the next token: our autoregressive decoder
+with one new token, and transformers' body with its own cache and ``lm_head`` at the last token. Rounds are interleaved
+in one process; a ratio is the median over rounds. Memory is the highest resident memory during one more call over what
+was resident before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import Work, aim, interleaved, random_model, random_prompts, time_ratio, write
+from benchmarks.growth import MODEL as SMALL
+from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from benchmarks.peers import ours
+from jsonargparse import auto_cli
+from transformers import DynamicCache
+
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.backbone import Backbone
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def library_prefill(model: Backbone, length: int) -> Work:
+    """Return the work of transformers' prefill: body, cache and the last token's logits."""
+    ids = torch.tensor([random_prompts(1, length)[0].token_ids])
+
+    @torch.no_grad()
+    def run() -> dict[str, Any]:
+        cache = DynamicCache(config=model.config)
+        states = model.body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        model.head(states[:, -1:])
+        return {"num_tokens": 1, "num_forwards": 1}
+
+    return Work(run)
+
+
+def works_of(model: Backbone, length: int) -> dict[str, Work]:
+    """Return what is compared at a length."""
+    prompts = random_prompts(1, length)
+    return {
+        "transformers": library_prefill(model, length),
+        "autoregressive": ours(model, Autoregressive(), prompts, 1),
+    }
+
+
+def model_for(lengths: tuple[int, ...]) -> Backbone:
+    """Return the small model with room for the longest prompt."""
+    return random_model({**SMALL, "max_position_embeddings": max(lengths) + 64})
+
+
+def extra_megabytes(work: Work) -> float:
+    """Measure the highest resident memory of one call over that before it (Linux only)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed would serve this one unseen
+    Path("/proc/self/clear_refs").write_text("5")  # resets the highest resident memory
+    before = resident_bytes()
+    work.run()
+    return round((peak_resident_bytes() - before) / 2**20, 1)
+
+
+def main(
+    repeats: int = 5,
+    threads: int = 1,
+    lengths: tuple[int, ...] = LENGTHS,
+    output: str | None = None,
+) -> None:
+    """Measure.
+
+    Args:
+        repeats: Rounds of the interleaved timing.
+        threads: Threads of torch.
+        lengths: Tokens of the prompt.
+        output: Where to write the JSON.
+    """
+    torch.set_num_threads(threads)
+    started = time.perf_counter()
+    model = model_for(lengths)
+    cases: dict[str, Any] = {}
+    for length in lengths:
+        works = works_of(model, length)
+        interleaved(works, repeats)
+        cases[str(length)] = {
+            "runs": {name: work.summary() for name, work in works.items()},
+            "ratio": round(time_ratio(works["autoregressive"], works["transformers"]), 3),
+            "extra_megabytes": {name: extra_megabytes(work) for name, work in works.items()},
+        }
+        print(length, cases[str(length)]["ratio"], cases[str(length)]["extra_megabytes"], flush=True)
+    highest = max(case["ratio"] for case in cases.values())
+    first, last = lengths[0], lengths[-1]
+    memory = [cases[str(length)]["extra_megabytes"]["autoregressive"] for length in (first, last)]
+    slope = (memory[1] - memory[0]) * 2**20 / max(last - first, 1)
+    aims = [aim(f"prompts of {first} to {last} tokens over transformers' prefill", highest, 1.15, at_least=False)]
+    results = {"cases": cases, "bytes_a_token": round(slope), "aims": aims}
+    config = {"repeats": repeats, "threads": threads, "lengths": lengths, "model": SMALL}
+    write("long_prompts", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

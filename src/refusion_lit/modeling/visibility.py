@@ -1,0 +1,187 @@
+"""Which key each token of a batch sees, as ranges instead of a matrix: its size is that of the batch, not of the cache.
+
+A matrix [sequence, token, key] grows with the square of a prompt and rules out the fast attention kernels. It is made
+only where an attention implementation takes nothing else, and on accelerators only there, from a few integers a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from refusion_lit.modeling.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a sequence that share a context.
+
+    Attributes:
+        sequence: Their sequence of the batch.
+        offset: Place of the first one in it.
+        length: Number of tokens.
+        first_key: Key of the first one; the keys of the others follow.
+        context: Ranges ``(start, stop)`` of keys that all of them see; may be empty, overlap and be unsorted.
+        order: A token also sees the span's tokens of the same or a lower order. ``None``: causal.
+    """
+
+    sequence: int
+    offset: int
+    length: int
+    first_key: int
+    context: tuple[tuple[int, int], ...] = ()
+    order: Sequence[int] | None = None
+
+    def interval(self) -> tuple[int, Int[np.ndarray, " token"]] | None:
+        """Return the first key that all tokens see and the key at which each one's sight ends, in ascending order.
+
+        Returns:
+            ``None`` if some token sees anything else than one interval, or less than the token before it.
+        """
+        own_stops = _own_stops(self.order, self.length)
+        if own_stops is None:
+            return None
+        common = _merged([*self.context, (self.first_key, self.first_key + int(own_stops[0]))])
+        if len(common) > 1:
+            return None
+        [(start, stop)] = common
+        return start, np.maximum(own_stops + self.first_key, stop)
+
+    def ranges(self) -> Int[np.ndarray, "token range 2"]:
+        """Return ranges of keys that together are what each token sees; unused ones are empty."""
+        interval = self.interval()
+        if interval is not None:
+            start, stops = interval
+            return np.stack([np.full(self.length, start), stops], -1)[:, None]
+        context = np.array(_merged(self.context), dtype=np.int64).reshape(-1, 2)
+        shared = np.broadcast_to(context, (self.length, *context.shape))
+        return np.concatenate([shared, _runs(self.order, self.length) + self.first_key], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What the tokens of a padded batch see. Keys are cache entries or, without a cache, the tokens of the sequence.
+
+    Attributes:
+        spans: The tokens that are no padding, by sequence and offset. Every sequence has one at offset 0.
+        shape: Sequences and tokens of the batch.
+        num_keys: Keys a sequence.
+    """
+
+    spans: Sequence[Span]
+    shape: tuple[int, int]
+    num_keys: int
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether every sequence is one span that sees itself, causally, and nothing else."""
+        return len(self.spans) == self.shape[0] and all(
+            span.order is None and all(start >= stop for start, stop in span.context) for span in self.spans
+        )
+
+    def mask(self) -> Bool[Tensor, "sequence token key"]:
+        """Return the matrix, on the host. Padding sees the first entry of its sequence: seeing nothing gives NaN."""
+        mask = np.zeros((*self.shape, self.num_keys), dtype=bool)
+        if self._num_tokens < self.shape[0] * self.shape[1]:
+            for sequence, first in self._padding_keys.items():
+                mask[sequence, :, first] = True
+        for span in self.spans:
+            seen = mask[span.sequence, span.offset : span.offset + span.length]
+            seen[:] = False
+            for start, stop in span.context:
+                seen[:, start:stop] = True
+            own = seen[:, span.first_key : span.first_key + span.length]
+            own |= _own_mask(span.order, span.length)
+        return torch.from_numpy(mask)
+
+    def ranges(self) -> Int[Tensor, "sequence token range 2"]:
+        """Return ranges of keys that together are what each token sees, on the host; unused ones are empty."""
+        found = [span.ranges() for span in self.spans]
+        num_ranges = max(ranges.shape[1] for ranges in found)
+        ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
+        for sequence, first in self._padding_keys.items():
+            ranges[sequence, :, 0] = first, first + 1
+        for span, own in zip(self.spans, found, strict=True):
+            place = ranges[span.sequence, span.offset : span.offset + span.length]
+            place[:] = 0
+            place[:, : own.shape[1]] = own
+        return torch.from_numpy(ranges)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def _padding_keys(self) -> dict[int, int]:
+        return {span.sequence: span.first_key for span in self.spans if span.offset == 0}
+
+
+def as_mask(
+    attention: Visibility | Bool[Tensor, "sequence token key"], device: torch.device
+) -> Bool[Tensor, "sequence token key"]:
+    """Return the matrix of what each token sees, on a device that is sent no more than ranges."""
+    if isinstance(attention, Tensor):
+        return attention
+    if device.type == "cpu":
+        return attention.mask()
+    ranges = to_device(attention.ranges(), device)
+    keys = torch.arange(attention.num_keys, device=device)
+    seen = (keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])
+    return seen.any(-2)
+
+
+def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " token"] | None:
+    """Return how many of a span's tokens each of them sees; ``None`` if these are not its first ones for all."""
+    if order is None:
+        return np.arange(1, length + 1)
+    orders = np.asarray(order)
+    if (np.diff(orders) < 0).any():
+        return None
+    return np.searchsorted(orders, orders, side="right")
+
+
+def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
+    if order is None:
+        return _causal(length) if length <= _MAX_KEPT else np.tri(length, dtype=bool)
+    orders = np.asarray(order)
+    return orders[None, :] <= orders[:, None]
+
+
+_MAX_KEPT = 512
+"""Largest causal matrix that is kept; 256 of them take at most 64 MB."""
+
+
+@lru_cache(maxsize=256)
+def _causal(size: int) -> Bool[np.ndarray, "token token"]:
+    """Return a causal matrix; read-only."""
+    return np.tri(size, dtype=bool)
+
+
+def _runs(order: Sequence[int] | None, length: int) -> Int[np.ndarray, "token range 2"]:
+    """Return the runs of a span's tokens that each of them sees; unused ones are empty."""
+    stops = _own_stops(order, length)
+    if stops is not None:
+        return np.stack([np.zeros(length, dtype=np.int64), stops], -1)[:, None]
+    edges = np.diff(np.pad(_own_mask(order, length).astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    runs = np.zeros((length, int((edges > 0).sum(1).max()), 2), dtype=np.int64)
+    for token, row in enumerate(edges):
+        starts, ends = (row > 0).nonzero()[0], (row < 0).nonzero()[0]
+        runs[token, : len(starts)] = np.stack([starts, ends], -1)
+    return runs
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return disjoint ranges in ascending order that do not touch, without empty ones."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted((start, stop) for start, stop in ranges if start < stop):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found

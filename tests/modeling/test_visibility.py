@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragged import ragged
+from refusion_lit.modeling.visibility import Span, Visibility, as_mask
+from shadow_device import SHADOW, ShadowDevice
+
+SIZES = st.lists(
+    st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14))),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 9999), sizes=SIZES)
+def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, int]]) -> None:
+    made = ragged(seed, sizes, list(range(len(sizes))))
+    visibility, expected = made.visibility, made.mask
+    assert torch.equal(visibility.mask(), expected)
+    starts, stops = visibility.ranges()[..., None].unbind(-2)
+    keys = torch.arange(visibility.num_keys)
+    assert torch.equal(((starts <= keys) & (keys < stops)).any(-2), expected)
+    for span in visibility.spans:
+        seen = expected[span.sequence, span.offset : span.offset + span.length]
+        interval = span.interval()
+        if interval is None:
+            is_unordered = span.order is not None and list(span.order) != sorted(span.order)
+            assert is_unordered or (seen[0].nonzero()[:, 0].diff() > 1).any()
+        else:
+            start, stops_of = interval
+            assert torch.equal(seen, torch.stack([(start <= keys) & (keys < stop) for stop in stops_of.tolist()]))
+    causal = torch.ones(visibility.shape[1], visibility.shape[1], dtype=torch.bool).tril()
+    if visibility.is_causal:
+        for span in visibility.spans:
+            own = expected[span.sequence, : span.length]
+            assert torch.equal(
+                own[:, span.first_key : span.first_key + span.length], causal[: span.length, : span.length]
+            )
+            assert own.sum() == causal[: span.length, : span.length].sum()
+
+
+def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
+    made = ragged(3, [(4, 9), (7, 14)], [0, 1])
+    with ShadowDevice() as device:
+        found = as_mask(made.visibility, SHADOW)
+        assert device.num_waits == 0
+    assert isinstance(found, Tensor)
+    assert found.device == SHADOW
+    assert torch.equal(found.plain, made.mask)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("span", "is_causal"),
+    [
+        (Span(0, 0, 3, 0), True),
+        (Span(0, 0, 3, 5, ((0, 0), (4, 4))), True),
+        (Span(0, 0, 3, 5, ((0, 5),)), False),
+        (Span(0, 0, 3, 0, (), [0, 0, 0]), False),
+    ],
+)
+def test_a_prompt_is_causal_and_nothing_else_is(span: Span, is_causal: bool) -> None:
+    assert Visibility([span], (1, 3), 8).is_causal is is_causal
+    assert not Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8).is_causal
