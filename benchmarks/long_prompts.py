@@ -4,8 +4,9 @@ usage: python -m benchmarks.long_prompts [--repeats 5] [--lengths '[1024, 4096]'
 
 Both take a prompt in, store its keys and values and compute the logits of the next token: our autoregressive decoder
 with one new token, and transformers' body with its own cache and ``lm_head`` at the last token. Rounds are interleaved
-in one process; a ratio is the median over rounds. Memory is the highest resident memory during one more call over what
-was resident before.
+in one process; a ratio is the median over rounds of the processor time of this process (one thread), since
+other work may share the machine. Memory is the highest resident memory during one more call over what was resident
+before.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main(
     cases: dict[str, Any] = {}
     for length in lengths:
         works = works_of(model, length)
-        interleaved(works, repeats)
+        interleaved(works, repeats, clock=time.process_time)
         cases[str(length)] = {
             "runs": {name: work.summary() for name, work in works.items()},
             "ratio": round(time_ratio(works["autoregressive"], works["transformers"]), 3),

@@ -193,6 +193,13 @@ class HashCache:
         self.values[level][self.target] = states.flatten()[self.source_index]
         return self.values[level][self.rows, : self.num_keys]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert self.is_written[source, :length].all(), "an entry is copied that does not exist"
+        if source != target:
+            for stored in (self.positions, *self.values):
+                stored[target, :length] = stored[source, :length]
+        self.is_written[target] = torch.arange(self.is_written.shape[1]) < length
+
     def compact(self, row: int, indices: list[int]) -> None:
         assert len(set(indices)) == len(indices)
         assert self.is_written[row, indices].all(), "an entry is kept that does not exist"

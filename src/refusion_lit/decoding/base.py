@@ -61,6 +61,8 @@ class RowState:
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
+        num_shared: Leading prompt tokens whose keys and values are in the cache before the first forward, at indices
+            equal to their positions: the decoder does not feed them. Set by the engine.
     """
 
     prompt: Prompt
@@ -74,6 +76,7 @@ class RowState:
     num_forwards: int = 0
     schedule_step: int = 0
     schedule_length: int = 0
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         """Start with nothing committed."""
@@ -176,6 +179,20 @@ class Decoder(ABC):
         Raises:
             ValueError: Naming the option, what was expected and what was got.
         """
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+        """Return how many leading prompt tokens may be taken from the cache of another prompt.
+
+        More than 0 only if the cache holds the prompt's tokens at indices equal to their positions from the first
+        forward to the last, computed from nothing but the tokens before them, and :meth:`step` feeds only those from
+        ``state.num_shared`` on, in as many forwards as without. Bidirectional decoders share nothing: every token's
+        keys and values depend on the whole text.
+
+        Args:
+            prompt_length: Tokens of the prompt.
+            num_common: Leading tokens that both prompts have.
+        """
+        return 0
 
     @abstractmethod
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from refusion_lit.decoding.admission import Admission, Admitted, SharedPrefixes
 from refusion_lit.decoding.base import Decoder, RowState
 from refusion_lit.decoding.checks import check_context, check_model
 from refusion_lit.decoding.executor import Executor, Row
@@ -33,6 +33,7 @@ def decode(
     detokenize: Callable[[list[int]], str] | None = None,
     allow_mismatch: bool = False,
     trace: bool = False,
+    share_prefixes: bool = True,
 ) -> DecodingOutput:
     """Decode prompts; each gets exactly the tokens that it gets alone.
 
@@ -50,6 +51,8 @@ def decode(
         detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
         allow_mismatch: Only warn if the model was trained for something else.
         trace: Record a trace of every forward.
+        share_prefixes: Compute what prompts have in common at their beginning (64 tokens or more) once, and copy its
+            keys and values. Changes no token. Block-causal decoders share whole blocks, bidirectional ones nothing.
 
     Raises:
         ModelMismatchError: If the model does not fit the decoder.
@@ -70,11 +73,15 @@ def decode(
         decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
     executor = Executor(model, num_rows, all_probabilities=trace)
     started = _now(model)
-    run = _Run(model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace)
+    run = _Run(
+        model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace,
+        share_prefixes,
+    )  # fmt: skip
     return DecodingOutput(
         rows=run.all(prompts),
         num_calls=executor.num_calls,
         num_positions=executor.num_positions,
+        num_shared=run.num_shared,
         seconds=_now(model) - started,
         mismatches=mismatches,
     )
@@ -118,31 +125,38 @@ class _Run:
     callbacks: Sequence[GenerationCallback]
     detokenize: Callable[[list[int]], str] | None
     trace: bool
+    share_prefixes: bool
+    num_shared: int = 0
 
     def all(self, prompts: Sequence[Prompt]) -> list[Generation]:
         """Decode everything, filling rows as they become free."""
-        waiting = deque(enumerate(prompts))
-        free = list(range(self.num_rows))
+        prefixes = SharedPrefixes(self.decoder) if self.share_prefixes and self.executor.is_caching else None
+        admission = Admission(prompts, self.num_rows, prefixes)
         rows: list[_InFlight] = []
         results: dict[int, Generation] = {}
-        while waiting or rows:
-            while waiting and free:
-                rows.append(self._admit(*waiting.popleft(), storage=free.pop(0)))
+        while admission or rows:
+            rows += [self._admit(admitted) for admitted in admission.admit()]
             batch = self._schedule(rows)
             if batch:
                 requests = [row.request for row in batch]
                 for row, request, readings in zip(batch, requests, self.executor.run(batch), strict=True):
+                    admission.computed(row.storage)
                     self._advance(row, request, readings)
             for row in [row for row in rows if row.request is None]:
                 results[row.index] = self._finish(row)
                 rows.remove(row)
-                free = sorted([*free, row.storage])
+                admission.release(row.storage)
         return [results[i] for i in range(len(prompts))]
 
-    def _admit(self, index: int, prompt: Prompt, *, storage: int) -> _InFlight:
+    def _admit(self, admitted: Admitted) -> _InFlight:
+        prompt, num_shared = admitted.prompt, admitted.num_shared
         state = self.decoder.begin(prompt, self.sampling, self.model.special_tokens)
+        if num_shared:
+            self.executor.share(admitted.source, admitted.storage, num_shared)
+            state.num_shared = num_shared
+            self.num_shared += num_shared
         row = _InFlight(
-            storage=storage, prompt_id=prompt.id, index=index, state=state, steps=self._steps(state),
+            storage=admitted.storage, prompt_id=prompt.id, index=admitted.index, state=state, steps=self._steps(state),
             result=Generation(id=prompt.id), started=_now(self.model), waiting_since=self.executor.num_calls,
         )  # fmt: skip
         row.request = next(row.steps, None)
@@ -173,10 +187,14 @@ class _Run:
             assert isinstance(row.request, Forward)
             row.waiting_since = self.executor.num_calls + 1
             row.state.num_forwards += 1
-            row.result.num_positions += sum(len(branch.tokens) for branch in row.request.branches)
-            row.result.forward_shapes.append(row.request.shape)
+            # Shared tokens count as if they were fed: a prompt's figures do not depend on the others.
+            num_shared = row.state.num_shared if row.state.num_forwards == 1 else 0
+            num_rows, length = row.request.shape
+            shape = (num_rows, length + num_shared)
+            row.result.num_positions += sum(len(branch.tokens) for branch in row.request.branches) + num_shared
+            row.result.forward_shapes.append(shape)
             if self.trace:
-                row.result.trace.append(TraceRound(phase=row.request.phase, shape=row.request.shape))
+                row.result.trace.append(TraceRound(phase=row.request.phase, shape=shape))
         return chosen
 
     @staticmethod

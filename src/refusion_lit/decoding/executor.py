@@ -68,6 +68,16 @@ class Executor:
         self.num_calls = 0
         self.num_positions = 0
 
+    @property
+    def is_caching(self) -> bool:
+        """Whether the model stores keys and values (fakes may not)."""
+        return self._cache is not None
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Let a storage row begin with the first ``length`` cache entries of another one."""
+        assert self._cache is not None
+        self._cache.copy(source, target, length)
+
     def run(self, rows: Sequence[Row]) -> list[list[Reading]]:
         """Answer the rows' requests in as few calls of the model as possible.
 

@@ -54,7 +54,7 @@ class Generation:
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
             end, which no correct decoder leaves).
         num_forwards: Forwards in which the prompt took part.
-        num_positions: Token positions computed for it, padding excluded.
+        num_positions: Token positions computed for it, padding excluded, those shared with other prompts included.
         seconds: Time from its first forward to its end.
         round_ratios: Committed tokens per forward of each round that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length of its share of each forward.
@@ -86,6 +86,7 @@ class DecodingOutput:
         rows: One generation for each prompt, in the prompts' order.
         num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
+        num_shared: Prompt tokens that were not computed: their keys and values were copied from other prompts.
         seconds: Wall-clock seconds of the whole call, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
@@ -94,6 +95,7 @@ class DecodingOutput:
     num_calls: int
     num_positions: int
     seconds: float
+    num_shared: int = 0
     mismatches: list[str] = field(default_factory=list)
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from refusion_lit.modeling.transfer import to_device
 
 _CHUNK = 128
-"""Entries by which a row's storage grows."""
+"""A row's storage is a multiple of so many entries."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class KVCache:
     Args:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one for each prompt being decoded.
-        capacity: Initial number of entries per row; grows in chunks of 128.
+        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of 128.
 
     Attributes:
         body: Runs the model's body in place of the library's forward; set by the model that made the cache.
@@ -94,14 +94,23 @@ class KVCache:
         missing = self._capacity_for(num_keys) - self.capacity
         if missing > 0:
             self.capacity += missing
-            self._stored = [[F.pad(states, (0, 0, 0, 0, 0, missing)) for states in layer] for layer in self._stored]
+            for layer in self._stored:  # one tensor after the other: only one of them is there twice
+                for number, states in enumerate(layer):
+                    layer[number] = F.pad(states, (0, 0, 0, 0, 0, missing))
         all_rows = rows == list(range(self.num_rows))
         selected = None if all_rows else to_device(rows, cache_index.device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def _capacity_for(self, num_keys: int) -> int:
-        """Return how many entries a row needs to hold ``num_keys``."""
-        return self.capacity if num_keys <= self.capacity else -(-num_keys // _CHUNK) * _CHUNK
+        """Return how many entries a row gets to hold ``num_keys``: a quarter more than before, to grow rarely."""
+        if num_keys <= self.capacity:
+            return self.capacity
+        return -(-max(num_keys, self.capacity * 5 // 4) // _CHUNK) * _CHUNK
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the storage. It never shrinks, so after the last forward this is the peak."""
+        return sum(states.numel() * states.element_size() for layer in self._stored for states in layer)
 
     def storage(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -130,6 +139,11 @@ class KVCache:
         """Write a layer's keys and values as prepared and return what each sequence may attend to."""
         stored_keys, stored_values = self.store(layer, keys, values)
         return self.prepared.visible(stored_keys), self.prepared.visible(stored_values)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` entries of one row to another."""
+        for states in (states for layer in self._stored for states in layer if source != target):
+            states[target, :length] = states[source, :length]
 
     def compact(self, row: int, indices: list[int]) -> None:
         """Make the entries at ``indices`` the row's first ones, in this order; other entries are discarded.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,6 +15,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from refusion_lit.modeling.transfer import to_device
+
+_TRIANGLE = np.tri(128, dtype=bool)
+"""Causal matrices of short spans are views of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +150,9 @@ def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " to
 
 def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
     if order is None:
-        return _causal(length) if length <= _MAX_KEPT else np.tri(length, dtype=bool)
+        return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
     orders = np.asarray(order)
     return orders[None, :] <= orders[:, None]
-
-
-_MAX_KEPT = 512
-"""Largest causal matrix that is kept; 256 of them take at most 64 MB."""
-
-
-@lru_cache(maxsize=256)
-def _causal(size: int) -> Bool[np.ndarray, "token token"]:
-    """Return a causal matrix; read-only."""
-    return np.tri(size, dtype=bool)
 
 
 def _runs(order: Sequence[int] | None, length: int) -> Int[np.ndarray, "token range 2"]:

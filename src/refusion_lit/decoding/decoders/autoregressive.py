@@ -21,6 +21,10 @@ class Autoregressive(Decoder):
         attention="causal", predictions=("next_token",), mask_token=False
     )
 
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return all but the last token, whose logits are read."""
+        return min(num_common, prompt_length - 1)
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas of ``max_new_tokens``."""
         return RowState.blank(prompt, sampling, special_tokens)
@@ -29,7 +33,7 @@ class Autoregressive(Decoder):
         """Feed what is not cached yet and draw the next token."""
         place = state.num_committed
         end = state.prompt_length + place
-        tokens = [state.tokens[place - 1]] if place else state.prompt.token_ids
+        tokens = [state.tokens[place - 1]] if place else state.prompt.token_ids[state.num_shared :]
         num_cached = end - len(tokens)
         branch = Branch(
             tokens=tokens,

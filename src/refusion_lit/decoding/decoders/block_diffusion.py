@@ -119,12 +119,18 @@ class BlockDiffusion(Decoder):
         length, steps = end - num_known, num_spans * (self.num_steps or 0)
         return BlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
 
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
+        size = self.block_size
+        return max(min(num_common // size, prompt_length // size - 1), 0) * size
+
     @property
     def _span_size(self) -> int:
         return self.sub_block_size or self.block_size
 
     def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
         """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
+        state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:

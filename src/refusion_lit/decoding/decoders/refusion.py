@@ -89,6 +89,10 @@ class ReFusion(Decoder):
         fix = "use fewer serial blocks, smaller slots or more new tokens"
         require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
 
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+        """Return all common tokens: the first forward reads masks after the prompt."""
+        return num_common
+
     def _num_slots(self, sampling: SamplingParams) -> int:
         return -(-sampling.max_new_tokens // self.slot_size)
 
@@ -121,12 +125,13 @@ class ReFusion(Decoder):
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:
         """Feed the masks of all remaining slots, the first time after the prompt."""
-        prompt = state.prompt.token_ids if state.context_length == 0 else ()
-        seen = state.context_length
+        is_first = state.context_length == 0
+        prompt = state.prompt.token_ids[state.num_shared :] if is_first else ()
+        seen = state.num_shared if is_first else state.context_length
         branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, prompt=prompt)
         forward = Forward(phase="plan", branches=(branch,), draw=self._draw(state), keep=state.take_keep())
         readings = yield forward
-        state.context_length += len(prompt)
+        state.context_length = seen + len(prompt)
         return Plan(state.remaining, len(prompt), 1, readings[-1])
 
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
@@ -244,8 +249,8 @@ class ReFusion(Decoder):
     def _masks(
         self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int, prompt: Sequence[int] = ()
     ) -> Branch:
-        """Return the branch that plans slots after the first ``num_seen`` cache entries."""
-        positions = [*range(len(prompt)), *state.positions(slots)]
+        """Return the branch that plans slots after the first ``num_seen`` cache entries and the rest of the prompt."""
+        positions = [*range(state.prompt_length - len(prompt), state.prompt_length), *state.positions(slots)]
         size, by_first = self.slot_size, self.certainty == "first"
         draft_at = range(len(prompt), len(positions), size if by_first else 1)
         return Branch(

@@ -94,9 +94,14 @@ class SelfSpeculative(Decoder):
         require(has_masks, "decoder", "a model with a drafter", "one without", fix)
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return all but the last token, whose logits are read."""
+        return min(num_common, prompt_length - 1)
+
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
         """One forward: verify the drafts, commit those that are exact and the token after them, draft the next ones."""
         start, place = state.prompt_length, state.num_committed
+        state.num_cached = max(state.num_cached, state.num_shared)
         text = [*state.prompt.token_ids, *state.tokens[:place]]
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text[state.num_cached :], *drafts]

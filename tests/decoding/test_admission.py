@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
+from fakes import HYBRID, VOCAB, HashModel, tiny_backbone
+from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, DecodingOutput, LLaDA, ReFusion, decode
+from refusion_lit.decoding import admission as admission_module
+from refusion_lit.decoding.admission import Admission, SharedPrefixes, common_length
+from refusion_lit.types import Prompt, SamplingParams
+
+NEXT = SamplingParams(max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "MIN_SHARED", 3)
+
+
+@st.composite
+def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
+    ids = st.integers(0, VOCAB - 1)
+    beginnings = draw(st.lists(st.lists(ids, min_size=3, max_size=20), min_size=1, max_size=2))
+    ends = draw(st.lists(st.tuples(st.sampled_from(beginnings), st.lists(ids, max_size=5)), min_size=2, max_size=7))
+    return [Prompt(token_ids=(*start, *end), id=f"p{i}") for i, (start, end) in enumerate(ends)]
+
+
+@pytest.mark.parametrize("cls", DECODERS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.DataObject) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=data.draw(temperatures()))
+    make, prompts = data.draw(hash_models()), data.draw(prompts_with_a_beginning())
+    size = data.draw(st.integers(1, 4))
+    shared = decode(make(decoder), decoder, prompts, sampling, max_batch_size=size)
+    alone = decode(make(decoder), decoder, prompts, sampling, share_prefixes=False)
+    for one, other in zip(shared.rows, alone.rows, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.num_forwards == other.num_forwards
+        assert one.num_positions == other.num_positions
+        assert one.forward_shapes == other.forward_shapes
+    assert alone.num_shared == 0
+    if size == 1:
+        assert shared.num_positions + shared.num_shared == alone.num_positions
+    if decoder.requirements().attention == "bidirectional":
+        assert shared.num_shared == 0
+
+
+def texts(output: DecodingOutput) -> list[list[int]]:
+    return [row.token_ids for row in output.rows]
+
+
+def run(decoder: Decoder, prompts: list[list[int]], size: int, **options: Any) -> DecodingOutput:
+    found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
+    return decode(HashModel(3, traits=traits_for(decoder)), decoder, found, NEXT, max_batch_size=size, **options)
+
+
+COMMON = [3 + i * i % 7 for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "each"),
+    [(Autoregressive(), 20), (ReFusion(), 20), (BlockDiffusion(block_size=8), 16), (LLaDA(), 0)],
+)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_common_part_is_computed_once(decoder: Decoder, each: int, size: int) -> None:
+    prompts = [[*COMMON, i, i + 1, 3, 3, 3] for i in range(5)]
+    assert run(decoder, prompts, size).num_shared == 4 * each
+    assert run(decoder, prompts, size, share_prefixes=False).num_shared == 0
+
+
+def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
+    output = run(Autoregressive(), [COMMON, COMMON], 2)
+    assert output.num_shared == len(COMMON) - 1
+    assert texts(output)[0] == texts(output)[1]
+
+
+def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
+    prompts = [[*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5]]
+    found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
+    admission = Admission(found, 4, SharedPrefixes(Autoregressive()))
+    first = list(admission.admit())
+    assert [(one.index, one.num_shared) for one in first] == [(0, 0), (2, 0), (3, 0)]
+    assert list(admission.admit()) == []
+    for one in first:
+        admission.computed(one.storage)
+    admission.release(first[1].storage)
+    second = list(admission.admit())
+    assert [(one.index, one.num_shared) for one in second] == [(1, 20), (4, 20)]
+    assert {one.source for one in second} <= {first[0].storage, second[0].storage}
+    assert len({one.storage for one in (first[0], first[2], *second)}) == 4
+    assert not admission
+
+
+def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
+    found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
+    admission = Admission(found, 2, SharedPrefixes(Autoregressive()))
+    [first] = admission.admit()
+    admission.release(first.storage)
+    [second] = admission.admit()
+    assert second.num_shared == 0
+
+
+def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
+    found = [Prompt(token_ids=(*COMMON, i), id=str(i)) for i in range(3)]
+    admission = Admission(found, 1, SharedPrefixes(Autoregressive()))
+    for i in range(3):
+        [one] = admission.admit()
+        assert (one.storage, one.source, one.num_shared) == (0, 0, 20 if i else 0)
+        admission.computed(0)
+        admission.release(0)
+
+
+@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
+def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
+    length = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))  # noqa: B905
+    assert common_length(tuple(first), tuple(second)) == length
+
+
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)])
+def test_a_real_model_shares_keys_and_values(decoder: Decoder) -> None:
+    model = tiny_backbone(HYBRID if isinstance(decoder, ReFusion) else traits_for(decoder))
+    prompts = [Prompt(token_ids=(*COMMON, 3 + i, 4), id=str(i)) for i in range(5)]
+    sampling = SamplingParams(max_new_tokens=24)
+    shared = decode(model, decoder, prompts, sampling, max_batch_size=3)
+    alone = decode(model, decoder, prompts, sampling, share_prefixes=False)
+    assert shared.num_shared == 4 * len(COMMON)
+    assert texts(shared) == texts(alone)
