@@ -162,7 +162,7 @@ class HashCache:
     """Stores hashes where told to, as ``KVCache`` stores keys and values, and refuses what is never right."""
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+        self.num_rows, self.capacity, self.num_bytes = num_rows, 1, 0
         self.positions = torch.zeros(num_rows, 0, dtype=torch.long)
         self.is_written = torch.zeros(num_rows, 0, dtype=torch.bool)
         self.values = torch.zeros(NUM_LEVELS, num_rows, 0, dtype=torch.long)

@@ -73,6 +73,8 @@ class TextModel:
         callbacks: Sequence[GenerationCallback] = (),
         allow_mismatch: bool = False,
         trace: bool = False,
+        share_prefixes: bool = True,
+        max_cache_tokens: int | None = None,
     ) -> DecodingOutput:
         """Decode prompts; the model is in evaluation mode meanwhile.
 
@@ -86,6 +88,9 @@ class TextModel:
             callbacks: Notified when tokens are committed and prompts finish.
             allow_mismatch: Only warn if the model was not trained for the decoder.
             trace: Record a trace of every forward.
+            share_prefixes: Compute what prompts have in common at their beginning once. Changes no token.
+            max_cache_tokens: Maximum number of cache entries of all prompts in flight; ``None``: no bound. Changes no
+                token.
 
         Raises:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
@@ -104,6 +109,8 @@ class TextModel:
                 detokenize=self.detokenize,
                 allow_mismatch=allow_mismatch,
                 trace=trace,
+                share_prefixes=share_prefixes,
+                max_cache_tokens=max_cache_tokens,
             )
         finally:
             self.backbone.train(was_training)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,3 +132,46 @@ def test_a_real_model_shares_keys_and_values(decoder: Decoder) -> None:
     alone = decode(model, decoder, prompts, sampling, share_prefixes=False)
     assert shared.num_shared == 4 * len(COMMON)
     assert texts(shared) == texts(alone)
+
+
+@pytest.mark.parametrize("bound", [24, 30, 60, 200, 10_000])
+def test_a_bound_on_the_cache_changes_concurrency_and_no_token(bound: int) -> None:
+    lengths = [3, 20, 5, 9, 1, 17, 4]
+    prompts = [[3 + (i * n) % 7 for i in range(n)] for n in lengths]
+    rows: list[tuple[int, int]] = []
+
+    class Recorded(HashModel):
+        def hidden_states(self, *args: Any, **options: Any) -> Any:
+            hidden = super().hidden_states(*args, **options)
+            rows.append((args[3].num_rows, args[3].num_keys))
+            return hidden
+
+    found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
+    bounded = decode(
+        Recorded(3), Autoregressive(), found, NEXT, max_batch_size=4, max_cache_tokens=bound, allow_mismatch=True
+    )
+    assert all(num_rows * num_keys <= bound for num_rows, num_keys in rows)
+    assert texts(bounded) == texts(decode(HashModel(3), Autoregressive(), found, NEXT, allow_mismatch=True))
+    assert [row.id for row in bounded.rows] == [prompt.id for prompt in found]
+
+
+def test_a_bound_below_the_longest_prompt_is_refused_before_work_starts() -> None:
+    model = HashModel(3)
+    found = [Prompt(token_ids=(3,) * n, id=f"p{n}") for n in (2, 9)]
+    with pytest.raises(
+        ValueError, match=r"^max_cache_tokens: expected at least 13 \(prompt p9 of 9 tokens .*, got 12; "
+    ):
+        decode(model, Autoregressive(), found, NEXT, max_cache_tokens=12, allow_mismatch=True)
+    assert model.calls == []
+
+
+def test_running_out_of_memory_names_the_options_to_lower() -> None:
+    class Full(HashModel):
+        def hidden_states(self, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    prompts = [Prompt(token_ids=(3, 4), id="a")]
+    with pytest.raises(
+        ValueError, match=r"^max_batch_size: expected as many prompts as fit .* or set max_cache_tokens\.$"
+    ):
+        decode(Full(3), Autoregressive(), prompts, NEXT, max_batch_size=7, allow_mismatch=True)

@@ -63,6 +63,8 @@ def write_answers(options: Namespace) -> None:
                 sampling=sampling,
                 batch_size=options.batch_size,
                 max_tokens_per_forward=options.max_tokens_per_forward,
+                max_cache_tokens=options.max_cache_tokens,
+                share_prefixes=options.share_prefixes,
                 ids=[request.id for request in waiting],
                 callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
                 allow_mismatch=options.allow_mismatch,

@@ -22,6 +22,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded concurrently; changes no token")
     budget = "maximum number of positions a forward computes, padding included; changes no token"
     parser.add_argument("--max_tokens_per_forward", type=int | None, default=None, help=budget)
+    entries = "maximum number of cache entries (prompts and answers) of all prompts in flight"
+    parser.add_argument("--max_cache_tokens", type=int | None, default=None, help=entries)
+    shared = "compute what prompts have in common at their beginning once"
+    parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
     parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
@@ -52,6 +56,8 @@ def run(args: list[str]) -> int:
         sampling=sampling,
         batch_size=options.batch_size,
         max_tokens_per_forward=options.max_tokens_per_forward,
+        max_cache_tokens=options.max_cache_tokens,
+        share_prefixes=options.share_prefixes,
         callbacks=[Stream(model.detokenize, sampling.stop)],
         allow_mismatch=options.allow_mismatch,
     )

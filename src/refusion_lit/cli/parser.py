@@ -118,7 +118,7 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
-    for name in ("batch_size", "max_tokens_per_forward"):
+    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
         if options.get(name) is not None:
             require_at_least(name, options[name], 1)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")

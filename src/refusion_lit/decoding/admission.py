@@ -8,11 +8,12 @@ them, serve as the store, so sharing takes no memory of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.types import Prompt
+from refusion_lit.utils.require import require
 
 MIN_SHARED = 64
 """Fewest tokens worth sharing: a prompt may wait for a call until another one has computed them."""
@@ -43,13 +44,13 @@ class Admission:
     """Prompts that wait for a row.
 
     Args:
-        prompts: The prompts, admitted in order.
+        prompts: The prompts with their places, admitted in order.
         num_rows: Rows of the cache.
         prefixes: What rows hold; ``None``: nothing is shared.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], num_rows: int, prefixes: SharedPrefixes | None) -> None:
-        self._waiting, self._free = deque(enumerate(prompts)), list(range(num_rows))
+    def __init__(self, prompts: Iterable[tuple[int, Prompt]], num_rows: int, prefixes: SharedPrefixes | None) -> None:
+        self._waiting, self._free = deque(prompts), list(range(num_rows))
         self._num_rows, self._prefixes = num_rows, prefixes
 
     def __bool__(self) -> bool:
@@ -149,3 +150,36 @@ def common_length(first: Tokens, second: Tokens) -> int:
         else:
             high = middle - 1
     return low
+
+
+def groups_within(
+    prompts: Sequence[Prompt], max_new_tokens: int, num_rows: int, max_cache_tokens: int | None
+) -> list[tuple[int, list[tuple[int, Prompt]]]]:
+    """Group prompts by how many of them the cache may hold at a time.
+
+    All rows of a cache are as long as the longest, so long prompts run apart, fewer at a time.
+
+    Args:
+        prompts: The prompts.
+        max_new_tokens: Room for each answer.
+        num_rows: Rows at most.
+        max_cache_tokens: Entries of all rows together, at most; ``None``: no bound.
+
+    Returns:
+        Numbers of rows, descending, and the prompts with their places that run with so many.
+
+    Raises:
+        ValueError: If the bound is too small for a single prompt.
+    """
+    if max_cache_tokens is None or not prompts:
+        return [(num_rows, list(enumerate(prompts)))]
+    groups: dict[int, list[tuple[int, Prompt]]] = {}
+    for index, prompt in enumerate(prompts):
+        length = len(prompt.token_ids) + max_new_tokens
+        expected = f"at least {length} (prompt {prompt.id} of {len(prompt.token_ids)} tokens and max_new_tokens)"
+        fix = "raise it, shorten the prompt or lower max_new_tokens"
+        require(max_cache_tokens >= length, "max_cache_tokens", expected, max_cache_tokens, fix)
+        fitting = max_cache_tokens // length
+        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # few groups
+        groups.setdefault(fitting, []).append((index, prompt))
+    return sorted(groups.items(), reverse=True)

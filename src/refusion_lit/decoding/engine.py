@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from refusion_lit.decoding.admission import Admission, Admitted, SharedPrefixes
+from refusion_lit.decoding.admission import Admission, Admitted, SharedPrefixes, groups_within
 from refusion_lit.decoding.base import Decoder, RowState
 from refusion_lit.decoding.checks import check_context, check_model
 from refusion_lit.decoding.executor import Executor, Row
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request, Steps
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.transfer import synchronised_time
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require, require_at_least
 
 
@@ -34,6 +35,7 @@ def decode(
     allow_mismatch: bool = False,
     trace: bool = False,
     share_prefixes: bool = True,
+    max_cache_tokens: int | None = None,
 ) -> DecodingOutput:
     """Decode prompts; each gets exactly the tokens that it gets alone.
 
@@ -53,6 +55,9 @@ def decode(
         trace: Record a trace of every forward.
         share_prefixes: Compute what prompts have in common at their beginning (64 tokens or more) once, and copy its
             keys and values. Changes no token. Block-causal decoders share whole blocks, bidirectional ones nothing.
+        max_cache_tokens: Maximum number of cache entries (tokens of prompts and answers) of all prompts in flight; long
+            prompts then run apart, fewer at a time. Storage grows in steps, by up to a quarter more. ``None``: no
+            bound. Changes no token.
 
     Raises:
         ModelMismatchError: If the model does not fit the decoder.
@@ -61,6 +66,8 @@ def decode(
     require_at_least("max_batch_size", max_batch_size, 1)
     if max_tokens_per_forward is not None:
         require_at_least("max_tokens_per_forward", max_tokens_per_forward, 1)
+    if max_cache_tokens is not None:
+        require_at_least("max_cache_tokens", max_cache_tokens, 1)
     has_text = detokenize is not None or not sampling.stop
     require(has_text, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     for prompt in prompts:
@@ -71,20 +78,33 @@ def decode(
     num_rows = min(max_batch_size, max(len(prompts), 1))
     if decoder.forward_cost == "measure" and prompts:
         decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
-    executor = Executor(model, num_rows, all_probabilities=trace)
-    started = _now(model)
-    run = _Run(
-        model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace,
-        share_prefixes,
-    )  # fmt: skip
-    return DecodingOutput(
-        rows=run.all(prompts),
-        num_calls=executor.num_calls,
-        num_positions=executor.num_positions,
-        num_shared=run.num_shared,
-        seconds=_now(model) - started,
-        mismatches=mismatches,
-    )
+    groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
+    results: dict[int, Generation] = {}
+    output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
+    started = synchronised_time(model.device)
+    for num_rows, group in groups:
+        executor = Executor(model, num_rows, all_probabilities=trace)
+        run = _Run(
+            model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace,
+            share_prefixes,
+        )  # fmt: skip
+        try:
+            results |= run.all(group)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"max_batch_size: expected as many prompts as fit into memory, got {num_rows} and none left (the cache "
+                f"takes {executor.cache_bytes / 2**20:.0f} MB); lower it (batch_size), or set max_cache_tokens."
+            ) from error
+        output.num_calls += executor.num_calls
+        output.num_positions += executor.num_positions
+        output.num_shared += run.num_shared
+        output.cache_bytes = max(output.cache_bytes, executor.cache_bytes)
+        output.cache_bytes_per_token = executor.cache_bytes_per_token or output.cache_bytes_per_token
+    output.rows = [results[i] for i in range(len(prompts))]
+    output.seconds = synchronised_time(model.device) - started
+    return output
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +134,7 @@ class _InFlight(Row):
 
 @dataclass
 class _Run:
-    """One call of :func:`decode`: admit, schedule, run, postprocess, until no prompt is left."""
+    """Prompts that share a cache: admit, schedule, run, postprocess, until none is left."""
 
     model: LanguageModel
     executor: Executor
@@ -128,8 +148,8 @@ class _Run:
     share_prefixes: bool
     num_shared: int = 0
 
-    def all(self, prompts: Sequence[Prompt]) -> list[Generation]:
-        """Decode everything, filling rows as they become free."""
+    def all(self, prompts: Sequence[tuple[int, Prompt]]) -> dict[int, Generation]:
+        """Decode prompts given with their places, filling rows as they become free."""
         prefixes = SharedPrefixes(self.decoder) if self.share_prefixes and self.executor.is_caching else None
         admission = Admission(prompts, self.num_rows, prefixes)
         rows: list[_InFlight] = []
@@ -146,7 +166,7 @@ class _Run:
                 results[row.index] = self._finish(row)
                 rows.remove(row)
                 admission.release(row.storage)
-        return [results[i] for i in range(len(prompts))]
+        return results
 
     def _admit(self, admitted: Admitted) -> _InFlight:
         prompt, num_shared = admitted.prompt, admitted.num_shared
@@ -157,7 +177,8 @@ class _Run:
             self.num_shared += num_shared
         row = _InFlight(
             storage=admitted.storage, prompt_id=prompt.id, index=admitted.index, state=state, steps=self._steps(state),
-            result=Generation(id=prompt.id), started=_now(self.model), waiting_since=self.executor.num_calls,
+            result=Generation(id=prompt.id), started=synchronised_time(self.model.device),
+            waiting_since=self.executor.num_calls,
         )  # fmt: skip
         row.request = next(row.steps, None)
         return row
@@ -258,7 +279,7 @@ class _Run:
         else:
             warnings.warn(f"prompt {row.prompt_id}: {type(self.decoder).__name__} left masked places", stacklevel=2)
         result.token_ids, result.num_forwards = tokens, state.num_forwards
-        result.seconds = _now(self.model) - row.started
+        result.seconds = synchronised_time(self.model.device) - row.started
         if self.detokenize is not None:
             result.text = cut_at_stop(self.detokenize(tokens), self.sampling.stop)
         for callback in self.callbacks:
@@ -278,10 +299,3 @@ def _record(row: _InFlight, request: Request, readings: list[Reading], committed
         entry.probabilities += reading.probabilities
         entry.scores += reading.scores
     entry.accepted += [start + place for place in committed]
-
-
-def _now(model: LanguageModel) -> float:
-    """Return the time in seconds once the device has finished its work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()

@@ -73,6 +73,16 @@ class Executor:
         """Whether the model stores keys and values (fakes may not)."""
         return self._cache is not None
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the cache, which never shrinks."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Memory of an entry of one row: the keys and values of a token in all layers."""
+        return 0.0 if self._cache is None else self._cache.num_bytes / (self._cache.num_rows * self._cache.capacity)
+
     def share(self, source: int, target: int, length: int) -> None:
         """Let a storage row begin with the first ``length`` cache entries of another one."""
         assert self._cache is not None

@@ -87,6 +87,8 @@ class DecodingOutput:
         num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
         num_shared: Prompt tokens that were not computed: their keys and values were copied from other prompts.
+        cache_bytes: Peak memory of the key/value cache.
+        cache_bytes_per_token: Memory of one entry of one row; 0 if nothing was cached.
         seconds: Wall-clock seconds of the whole call, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
@@ -96,6 +98,8 @@ class DecodingOutput:
     num_positions: int
     seconds: float
     num_shared: int = 0
+    cache_bytes: int = 0
+    cache_bytes_per_token: float = 0.0
     mismatches: list[str] = field(default_factory=list)
 
 

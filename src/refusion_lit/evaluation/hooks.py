@@ -88,6 +88,8 @@ class EvaluationHooks(L.LightningModule):
             "max_batch_size": self.decoding.max_batch_size,
             "batch_size": self.batch_size,
             "max_tokens_per_forward": self.decoding.max_tokens_per_forward,
+            "max_cache_tokens": self.decoding.max_cache_tokens,
+            "share_prefixes": self.decoding.share_prefixes,
             "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
             "forward_costs": self.model.forward_costs,
             "fingerprints": self._running.fingerprints,

@@ -52,6 +52,8 @@ class DecodingSetup:
                 self.sampling,
                 batch_size=self.options.max_batch_size,
                 max_tokens_per_forward=self.options.max_tokens_per_forward,
+                max_cache_tokens=self.options.max_cache_tokens,
+                share_prefixes=self.options.share_prefixes,
                 callbacks=callbacks,
                 allow_mismatch=self.options.allow_mismatch,
             )

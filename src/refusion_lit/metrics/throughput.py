@@ -35,6 +35,9 @@ class DecodingMetrics(Metric):
     * ``paper_tokens_per_forward``: mean over rounds of committed tokens per forward, the figure that the released
       program prints. For comparison with published figures only.
 
+    * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the key/value cache, and of one entry of one row
+      (the keys and values of a token in all layers).
+
     Several processes get the figures of one process over all prompts, however the prompts are distributed, except that
     each process leaves out its own warm-up. ``seconds`` are those of all processes together, so ``tokens_per_second``
     is that of one process.
@@ -54,6 +57,8 @@ class DecodingMetrics(Metric):
     num_batches: Float[Tensor, ""]
     seconds: Float[Tensor, ""]
     num_rounds: Float[Tensor, ""]
+    peak_cache_bytes: Float[Tensor, ""]
+    cache_bytes_per_token: Float[Tensor, ""]
     round_ratio_sum: Float[Tensor, ""]
     warm_tokens: Float[Tensor, ""]
     warm_seconds: Float[Tensor, ""]
@@ -70,6 +75,8 @@ class DecodingMetrics(Metric):
             "num_batches", "seconds", "num_rounds", "round_ratio_sum", "warm_tokens", "warm_seconds",
         ):  # fmt: skip
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
+        for name in ("peak_cache_bytes", "cache_bytes_per_token"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
         # Histograms over log-spaced latencies can be summed over processes; lists of unequal length cannot.
         for name in ("cold_latencies", "warm_latencies"):
             self.add_state(name, torch.zeros(_NUM_BINS, dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
@@ -92,6 +99,8 @@ class DecodingMetrics(Metric):
         self.num_unfinished += sum(row.finish_reason == "unfinished" for row in rows)
         self.num_batches += bool(rows)
         self.seconds += output.seconds
+        self.peak_cache_bytes = self.peak_cache_bytes.clamp(min=output.cache_bytes)
+        self.cache_bytes_per_token = self.cache_bytes_per_token.clamp(min=output.cache_bytes_per_token)
         self.num_rounds += sum(len(row.round_ratios) for row in rows)
         self.round_ratio_sum += sum(sum(row.round_ratios) for row in rows)
 
@@ -125,6 +134,8 @@ class DecodingMetrics(Metric):
             "latency_p95": self._latency_quantile(0.95),
             **{name: int(getattr(self, name)) for name in (*counts, "num_batches")},
             "seconds": float(self.seconds),
+            "peak_cache_bytes": int(self.peak_cache_bytes),
+            "cache_bytes_per_token": float(self.cache_bytes_per_token),
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A copy from pageable memory to a GPU waits until all work queued there is done. 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,3 +34,10 @@ def to_device(values: Sequence[int] | np.ndarray | Tensor, device: torch.device)
 def to_host(values: Tensor) -> Any:  # noqa: ANN401 - lists nested as deeply as the tensor has axes
     """Wait for the device and return a tensor's numbers as nested lists."""
     return values.cpu().tolist()
+
+
+def synchronised_time(device: torch.device) -> float:
+    """Return the time in seconds once a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -22,6 +22,12 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out; torch has a type of its own for GPUs only."""
+    is_told = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_told or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def write_failure(error: BaseException) -> str:
     """Return the operating system's reason for a failed write, which a library may have wrapped in its own error."""
     cause: BaseException | None = error
