@@ -200,7 +200,8 @@ class HashCache:
                 stored[target, :length] = stored[source, :length]
         self.is_written[target] = torch.arange(self.is_written.shape[1]) < length
 
-    def compact(self, row: int, indices: list[int]) -> None:
+    def compact(self, row: int, indices: list[int], num_leading: int = 0) -> None:
+        indices = [*range(num_leading), *indices]
         assert len(set(indices)) == len(indices)
         assert self.is_written[row, indices].all(), "an entry is kept that does not exist"
         for stored in (self.positions, *self.values):

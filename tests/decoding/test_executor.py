@@ -13,7 +13,7 @@ from torch import Tensor
 from fakes import MASK, PAD, VOCAB, HashModel
 from refusion_lit.decoding import reading as reading_module
 from refusion_lit.decoding.executor import Executor, Row
-from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Request
+from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
 from refusion_lit.types import SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
@@ -127,7 +127,7 @@ def test_a_cached_context_is_shared_kept_and_read() -> None:
         )  # fmt: skip
         check(reading, alone, logits_of(HashModel(3), alone))
     last = Branch(tokens=[11], positions=[8], visible=((0, 3),), write_at=3, draft_at=[0])
-    forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=[0, 2, 7])
+    forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=Compaction(1, [2, 7]))
     [[reading]] = executor.serve([(1, "a", forward)])
     # Entry 7 has seen the whole context and its own branch, so all of them are laid out, and most are hidden.
     ids, places = [3, 4, 5, 6, 9, 10, 11], [0, 1, 2, 3, 6, 7, 8]

@@ -216,7 +216,7 @@ def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
     cache.past_key_values.update(states, states, 0)
     stored_keys, _ = cache.storage(0, states[0], states[0])
     cache.compact(0, [0, 1, 2])
-    cache.compact(0, [0, 1, 4, 3])
+    cache.compact(0, [4, 3], num_leading=2)
     assert stored_keys[0, :6, 0, 0].tolist() == [0, 1, 4, 3, 4, 5]
     assert cache.storage(0, states[0], states[0])[0] is stored_keys
 

@@ -150,7 +150,7 @@ class Executor:
         if cache is not None:
             for row, forward in zip(rows, forwards, strict=True):
                 if forward.keep is not None:
-                    cache.compact(row.storage, list(forward.keep))
+                    cache.compact(row.storage, list(forward.keep.indices), forward.keep.num_leading)
             sequences = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in range(f.shape[0])]
             owners = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in f.branches]
             row_index, cache_index = (to_device(index, self._device) for index in write_indices(branches, owners))

@@ -81,6 +81,24 @@ class Draw:
     with_probability: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Which cache entries of a prompt stay; all others are discarded.
+
+    Attributes:
+        num_leading: So many first entries stay where they are.
+        indices: The entries at these indices follow, in this order.
+    """
+
+    num_leading: int
+    indices: Sequence[int]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that stay."""
+        return self.num_leading + len(self.indices)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """One call of the model, as seen by one prompt.
@@ -92,7 +110,7 @@ class Forward:
         cached: Whether keys and values are stored; if not, ``visible`` must be empty.
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
-        keep: Compact the cache before the forward: the entries at these indices become the first ones, in this order.
+        keep: Compact the cache before the forward.
     """
 
     phase: str
@@ -100,7 +118,7 @@ class Forward:
     draw: Draw
     cached: bool = True
     packed: bool = False
-    keep: Sequence[int] | None = None
+    keep: Compaction | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

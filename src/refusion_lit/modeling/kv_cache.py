@@ -145,19 +145,20 @@ class KVCache:
         for states in (states for layer in self._stored for states in layer if source != target):
             states[target, :length] = states[source, :length]
 
-    def compact(self, row: int, indices: list[int]) -> None:
-        """Make the entries at ``indices`` the row's first ones, in this order; other entries are discarded.
+    def compact(self, row: int, indices: list[int], num_leading: int = 0) -> None:
+        """Move the entries at ``indices`` behind the row's first ones, in this order; all others are discarded.
 
         Args:
             row: Storage row.
             indices: Cache indices to keep; a leading run that is in place already is not moved.
+            num_leading: First entries that stay where they are.
         """
-        start = next((i for i, index in enumerate(indices) if index != i), len(indices))
+        start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))
         index: Tensor | None = None
         for states in (states for layer in self._stored for states in layer if start < len(indices)):
             if index is None or index.device != states.device:  # layers may be on several devices
                 index = to_device(indices[start:], states.device)
-            states[row, start : len(indices)] = states[row, index]
+            states[row, num_leading + start : num_leading + len(indices)] = states[row, index]
 
 
 class _LibraryLayer(DynamicLayer):

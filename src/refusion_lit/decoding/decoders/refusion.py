@@ -15,7 +15,7 @@ from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
 from refusion_lit.decoding.decoders.autoregressive_infill import infill_autoregressively
 from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_by_masks
-from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
 
@@ -228,8 +228,8 @@ class ReFusion(Decoder):
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""
-        state.keep = infill.kept_indices()
-        state.context_length = len(state.keep)
+        state.keep = Compaction(infill.context_length, infill.kept_indices())
+        state.context_length = state.keep.num_entries
         yield from ()
 
     def _forward_and_plan(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from refusion_lit.decoding.base import RowState
-from refusion_lit.decoding.requests import Reading
+from refusion_lit.decoding.requests import Compaction, Reading
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ReFusionState(RowState):
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         next_block: Number of the serial block after the current one.
         context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
-        keep: Cache indices to compact at the next forward.
+        keep: How the next forward compacts the cache.
         num_plans: Plans read so far; keys their noise, independent of the forward that made them.
         num_chosen: Slots chosen by the last plan; the next one is expected to choose about as many.
         planned: A plan made ahead by the last forward, if it turned out to be the next one.
@@ -47,7 +47,7 @@ class ReFusionState(RowState):
     remaining: list[int] = field(default_factory=list)
     next_block: int = 0
     context_length: int = 0
-    keep: list[int] | None = None
+    keep: Compaction | None = None
     num_plans: int = 0
     num_chosen: int = 0
     planned: Plan | None = None
@@ -57,7 +57,7 @@ class ReFusionState(RowState):
         """Whether an EOS was accepted: generation ends with the current serial block."""
         return self.first_eos([self.tokens[place] for place in self.committed]) is not None
 
-    def take_keep(self) -> list[int] | None:
+    def take_keep(self) -> Compaction | None:
         """Return the pending compaction, once."""
         keep, self.keep = self.keep, None
         return keep

@@ -141,9 +141,9 @@ class SlotInfill:
         return all(slot.is_complete for slot in self.slots)
 
     def kept_indices(self) -> list[int]:
-        """Return the cache indices of context and accepted tokens, slots in text order."""
+        """Return the cache indices of accepted tokens, slots in text order."""
         firsts = [(self.cache_index(slot), slot.num_accepted) for slot in self.slots]
-        return [*range(self.context_length), *(first + i for first, length in firsts for i in range(length))]
+        return [first + i for first, length in firsts for i in range(length)]
 
 
 def infill_by_masks(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:

@@ -1,0 +1,126 @@
+"""Host time of a call: what scheduling, layout and reading cost while the model itself does nothing.
+
+usage: python -m benchmarks.host_time [--lengths '[256, 32768]'] [--batch_sizes '[1, 64]']
+
+The body returns at once and the head returns zeros over 128 tokens, over which a schedule writes the text; the cache is
+prepared and compacted, but nothing is stored. So all that is left is the host's work, in processor seconds of this
+process: the median over the calls after the first one, which takes the prompts in.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from benchmarks.common import WrappedModel, aim, random_prompts, write
+from benchmarks.replay import WITH_COMPLETIONS, Replay, ReplayedModel
+from jaxtyping import Bool, Float, Int
+from jsonargparse import auto_cli
+from torch import Tensor
+
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, decode
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
+
+VOCABULARY = 129
+DECODERS: dict[str, Decoder] = {"refusion": ReFusion(num_serial_blocks=1), "autoregressive": Autoregressive()}
+
+
+class IdleModel(LanguageModel):
+    """A model of two layers that computes nothing."""
+
+    def __init__(self) -> None:
+        self.traits = ModelTraits()
+        self.special_tokens = SpecialTokens(
+            mask_token_id=VOCABULARY - 1, eos_token_ids=(1,), pad_token_id=0, vocab_size=VOCABULARY
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def hidden_states(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],  # noqa: ARG002
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,  # noqa: ARG002
+        cache: KVCache | None = None,  # noqa: ARG002
+    ) -> Float[Tensor, "batch token hidden"]:
+        return torch.zeros(*input_ids.shape, 1)
+
+    def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
+        return hidden.new_zeros(*hidden.shape[:-1], VOCABULARY)
+
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(2, num_rows)
+
+
+class Clocked(WrappedModel):
+    """Notes when each call starts, leaving out what the schedule itself takes."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        self.spans: list[float] = []
+        self._left = time.process_time()
+
+    def hidden_states(self, *args: Any) -> Tensor:
+        self.spans.append(time.process_time() - self._left)
+        hidden = self.model.hidden_states(*args)
+        self._left = time.process_time()
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+
+def milliseconds_a_call(decoder: Decoder, length: int, batch_size: int, num_tokens: int) -> dict[str, float]:
+    """Return the host's time between two calls of the model, and the number of calls."""
+    idle = IdleModel()
+    replay = Replay(WITH_COMPLETIONS, length, VOCABULARY - 1)
+    model = Clocked(ReplayedModel(idle, replay))
+    prompts = random_prompts(batch_size, length)
+    gc.collect()
+    decode(model, decoder, prompts, SamplingParams(max_new_tokens=num_tokens), max_batch_size=batch_size,
+           share_prefixes=False)  # fmt: skip
+    spans = model.spans[2:]
+    return {"milliseconds": round(statistics.median(spans) * 1e3, 3), "num_calls": len(spans)}
+
+
+def main(
+    lengths: tuple[int, ...] = (256, 2048, 8192, 32768),
+    batch_sizes: tuple[int, ...] = (1, 8, 64),
+    num_tokens: int = 128,
+    output: str | None = None,
+) -> None:
+    """Measure.
+
+    Args:
+        lengths: Tokens of the prompts, which are cached.
+        batch_sizes: Prompts decoded at the same time.
+        num_tokens: New tokens.
+        output: Where to write the JSON.
+    """
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    cases: dict[str, Any] = {}
+    worst = 0.0
+    for name, decoder in DECODERS.items():
+        for batch_size in batch_sizes:
+            found = {str(n): milliseconds_a_call(decoder, n, batch_size, num_tokens) for n in lengths}
+            values = [one["milliseconds"] for one in found.values()]
+            cases[f"{name}, batch {batch_size}"] = {"lengths": found, "growth": round(values[-1] / values[0], 2)}
+            worst = max(worst, values[-1] / values[0])
+            print(f"{name}, batch {batch_size}", values, flush=True)
+    text = f"host time of a call behind {lengths[-1]} cached entries over {lengths[0]}, at most"
+    config = {"lengths": lengths, "batch_sizes": batch_sizes, "num_tokens": num_tokens}
+    results = {"cases": cases, "aims": [aim(text, worst, 1.25, at_least=False)]}
+    write("host_time", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+
+
+if __name__ == "__main__":
+    auto_cli(main)
