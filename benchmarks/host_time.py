@@ -116,7 +116,7 @@ def main(
             cases[f"{name}, batch {batch_size}"] = {"lengths": found, "growth": round(values[-1] / values[0], 2)}
             worst = max(worst, values[-1] / values[0])
             print(f"{name}, batch {batch_size}", values, flush=True)
-    text = f"host time of a call behind {lengths[-1]} cached entries over {lengths[0]}, at most"
+    text = f"host time of a call with {lengths[-1]} cached entries over that with {lengths[0]}, at most"
     config = {"lengths": lengths, "batch_sizes": batch_sizes, "num_tokens": num_tokens}
     results = {"cases": cases, "aims": [aim(text, worst, 1.25, at_least=False)]}
     write("host_time", config, results, output=output, seconds=time.perf_counter() - started, seed=0)

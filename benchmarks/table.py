@@ -75,6 +75,7 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             for name, run in values["runs"].items()
         ]
         yield "## prefill\n\n" + table(["case", "decoder", "prompt tokens/s", "seconds over the body's"], rows)
+    yield from scale(results)
     if "training" in results:
         rows = [
             [case, name, f"{run['median_seconds'] * 1e3:.1f}", run["extra_megabytes"],
@@ -115,6 +116,41 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ways = results["loss_memory"]["ways"].items()
         rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]
         yield "## loss memory\n\n" + table(["way", "extra megabytes", "seconds"], rows)
+
+
+def scale(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Return the parts on long prompts, shared prefixes, host time and batch sizes."""
+    if "long_prompts" in results:
+        found = results["long_prompts"]
+        rows = [
+            [length, *(f"{run['median_seconds'] * 1e3:.0f}" for run in case["runs"].values()), case["ratio"],
+             *case["extra_megabytes"].values()]
+            for length, case in found["cases"].items()
+        ]  # fmt: skip
+        head = ["tokens", "transformers (ms)", "ours (ms)", "ours over transformers", "transformers (MB)", "ours (MB)"]
+        text = f"\n{found['bytes_a_token']} bytes a token, processor time.\n"
+        yield "## long prompts\n\n" + table(head, rows) + text
+    if "shared_prefixes" in results:
+        rows = [
+            [case, *(f"{run['prompts_per_second']:.1f}" for run in values["runs"].values()),
+             values["times_the_prompts"]]
+            for case, values in results["shared_prefixes"]["cases"].items()
+        ]  # fmt: skip
+        yield "## shared prefixes\n\n" + table(["case", "shared (prompts/s)", "alone (prompts/s)", "times"], rows)
+    if "host_time" in results:
+        cases = results["host_time"]["cases"]
+        lengths = list(next(iter(cases.values()))["lengths"])
+        rows = [
+            [case, *(one["milliseconds"] for one in values["lengths"].values()), values["growth"]]
+            for case, values in cases.items()
+        ]
+        head = ["milliseconds a call", *(f"{n} cached" for n in lengths), "growth"]
+        yield "## host time\n\n" + table(head, rows)
+    if "batches" in results:
+        cases = results["batches"]["cases"]
+        rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
+        names = next(iter(cases.values()))["tokens_per_second"]
+        yield "## batch sizes (tokens/s)\n\n" + table(["batch", *names], rows)
 
 
 def main(directory: str = str(RESULTS)) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, decode, default_decoder
+from refusion_lit.decoding.admission import KeptCache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.types import Prompt, SamplingParams
@@ -75,6 +76,7 @@ class TextModel:
         trace: bool = False,
         share_prefixes: bool = True,
         max_cache_tokens: int | None = None,
+        kept: KeptCache | None = None,
     ) -> DecodingOutput:
         """Decode prompts; the model is in evaluation mode meanwhile.
 
@@ -91,6 +93,7 @@ class TextModel:
             share_prefixes: Compute what prompts have in common at their beginning once. Changes no token.
             max_cache_tokens: Maximum number of cache entries of all prompts in flight; ``None``: no bound. Changes no
                 token.
+            kept: Keeps the cache for the next call, whose prompts may begin as these do. Changes no token.
 
         Raises:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
@@ -111,6 +114,7 @@ class TextModel:
                 trace=trace,
                 share_prefixes=share_prefixes,
                 max_cache_tokens=max_cache_tokens,
+                kept=kept,
             )
         finally:
             self.backbone.train(was_training)

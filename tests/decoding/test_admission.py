@@ -11,7 +11,7 @@ from decoder_cases import DECODERS, hash_models, setups, temperatures, traits_fo
 from fakes import HYBRID, VOCAB, HashModel, tiny_backbone
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, DecodingOutput, LLaDA, ReFusion, decode
 from refusion_lit.decoding import admission as admission_module
-from refusion_lit.decoding.admission import Admission, SharedPrefixes, common_length
+from refusion_lit.decoding.admission import Admission, KeptCache, SharedPrefixes, common_length
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)
@@ -175,3 +175,48 @@ def test_running_out_of_memory_names_the_options_to_lower() -> None:
         ValueError, match=r"^max_batch_size: expected as many prompts as fit .* or set max_cache_tokens\.$"
     ):
         decode(Full(3), Autoregressive(), prompts, NEXT, max_batch_size=7, allow_mismatch=True)
+
+
+class Interrupting(HashModel):
+    """Is interrupted at its last call."""
+
+    calls_left = 1000
+
+    def hidden_states(self, *args: Any, **options: Any) -> Any:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise KeyboardInterrupt
+        return super().hidden_states(*args, **options)
+
+
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4), LLaDA()])
+def test_turns_of_a_conversation_compute_only_what_is_new(decoder: Decoder) -> None:
+    model, kept = Interrupting(3, traits=traits_for(decoder)), KeptCache()
+    text = [3 + i % 5 for i in range(12)]
+    num_shared = []
+    for turn in range(4):
+        prompt = [Prompt(token_ids=tuple(text), id=str(turn))]
+        if turn == 2:  # an interrupted turn leaves nothing that could be wrong
+            model.calls_left = 1
+            with pytest.raises(KeyboardInterrupt):
+                decode(model, decoder, prompt, NEXT, kept=kept)
+            model.calls_left = 1000
+        output = decode(model, decoder, prompt, NEXT, kept=kept)
+        alone = decode(HashModel(3, traits=traits_for(decoder)), decoder, prompt, NEXT)
+        assert texts(output) == texts(alone)
+        num_shared.append(output.num_shared)
+        text += [*output.rows[0].token_ids, 7, 8]
+    lengths = [0, 0, 0, 0] if isinstance(decoder, LLaDA) else [0, 12, 0, len(prompt[0].token_ids) - 6]
+    assert num_shared == lengths
+
+
+def test_another_decoder_or_number_of_rows_gets_a_cache_of_its_own() -> None:
+    model, kept = HashModel(3), KeptCache()
+    prompts = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
+    options: dict[str, Any] = {"kept": kept, "allow_mismatch": True}
+    for decoder, number, expected in [
+        (ReFusion(slot_size=4), 1, 0), (ReFusion(slot_size=4), 1, 20), (ReFusion(slot_size=2), 1, 0),
+        (LLaDA(), 1, 0), (ReFusion(slot_size=2), 1, 0), (ReFusion(slot_size=2), 2, 20),
+    ]:  # fmt: skip
+        output = decode(model, decoder, prompts[:number], NEXT, max_batch_size=2, **options)
+        assert output.num_shared == expected

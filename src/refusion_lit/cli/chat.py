@@ -40,6 +40,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
     history = "earlier turns (question and answer) that the model sees at most; all by default"
     parser.add_argument("--history", type=int | None, default=None, help=history)
+    shared = "keep the cache, so that a turn computes only what is new; takes the memory of the conversation"
+    parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
     parser.add_argument("--show_order", type=bool, default=True, help="show which forward decoded what")
     add_model_options(parser, max_new_tokens=256)
     return parser
@@ -105,6 +107,9 @@ class Chat:
         self.sampling = sampling_of(options)
         self.turns: list[tuple[str, str]] = []
         self.last: Trace | None = None
+        from refusion_lit.decoding.admission import KeptCache
+
+        self._kept = KeptCache() if options.share_prefixes else None
 
     def check(self) -> None:
         """Refuse a model that the decoder cannot run on, before the first question.
@@ -169,8 +174,9 @@ class Chat:
             callbacks = [_Watch(live, piece_of(self.model))] if watching else []
             name = str(len(self.turns))
             row, self.last = decode_with_trace(
-                self.model, question, ids, self.options, self.sampling, name=name, callbacks=callbacks
-            )
+                self.model, question, ids, self.options, self.sampling, name=name, callbacks=callbacks,
+                kept=self._kept,
+            )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
         self._print(visible_lines(answer))

@@ -13,6 +13,7 @@ from refusion_lit.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
+    from refusion_lit.decoding.admission import KeptCache
 
 
 def decode_with_trace(
@@ -24,6 +25,7 @@ def decode_with_trace(
     *,
     name: str = "0",
     callbacks: Sequence[GenerationCallback] = (),
+    kept: KeptCache | None = None,
 ) -> tuple[Generation, Trace]:
     """Decode one prompt.
 
@@ -35,6 +37,7 @@ def decode_with_trace(
         sampling: Sampling parameters.
         name: Id of the prompt, which keys its sampling noise.
         callbacks: Notified as tokens are committed.
+        kept: Keeps the cache for the next prompt.
 
     Raises:
         ValueError: If the prompt does not fit the model's context, or the model not the decoder.
@@ -46,6 +49,7 @@ def decode_with_trace(
         callbacks=callbacks,
         allow_mismatch=options.allow_mismatch,
         trace=True,
+        kept=kept,
     )
     row = output.rows[0]
     trace = trace_of(

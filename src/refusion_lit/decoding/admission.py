@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refusion_lit.decoding.base import Decoder
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt
-from refusion_lit.utils.require import require
 
 MIN_SHARED = 64
 """Fewest tokens worth sharing: a prompt may wait for a call until another one has computed them."""
@@ -86,6 +86,32 @@ class Admission:
         self._free = sorted([*self._free, storage])
         if self._prefixes is not None:
             self._prefixes.pending.pop(storage, None)  # of a prompt that ended without a forward
+
+
+@dataclass
+class KeptCache:
+    """The cache of a call, kept for the next one: a conversation's turns begin with the turns before them.
+
+    The next call must be for the same model with the same weights. Keeps as much memory as the last call needed.
+    """
+
+    _cache: KVCache | None = None
+    _prefixes: SharedPrefixes | None = None
+
+    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, dict[int, Tokens]]:
+        """Return the cache and the prompts that it holds, if the same decoder filled as many rows.
+
+        They are gone then: a call that is interrupted leaves a cache that holds nobody knows what.
+        """
+        cache, prefixes = self._cache, self._prefixes
+        self._cache = self._prefixes = None
+        if cache is None or prefixes is None or prefixes.decoder != decoder or cache.num_rows != num_rows:
+            return None, {}
+        return cache, prefixes.held
+
+    def put(self, cache: KVCache | None, prefixes: SharedPrefixes | None) -> None:
+        """Keep a cache, unless nothing of it can be shared."""
+        self._cache, self._prefixes = cache, prefixes
 
 
 @dataclass
@@ -163,22 +189,17 @@ def groups_within(
         prompts: The prompts.
         max_new_tokens: Room for each answer.
         num_rows: Rows at most.
-        max_cache_tokens: Entries of all rows together, at most; ``None``: no bound.
+        max_cache_tokens: Entries of all rows together, at most, enough for the longest prompt and its answer; ``None``:
+            no bound.
 
     Returns:
         Numbers of rows, descending, and the prompts with their places that run with so many.
-
-    Raises:
-        ValueError: If the bound is too small for a single prompt.
     """
     if max_cache_tokens is None or not prompts:
         return [(num_rows, list(enumerate(prompts)))]
     groups: dict[int, list[tuple[int, Prompt]]] = {}
     for index, prompt in enumerate(prompts):
         length = len(prompt.token_ids) + max_new_tokens
-        expected = f"at least {length} (prompt {prompt.id} of {len(prompt.token_ids)} tokens and max_new_tokens)"
-        fix = "raise it, shorten the prompt or lower max_new_tokens"
-        require(max_cache_tokens >= length, "max_cache_tokens", expected, max_cache_tokens, fix)
         fitting = max_cache_tokens // length
         fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # few groups
         groups.setdefault(fitting, []).append((index, prompt))

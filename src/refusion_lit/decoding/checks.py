@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.utils.require import require, require_at_least
 
 
 class ModelMismatchError(ValueError):
@@ -59,3 +60,24 @@ def check_context(model: LanguageModel, lengths: Mapping[str, int], max_new_toke
             f"prompt {longest}: expected at most {max(context - max_new_tokens, 0)} tokens (a context of {context} "
             f"less max_new_tokens {max_new_tokens}), got {lengths[longest]}; shorten it or lower max_new_tokens."
         )
+
+
+def check_cache(lengths: Mapping[str, int], max_new_tokens: int, max_cache_tokens: int | None) -> None:
+    """Refuse a bound on the cache that is too small for a single prompt and its answer.
+
+    Args:
+        lengths: Number of tokens of each prompt, by its id.
+        max_new_tokens: Room for the response.
+        max_cache_tokens: The bound; ``None``: none.
+
+    Raises:
+        ValueError: Naming the longest prompt.
+    """
+    if max_cache_tokens is None:
+        return
+    require_at_least("max_cache_tokens", max_cache_tokens, 1)
+    for longest in sorted(lengths, key=lambda name: lengths[name])[-1:]:
+        needed = lengths[longest] + max_new_tokens
+        expected = f"at least {needed} (prompt {longest} of {lengths[longest]} tokens and max_new_tokens)"
+        fix = "raise it, shorten the prompt or lower max_new_tokens"
+        require(max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)

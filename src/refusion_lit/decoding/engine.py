@@ -8,11 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from refusion_lit.decoding.admission import Admission, Admitted, SharedPrefixes, groups_within
+from refusion_lit.decoding.admission import Admission, Admitted, KeptCache, SharedPrefixes, groups_within
 from refusion_lit.decoding.base import Decoder, RowState
-from refusion_lit.decoding.checks import check_context, check_model
+from refusion_lit.decoding.checks import check_cache, check_context, check_model
 from refusion_lit.decoding.executor import Executor, Row
-from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
+from refusion_lit.decoding.output import (
+    DecodingOutput,
+    Generation,
+    GenerationCallback,
+    TraceRound,
+    cut_at_stop,
+    stop_length,
+)
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request, Steps
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import synchronised_time
@@ -36,6 +43,7 @@ def decode(
     trace: bool = False,
     share_prefixes: bool = True,
     max_cache_tokens: int | None = None,
+    kept: KeptCache | None = None,
 ) -> DecodingOutput:
     """Decode prompts; each gets exactly the tokens that it gets alone.
 
@@ -58,6 +66,7 @@ def decode(
         max_cache_tokens: Maximum number of cache entries (tokens of prompts and answers) of all prompts in flight; long
             prompts then run apart, fewer at a time. Storage grows in steps, by up to a quarter more. ``None``: no
             bound. Changes no token.
+        kept: Keeps the cache of one call for the next one with the same model, whose prompts may begin alike.
 
     Raises:
         ModelMismatchError: If the model does not fit the decoder.
@@ -66,14 +75,14 @@ def decode(
     require_at_least("max_batch_size", max_batch_size, 1)
     if max_tokens_per_forward is not None:
         require_at_least("max_tokens_per_forward", max_tokens_per_forward, 1)
-    if max_cache_tokens is not None:
-        require_at_least("max_cache_tokens", max_cache_tokens, 1)
     has_text = detokenize is not None or not sampling.stop
     require(has_text, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     for prompt in prompts:
         require(bool(prompt.token_ids), f"prompt {prompt.id}", "at least one token", "none", "give it some text")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
-    check_context(model, {prompt.id: len(prompt.token_ids) for prompt in prompts}, sampling.max_new_tokens)
+    lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
+    check_context(model, lengths, sampling.max_new_tokens)
+    check_cache(lengths, sampling.max_new_tokens, max_cache_tokens)
     decoder.check(sampling)
     num_rows = min(max_batch_size, max(len(prompts), 1))
     if decoder.forward_cost == "measure" and prompts:
@@ -83,10 +92,12 @@ def decode(
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
     started = synchronised_time(model.device)
     for num_rows, group in groups:
-        executor = Executor(model, num_rows, all_probabilities=trace)
+        cache, held = (None, {}) if kept is None else kept.take(decoder, num_rows)
+        executor = Executor(model, num_rows, all_probabilities=trace, cache=cache)
+        prefixes = SharedPrefixes(decoder, held) if share_prefixes and executor.cache is not None else None
         run = _Run(
             model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace,
-            share_prefixes,
+            prefixes,
         )  # fmt: skip
         try:
             results |= run.all(group)
@@ -102,6 +113,8 @@ def decode(
         output.num_shared += run.num_shared
         output.cache_bytes = max(output.cache_bytes, executor.cache_bytes)
         output.cache_bytes_per_token = executor.cache_bytes_per_token or output.cache_bytes_per_token
+        if kept is not None:
+            kept.put(executor.cache, prefixes)
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
@@ -145,13 +158,12 @@ class _Run:
     callbacks: Sequence[GenerationCallback]
     detokenize: Callable[[list[int]], str] | None
     trace: bool
-    share_prefixes: bool
+    prefixes: SharedPrefixes | None
     num_shared: int = 0
 
     def all(self, prompts: Sequence[tuple[int, Prompt]]) -> dict[int, Generation]:
         """Decode prompts given with their places, filling rows as they become free."""
-        prefixes = SharedPrefixes(self.decoder) if self.share_prefixes and self.executor.is_caching else None
-        admission = Admission(prompts, self.num_rows, prefixes)
+        admission = Admission(prompts, self.num_rows, self.prefixes)
         rows: list[_InFlight] = []
         results: dict[int, Generation] = {}
         while admission or rows:
@@ -250,22 +262,11 @@ class _Run:
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
         if self.sampling.stop:
-            row.stopped_at = self._stop_length(state.final_prefix())
+            assert self.detokenize is not None
+            row.stopped_at = stop_length(state.final_prefix(), self.sampling.stop, self.detokenize)
             if row.stopped_at is not None:
                 row.steps.close()
                 row.request = None
-
-    def _stop_length(self, tokens: list[int]) -> int | None:
-        """Return how many tokens it takes to show a stop string, if the text shows one."""
-        assert self.detokenize is not None
-        for length in (len(tokens), *range(1, len(tokens) + 1)):
-            text = self.detokenize(tokens[:length])
-            is_shown = any(stop in text for stop in self.sampling.stop)
-            if is_shown and length < len(tokens):
-                return length
-            if not is_shown and length == len(tokens):
-                return None
-        return len(tokens)
 
     def _finish(self, row: _InFlight) -> Generation:
         state, result = row.state, row.result

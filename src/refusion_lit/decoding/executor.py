@@ -14,6 +14,7 @@ from refusion_lit.decoding.prefetch import Prefetch
 from refusion_lit.decoding.reading import LogitReader, Read
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transfer import to_device
 
 
@@ -48,7 +49,10 @@ class Executor:
         prefetches: Prefetch drafts that are likely to be requested next; by default wherever a device-to-host transfer
             makes the host wait, that is, everywhere but on CPUs. Never for traces, which show what was requested.
 
+        cache: A cache that the model made for as many rows, to go on with what it holds; ``None``: a new one.
+
     Attributes:
+        cache: The cache; ``None`` if the model keeps no state (fakes).
         num_calls: Calls of the model so far.
         num_positions: Token positions computed so far, padding included.
     """
@@ -60,33 +64,29 @@ class Executor:
         *,
         all_probabilities: bool = False,
         prefetches: bool | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         self._model, self._device = model, model.device
-        self._cache = model.make_cache(num_rows)
+        self.cache = model.make_cache(num_rows) if cache is None else cache
         self._reader = LogitReader(model, all_probabilities=all_probabilities)
         self._prefetches = (self._device.type != "cpu" if prefetches is None else prefetches) and not all_probabilities
         self.num_calls = 0
         self.num_positions = 0
 
     @property
-    def is_caching(self) -> bool:
-        """Whether the model stores keys and values (fakes may not)."""
-        return self._cache is not None
-
-    @property
     def cache_bytes(self) -> int:
         """Memory of the cache, which never shrinks."""
-        return 0 if self._cache is None else self._cache.num_bytes
+        return 0 if self.cache is None else self.cache.num_bytes
 
     @property
     def cache_bytes_per_token(self) -> float:
         """Memory of an entry of one row: the keys and values of a token in all layers."""
-        return 0.0 if self._cache is None else self._cache.num_bytes / (self._cache.num_rows * self._cache.capacity)
+        return 0.0 if self.cache is None else self.cache.num_bytes / (self.cache.num_rows * self.cache.capacity)
 
     def share(self, source: int, target: int, length: int) -> None:
         """Let a storage row begin with the first ``length`` cache entries of another one."""
-        assert self._cache is not None
-        self._cache.copy(source, target, length)
+        assert self.cache is not None
+        self.cache.copy(source, target, length)
 
     def run(self, rows: Sequence[Row]) -> list[list[Reading]]:
         """Answer the rows' requests in as few calls of the model as possible.
@@ -146,7 +146,7 @@ class Executor:
         ]
         branches = [branch for forward in forwards for branch in forward.branches]
         batch = BatchLayout(branches, [i for own in starts for i in own], (firsts[-1], length), cached=cached)
-        cache = self._cache if cached else None
+        cache = self.cache if cached else None
         if cache is not None:
             for row, forward in zip(rows, forwards, strict=True):
                 if forward.keep is not None:

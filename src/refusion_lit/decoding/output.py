@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -107,3 +107,15 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Cut a text before the first stop string in it."""
     ends = [index for index in (text.find(string) for string in stop) if index >= 0]
     return text[: min(ends)] if ends else text
+
+
+def stop_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str]) -> int | None:
+    """Return how many tokens it takes to show a stop string, if their text shows one."""
+    for length in (len(tokens), *range(1, len(tokens) + 1)):
+        text = detokenize(tokens[:length])
+        is_shown = any(string in text for string in stop)
+        if is_shown and length < len(tokens):
+            return length
+        if not is_shown and length == len(tokens):
+            return None
+    return len(tokens)

@@ -146,7 +146,7 @@ class KVCache:
             states[target, :length] = states[source, :length]
 
     def compact(self, row: int, indices: list[int], num_leading: int = 0) -> None:
-        """Move the entries at ``indices`` behind the row's first ones, in this order; all others are discarded.
+        """Move the entries at ``indices`` to follow the row's first ones, in this order; all others are discarded.
 
         Args:
             row: Storage row.

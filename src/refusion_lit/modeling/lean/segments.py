@@ -1,6 +1,6 @@
 """Attention in several calls, each as large as it must be and with a mask only where a kernel has no name for it.
 
-A prompt is one causal call. Tokens that all see the same keys are one call without a mask. A branch behind a context is
+A prompt is one causal call. Tokens that all see the same keys are one call without a mask. A branch after a context is
 cut into chunks of queries whose masks are views of one small matrix. Everything else, and whatever is too small for a
 call of its own, is padded into groups of rows of about the same size. For CPUs, where a call costs little.
 """
