@@ -40,12 +40,18 @@ class Span:
     context: tuple[tuple[int, int], ...] = ()
     order: Sequence[int] | None = None
 
-    def interval(self) -> tuple[int, Int[np.ndarray, " token"]] | None:
+    def interval(self) -> tuple[int, range | Int[np.ndarray, " token"]] | None:
         """Return the first key that all tokens see and the key at which each one's sight ends, in ascending order.
 
         Returns:
-            ``None`` if some token sees anything else than one interval, or less than the token before it.
+            ``None`` if some token sees anything else than one interval, or less than the token before it. The ends are
+            a range where each token sees one key more than the one before it.
         """
+        first = self.first_key
+        if self.order is None and len(self.context) < 2:  # most spans, without any array
+            start, stop = self.context[0] if self.context else (first, first)
+            if start >= stop or (stop == first and start < first):
+                return min(start, first) if start < stop else first, range(first + 1, first + self.length + 1)
         own_stops = _own_stops(self.order, self.length)
         if own_stops is None:
             return None
@@ -90,12 +96,14 @@ class Visibility:
     def mask(self) -> Bool[Tensor, "sequence token key"]:
         """Return the matrix, on the host. Padding sees the first entry of its sequence: seeing nothing gives NaN."""
         mask = np.zeros((*self.shape, self.num_keys), dtype=bool)
-        if self._num_tokens < self.shape[0] * self.shape[1]:
+        is_padded = self._num_tokens < self.shape[0] * self.shape[1]
+        if is_padded:
             for sequence, first in self._padding_keys.items():
                 mask[sequence, :, first] = True
         for span in self.spans:
             seen = mask[span.sequence, span.offset : span.offset + span.length]
-            seen[:] = False
+            if is_padded:
+                seen[:] = False
             for start, stop in span.context:
                 seen[:, start:stop] = True
             own = seen[:, span.first_key : span.first_key + span.length]

@@ -99,12 +99,16 @@ def segmented(
         dtype: Type of the states.
         call: What a call costs, in pairs of a query and a key.
     """
-    firsts = _first_tokens(rows, visibility.spans)
+    spans = visibility.spans
     storage = range(visibility.shape[0]) if cache is None else cache.prepared.sequences
+    if len(spans) == 1 and visibility.shape[0] == 1 and (interval := spans[0].interval()) is not None:
+        found = list(_span_segments(slice(storage[0], storage[0] + 1), 0, *interval, dtype))
+        return SegmentedAttention(found, None, rows, cache)
+    firsts = _first_tokens(rows, spans)
     segments: list[_Segment] = []
     tokens: list[np.ndarray] = []  # of each segment, -1 at padding
     shared: dict[int, list[int]] = {}
-    for number, span in enumerate(visibility.spans):
+    for number, span in enumerate(spans):
         interval = span.interval()
         if interval is not None and span.length * (interval[1][-1] - interval[0]) >= _ALONE * call:
             row = slice(storage[span.sequence], storage[span.sequence] + 1)
@@ -113,13 +117,13 @@ def segmented(
         else:
             shared.setdefault(span.sequence, []).append(number)
     if shared:
-        sizes = {sequence: _size([visibility.spans[i] for i in own]) for sequence, own in shared.items()}
+        sizes = {sequence: _size([spans[i] for i in own]) for sequence, own in shared.items()}
         groups = group_rows(sizes, call)
         if not segments and len(groups) == 1:
             return None
         for group in groups:
             segment, own = _group_segment(
-                [[(firsts[i], visibility.spans[i]) for i in shared[sequence]] for sequence in group],
+                [[(firsts[i], spans[i]) for i in shared[sequence]] for sequence in group],
                 [storage[sequence] for sequence in group], *map(max, zip(*(sizes[one] for one in group), strict=True)),
                 dtype,
             )  # fmt: skip
@@ -146,28 +150,40 @@ def _places(tokens: np.ndarray, rows: Rows) -> Tensor | None:
     return torch.from_numpy(places)
 
 
-def _span_segments(row: slice, first: int, start: int, stops: np.ndarray, dtype: torch.dtype) -> Iterator[_Segment]:
+def _span_segments(
+    row: slice, first: int, start: int, stops: range | np.ndarray, dtype: torch.dtype
+) -> Iterator[_Segment]:
     """Yield the calls of one span whose tokens see the entries from ``start`` to a stop each."""
     length, last = len(stops), int(stops[-1])
-    if last - start == length and (np.diff(stops) == 1).all():
-        keys, tokens = slice(start, last), slice(first, first + length)
-        yield _Segment(row, keys, length, tokens, is_causal=length > 1)
+    is_causal = isinstance(stops, range) and last - start == length
+    if is_causal or length == 1:
+        yield _Segment(row, slice(start, last), length, slice(first, first + length), is_causal=length > 1)
+        return
+    masks: dict[bytes, Tensor] = {}
+    for begin, end in _chunks(stops):
+        stop = int(stops[end - 1])
+        lag = stop - np.asarray(stops[begin:end])
+        mask = None
+        if lag[0]:
+            key = lag.tobytes()
+            if key not in masks:
+                masks[key] = _lagging(lag, last - start, dtype)
+            mask = masks[key][..., last - stop :]
+        yield _Segment(row, slice(start, stop), end - begin, slice(first + begin, first + end), mask)
+
+
+def _chunks(stops: range | np.ndarray) -> Iterator[tuple[int, int]]:
+    """Cut tokens into chunks of few queries or of queries that see the same."""
+    length = len(stops)
+    if isinstance(stops, range):
+        yield from ((begin, min(begin + _CHUNK, length)) for begin in range(0, length, _CHUNK))
         return
     borders = [*((np.diff(stops) > 0).nonzero()[0] + 1).tolist(), length]
-    masks: dict[bytes, Tensor] = {}
     begin = 0
     for border, following in zip(borders, [*borders[1:], None], strict=True):
-        if following is not None and following - begin <= _CHUNK:
-            continue
-        end = int(stops[border - 1])
-        lag = end - stops[begin:border]
-        mask = None
-        if lag.any():
-            if lag.tobytes() not in masks:
-                masks[lag.tobytes()] = _lagging(lag, last - start, dtype)
-            mask = masks[lag.tobytes()][..., last - end :]
-        yield _Segment(row, slice(start, end), border - begin, slice(first + begin, first + border), mask)
-        begin = border
+        if following is None or following - begin > _CHUNK:
+            yield begin, border
+            begin = border
 
 
 def _lagging(lag: np.ndarray, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 1 query key"]:
