@@ -31,7 +31,7 @@ def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("cls", DECODERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))
@@ -84,7 +84,7 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     prompts = [[*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5]]
     found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    admission = Admission(found, 4, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 4, SharedPrefixes(Autoregressive()))
     first = list(admission.admit())
     assert [(one.index, one.num_shared) for one in first] == [(0, 0), (2, 0), (3, 0)]
     assert list(admission.admit()) == []
@@ -100,7 +100,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
 
 def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
     found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    admission = Admission(found, 2, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 2, SharedPrefixes(Autoregressive()))
     [first] = admission.admit()
     admission.release(first.storage)
     [second] = admission.admit()
@@ -109,7 +109,7 @@ def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
     found = [Prompt(token_ids=(*COMMON, i), id=str(i)) for i in range(3)]
-    admission = Admission(found, 1, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 1, SharedPrefixes(Autoregressive()))
     for i in range(3):
         [one] = admission.admit()
         assert (one.storage, one.source, one.num_shared) == (0, 0, 20 if i else 0)
