@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
 from fakes import HYBRID, VOCAB, HashModel, tiny_backbone
-from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, DecodingOutput, LLaDA, ReFusion, decode
+from refusion_lit.decoding import (
+    Autoregressive,
+    BlockDiffusion,
+    Decoder,
+    DecodingOutput,
+    LLaDA,
+    RecomputeKV,
+    ReFusion,
+    decode,
+)
 from refusion_lit.decoding import admission as admission_module
 from refusion_lit.decoding.admission import Admission, KeptCache, SharedPrefixes, common_length
 from refusion_lit.types import Prompt, SamplingParams
@@ -148,20 +157,27 @@ def test_a_bound_on_the_cache_changes_concurrency_and_no_token(bound: int) -> No
 
     found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
     bounded = decode(
-        Recorded(3), Autoregressive(), found, NEXT, max_batch_size=4, max_cache_tokens=bound, allow_mismatch=True
+        Recorded(3, traits=traits_for(Autoregressive())),
+        Autoregressive(),
+        found,
+        NEXT,
+        max_batch_size=4,
+        max_cache_tokens=bound,
     )
     assert all(num_rows * num_keys <= bound for num_rows, num_keys in rows)
-    assert texts(bounded) == texts(decode(HashModel(3), Autoregressive(), found, NEXT, allow_mismatch=True))
+    assert texts(bounded) == texts(
+        decode(HashModel(3, traits=traits_for(Autoregressive())), Autoregressive(), found, NEXT)
+    )
     assert [row.id for row in bounded.rows] == [prompt.id for prompt in found]
 
 
 def test_a_bound_below_the_longest_prompt_is_refused_before_work_starts() -> None:
-    model = HashModel(3)
+    model = HashModel(3, traits=traits_for(Autoregressive()))
     found = [Prompt(token_ids=(3,) * n, id=f"p{n}") for n in (2, 9)]
     with pytest.raises(
         ValueError, match=r"^max_cache_tokens: expected at least 13 \(prompt p9 of 9 tokens .*, got 12; "
     ):
-        decode(model, Autoregressive(), found, NEXT, max_cache_tokens=12, allow_mismatch=True)
+        decode(model, Autoregressive(), found, NEXT, max_cache_tokens=12)
     assert model.calls == []
 
 
@@ -174,7 +190,7 @@ def test_running_out_of_memory_names_the_options_to_lower() -> None:
     with pytest.raises(
         ValueError, match=r"^max_batch_size: expected as many prompts as fit .* or set max_cache_tokens\.$"
     ):
-        decode(Full(3), Autoregressive(), prompts, NEXT, max_batch_size=7, allow_mismatch=True)
+        decode(Full(3, traits=traits_for(Autoregressive())), Autoregressive(), prompts, NEXT, max_batch_size=7)
 
 
 class Interrupting(HashModel):
@@ -213,10 +229,9 @@ def test_turns_of_a_conversation_compute_only_what_is_new(decoder: Decoder) -> N
 def test_another_decoder_or_number_of_rows_gets_a_cache_of_its_own() -> None:
     model, kept = HashModel(3), KeptCache()
     prompts = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    options: dict[str, Any] = {"kept": kept, "allow_mismatch": True}
     for decoder, number, expected in [
         (ReFusion(slot_size=4), 1, 0), (ReFusion(slot_size=4), 1, 20), (ReFusion(slot_size=2), 1, 0),
-        (LLaDA(), 1, 0), (ReFusion(slot_size=2), 1, 0), (ReFusion(slot_size=2), 2, 20),
+        (RecomputeKV(slot_size=2), 1, 0), (ReFusion(slot_size=2), 1, 0), (ReFusion(slot_size=2), 2, 20),
     ]:  # fmt: skip
-        output = decode(model, decoder, prompts[:number], NEXT, max_batch_size=2, **options)
+        output = decode(model, decoder, prompts[:number], NEXT, max_batch_size=2, kept=kept)
         assert output.num_shared == expected

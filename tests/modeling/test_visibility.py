@@ -34,7 +34,7 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
             assert is_unordered or (seen[0].nonzero()[:, 0].diff() > 1).any()
         else:
             start, stops_of = interval
-            assert torch.equal(seen, torch.stack([(start <= keys) & (keys < stop) for stop in stops_of.tolist()]))
+            assert torch.equal(seen, torch.stack([(start <= keys) & (keys < stop) for stop in list(stops_of)]))
     causal = torch.ones(visibility.shape[1], visibility.shape[1], dtype=torch.bool).tril()
     if visibility.is_causal:
         for span in visibility.spans:
