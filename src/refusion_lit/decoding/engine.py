@@ -75,8 +75,7 @@ def decode(
     require_at_least("max_batch_size", max_batch_size, 1)
     if max_tokens_per_forward is not None:
         require_at_least("max_tokens_per_forward", max_tokens_per_forward, 1)
-    has_text = detokenize is not None or not sampling.stop
-    require(has_text, "stop", "a tokenizer for stop strings", None, "pass detokenize")
+    require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     for prompt in prompts:
         require(bool(prompt.token_ids), f"prompt {prompt.id}", "at least one token", "none", "give it some text")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
@@ -104,10 +103,9 @@ def decode(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise ValueError(
-                f"max_batch_size: expected as many prompts as fit into memory, got {num_rows} and none left (the cache "
-                f"takes {executor.cache_bytes / 2**20:.0f} MB); lower it (batch_size), or set max_cache_tokens."
-            ) from error
+            used = f"{num_rows} and no memory left (the cache takes {executor.cache_bytes / 2**20:.0f} MB)"
+            fix = "lower it (batch_size), or set max_cache_tokens."
+            raise ValueError(f"max_batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         output.num_calls += executor.num_calls
         output.num_positions += executor.num_positions
         output.num_shared += run.num_shared
