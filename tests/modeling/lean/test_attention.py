@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean import attention, segments
 from refusion_lit.modeling.lean.attention import PaddedAttention, attention_for
 from refusion_lit.modeling.lean.rows import Rows
@@ -110,16 +111,17 @@ def bytes_held(masks: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("order", [None, [0] * 3000, [i // 300 for i in range(3000)], [i // 7 for i in range(3000)]])
 def test_masks_grow_with_the_keys_not_with_their_square(order: list[int] | None) -> None:
-    made = ragged(0, [(3000, 5000)], [0])
+    rows, cache = Rows(torch.Size((1, 3000)), None), KVCache(1, 1)
+    cache.prepare([0], 5000, None, torch.zeros(3000, dtype=torch.long), torch.arange(2000, 5000))
     span = Span(0, 0, 3000, 2000, ((0, 2000),), order)
     visibility = Visibility([span], (1, 3000), 5000)
-    attend = segmented(made.rows, visibility, prepared(made.plan, 1, 0), torch.float32, 0)
+    attend = segmented(rows, visibility, cache, torch.float32, 0)
     assert attend is not None
     assert bytes_held(masks_of(attend)) <= 3 * 64 * 5000 * 4
     if order is not None and order[-1] < 100:
         assert masks_of(attend) == []
     prompt = Visibility([Span(0, 0, 3000, 2000, (), None)], (1, 3000), 5000)
-    attend = segmented(made.rows, prompt, prepared(made.plan, 1, 0), torch.float32, 0)
+    attend = segmented(rows, prompt, cache, torch.float32, 0)
     assert attend is not None
     assert masks_of(attend) == []
     assert len(attend._segments) == 1
