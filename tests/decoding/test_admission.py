@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +174,18 @@ def test_a_bound_on_the_cache_changes_concurrency_and_no_token(bound: int) -> No
 def test_a_bound_below_the_longest_prompt_is_refused_before_work_starts() -> None:
     model = HashModel(3, traits=traits_for(Autoregressive()))
     found = [Prompt(token_ids=(3,) * n, id=f"p{n}") for n in (2, 9)]
+    message = r"^max_cache_tokens: expected at least 13 \(prompt p9 of 9 tokens and max_new_tokens\), got 12; "
+    with pytest.raises(ValueError, match=message):
+        decode(model, Autoregressive(), found, NEXT, max_cache_tokens=12)
+    assert model.calls == []
+
+
+def test_running_out_of_memory_names_the_options_to_lower() -> None:
+    class Full(HashModel):
+        def hidden_states(self, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    prompts = [Prompt(token_ids=(3, 4), id="a")]
     message = r"^max_batch_size: expected prompts that fit .*, got 1 and no memory .* or set max_cache_tokens\.$"
     with pytest.raises(ValueError, match=message):
         decode(Full(3, traits=traits_for(Autoregressive())), Autoregressive(), prompts, NEXT, max_batch_size=7)
