@@ -63,14 +63,13 @@ def _packed_mask(rows: Rows, ranges: Int[Tensor, "sequence token range 2"], cach
     if plan.rows is not None:
         owner = plan.rows[owner]
     starts, stops = rows.real_of(ranges.flatten(0, 1)).unbind(-1)
-    num_ranges = starts.shape[1]
+    # A table made on the device: ranges read by the mask itself are one program for each number of ranges.
+    entries = torch.arange(capacity, device=ranges.device)
+    visible = ((starts[..., None] <= entries) & (entries < stops[..., None])).any(1)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        entry = key % capacity
-        seen = (starts[query, 0] <= entry) & (entry < stops[query, 0])
-        for number in range(1, num_ranges):
-            seen = seen | ((starts[query, number] <= entry) & (entry < stops[query, number]))
-        return (owner[query] == key // capacity) & seen
+        size = visible.shape[1]
+        return (owner[query] == key // size) & visible[query, key % size]
 
     count, index = _blocks(owner, starts, stops, cache.num_rows, capacity)
     return BlockMask.from_kv_blocks(
