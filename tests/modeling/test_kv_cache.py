@@ -212,13 +212,14 @@ def test_a_released_cache_is_freed_and_its_storage_is_reused() -> None:
 def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
     cache = KVCache(1, 1, capacity=8)
     states = torch.arange(6.0).view(1, 1, 6, 1)
+    entries = states[0].transpose(0, 1)
     cache.prepare([0], 6, torch.arange(6), torch.zeros(6, dtype=torch.long), torch.arange(6))
     cache.past_key_values.update(states, states, 0)
-    stored_keys, _ = cache.storage(0, states[0], states[0])
+    stored_keys, _ = cache.storage(0, entries, entries)
     cache.compact(0, [0, 1, 2])
     cache.compact(0, [4, 3], num_leading=2)
     assert stored_keys[0, :6, 0, 0].tolist() == [0, 1, 4, 3, 4, 5]
-    assert cache.storage(0, states[0], states[0])[0] is stored_keys
+    assert cache.storage(0, entries, entries)[0] is stored_keys
 
 
 def test_an_unused_cache_can_grow_and_compact() -> None:
