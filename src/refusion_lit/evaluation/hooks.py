@@ -35,7 +35,6 @@ class EvaluationHooks(L.LightningModule):
 
     backbone_config: BackboneConfig
     tokenizer: PreTrainedTokenizerBase | None
-    decoders: dict[str, Decoder]
     sampling: SamplingParams
     decoding: DecodingOptions
     prompt_template: str
@@ -47,6 +46,11 @@ class EvaluationHooks(L.LightningModule):
         self.results: dict[str, dict[str, float]] = {}
         self.mismatches: dict[str, list[str]] = {}
         self._evaluation: Evaluation | None = None
+
+    @property
+    def decoders(self) -> dict[str, Decoder]:
+        """The decoders by name."""
+        raise NotImplementedError
 
     @property
     def model(self) -> Backbone:

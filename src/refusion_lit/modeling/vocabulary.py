@@ -43,7 +43,7 @@ def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int])
     """
     known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
     further = [*dict.fromkeys((*tokenizer.init_kwargs.get(_EOS_IDS, ()), *known))]
-    if set(further) - {tokenizer.eos_token_id}:
+    if any(token != tokenizer.eos_token_id for token in further):
         tokenizer.init_kwargs[_EOS_IDS] = further
 
 

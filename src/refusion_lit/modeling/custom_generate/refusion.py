@@ -168,9 +168,10 @@ class _Decoding:
     def store(self, slots: list[int], rows: list[list[int]]) -> None:
         """Put filled slots into the context; each one's keys and values have seen the old context and itself only."""
         length, kept = self.cache.get_seq_length(), []
+        layers: Any = self.cache.layers
         for slot, tokens in zip(slots, rows, strict=True):
             self.forward(tokens, self.at([slot])[: len(tokens)], keep=len(tokens))
-            kept.append([(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in self.cache.layers])
+            kept.append([(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in layers])
             self.forget(len(tokens))
             self.text.update(zip(self.places([slot]), tokens, strict=False))
         for number, parts in enumerate(zip(*kept, strict=True)):
