@@ -1,0 +1,42 @@
+"""Print the README's table from results.json, or from another file of the same form.
+
+usage: python experiments/demo/table.py [RESULTS.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results.json")
+ORDER = ("Hybrid", "Masked", "BlockMasked", "Autoregressive")
+
+
+def class_name(component: str | dict[str, Any]) -> str:
+    """Return the class of a component, which is given by its name or with options."""
+    return component if isinstance(component, str) else component["class_path"]
+
+
+def table(results: Path = RESULTS) -> str:
+    """Return a Markdown table: each decoder on the model of its own family, then mismatches."""
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        row["objective"] = class_name(row["model.objective"])
+    rows.sort(key=lambda row: (bool(row["mismatch"]), ORDER.index(row["objective"])))
+    lines = [
+        "| trained with | decoder | score | tokens/forward | forwards | positions/token |",
+        "| --- | --- | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        mark = r" \*" if row["mismatch"] else ""
+        figures = f"{row['score']:.3f} | {row['tokens_per_forward']:.2f} | {row['num_forwards']}"
+        figures += f" | {row['positions_per_token']:.1f}"
+        decoder = class_name(row["model.decoders"][row["decoder"]])
+        lines.append(f"| `{row['objective']}` | `{decoder}`{mark} | {figures} |")
+    return "\n".join([*lines, "", r"\* The model was not trained for this decoder."])
+
+
+if __name__ == "__main__":
+    print(table(*map(Path, sys.argv[1:])))
