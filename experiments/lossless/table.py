@@ -1,10 +1,11 @@
 """Does SmolLM2 say the same with a drafter, in how many forwards, and how fast?
 
-usage: python experiments/lossless/table.py [--prompts NAME=FILE ...] [--num_prompts N] [--num_timed N] [--output FILE]
+usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--num_timed N] [--output FILE]
 
-Two measurements. *Text*: all prompts in batches of 16, each decoder's text against the model's own, token by token.
+Two measurements. *Text*: prompts in batches of 16, the decoder's text against the model's own, token by token.
 *Speed*: some prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all.
-FILE holds a JSON object a line with ``prompt`` or ``question``; own.jsonl, beside this file, is always measured.
+FILE holds a JSON object a line with ``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside
+this file, is always measured.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def read_prompts(path: Path, count: int) -> list[str]:
 
 
 def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
-    """Decode all prompts with all decoders; return counts, and how many texts are the reference's."""
+    """Decode all prompts with and without drafts; return counts, and how many texts are the same."""
     sampling, result, reference = SamplingParams(max_new_tokens=max_new_tokens), {}, []
-    for name, decoder in DECODERS.items():
+    for name in (REFERENCE, "SelfSpeculative"):
+        decoder = DECODERS[name]
         rows = model.decode(prompts, decoder, sampling, batch_size=16).rows
         texts = [row.token_ids for row in rows]
         reference = reference or texts
@@ -65,20 +67,27 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
     """Decode prompts one by one with all decoders and transformers' generate in turn; return tokens a second."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     names = [*DECODERS, "transformers.generate"]
-    tokens, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+    tokens, forwards, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
     for number, prompt in enumerate(prompts):
         for name in names:
             started = time.perf_counter()
             if name in DECODERS:
-                count = model.decode([prompt], DECODERS[name], sampling).rows[0].num_tokens
+                row = model.decode([prompt], DECODERS[name], sampling).rows[0]
+                count, num_forwards = row.num_tokens, row.num_forwards
             else:
-                count = _generate(model, prompt, max_new_tokens)
+                count = num_forwards = _generate(model, prompt, max_new_tokens)
             if number:  # the first prompt warms up
                 seconds[name] += time.perf_counter() - started
                 tokens[name] += count
+                forwards[name] += num_forwards
     speed = {name: tokens[name] / seconds[name] for name in names}
     result = {
-        name: {"tokens_per_second": round(value, 2), "speed_over_autoregressive": round(value / speed[REFERENCE], 3)}
+        name: {
+            "tokens_per_forward": round(tokens[name] / forwards[name], 3),
+            "tokens_per_second": round(value, 2),
+            "speed_over_autoregressive": round(value / speed[REFERENCE], 3),
+            "speed_over_generate": round(value / speed["transformers.generate"], 3),
+        }
         for name, value in speed.items()
     }
     print(json.dumps(result), flush=True)
@@ -100,10 +109,9 @@ def main() -> None:
     """Measure in float32 and bfloat16, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
-    parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE")
-    parser.add_argument("--num_prompts", type=int, default=200)
-    parser.add_argument("--num_timed", type=int, default=9)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE@NUMBER")
+    parser.add_argument("--num_timed", type=int, default=6)
+    parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/smollm2/results.json"))
@@ -112,22 +120,22 @@ def main() -> None:
         sys.exit(f"{BASE} is missing; make it with `nox -s real_model -- convert`.")
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    files = {"own": HERE / "own.jsonl", **{name: Path(file) for name, file in (p.split("=") for p in args.prompts)}}
+    sets = [text.replace("@", "=").split("=") for text in (*args.prompts, f"own={HERE / 'own.jsonl'}@100")]
     result: dict[str, Any] = {"threads": args.threads, "max_new_tokens": args.max_new_tokens, "runs": []}
     for dtype in args.dtypes:
         model = refusion_lit.load(BASE, dtype=_dtype(dtype), draft=args.draft)
-        for name, file in files.items():
-            texts = read_prompts(file, args.num_prompts)
+        for name, file, count in sets:
+            texts = read_prompts(Path(file), int(count))
             prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
             print(f"{dtype}, {name}: {len(prompts)} prompts", flush=True)
             run = {"dtype": dtype, "prompts": name, "num_prompts": len(prompts)}
             run["text"] = compared(model, prompts, args.max_new_tokens)
             run["speed"] = timed(model, prompts[: args.num_timed], args.max_new_tokens)
             result["runs"].append(run)
-        result.setdefault("forward_costs", {}).update(model.backbone.forward_costs)
-        result["environment"] = environment(None, sys.argv)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            result.setdefault("forward_costs", {}).update(model.backbone.forward_costs)
+            result["environment"] = environment(None, sys.argv)
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _dtype(name: str) -> DType:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from refusion_lit.utils.locks import release_lock, try_lock
+from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
@@ -46,7 +46,7 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
-def prepare(directory: Path) -> IO[bytes] | None:
+def prepare(directory: Path) -> Lock | None:
     """Create and lock a run's directory before any work, and keep the losses of an interrupted run from the logger.
 
     Returns:
@@ -73,7 +73,7 @@ def prepare(directory: Path) -> IO[bytes] | None:
     return lock
 
 
-def release(directory: Path, lock: IO[bytes]) -> None:
+def release(directory: Path, lock: Lock) -> None:
     """Release a run's directory, and remove it if a failed run has left nothing in it."""
     release_lock(lock)
     with suppress(OSError):

@@ -11,13 +11,13 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from refusion_lit.decoding import Generation
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint, meta_path, read_fingerprint
-from refusion_lit.utils.locks import release_lock, try_lock
+from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
 
 KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
@@ -194,7 +194,7 @@ class PredictionsFile:
         progress = {"num_lines": self._num_lines, "state": self.state}
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
 
-    def _locked(self) -> IO[bytes]:
+    def _locked(self) -> Lock:
         """Keep other processes from writing the same file."""
         try:
             lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
