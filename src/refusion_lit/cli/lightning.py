@@ -6,7 +6,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -27,6 +27,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.reports.environment import write_environment
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.signals import SaveOnSignal
+from refusion_lit.utils.locks import Lock
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -68,7 +69,7 @@ class RefusionCLI(LightningCLI):
     """
 
     run_directory: ClassVar[Path | None] = None
-    run_lock: ClassVar[IO[bytes] | None] = None
+    run_lock: ClassVar[Lock | None] = None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
