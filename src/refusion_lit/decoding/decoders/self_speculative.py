@@ -36,7 +36,7 @@ class SpeculativeState(RowState):
     @property
     def acceptance(self) -> float:
         """Estimated probability that a draft is accepted."""
-        return (self.num_accepted + 1) / (self.num_tested + 2)
+        return (self.num_accepted + 2) / (self.num_tested + 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,7 @@ class SelfSpeculative(Decoder):
             # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
             length = min(len(masks), len(state.tokens) - place - j - (size is None))
             is_needed = self._starts_slot(place + j)
-            if not self._pays(state, j, num_drafts, length):
-                length = int(is_needed)
+            length = max(self._num_masks(state, j, num_drafts, length), int(is_needed))
             if length <= 0:
                 continue
             groups[j] = Branch(
@@ -170,18 +169,17 @@ class SelfSpeculative(Decoder):
             write_at += length
         return groups
 
-    def _pays(self, state: SpeculativeState, accepted: int, num_drafts: int, num_masks: int) -> bool:
-        """Whether masks behind a number of accepted drafts are worth their positions.
+    def _num_masks(self, state: SpeculativeState, accepted: int, num_drafts: int, most: int) -> int:
+        """Return how many masks behind a number of accepted drafts are worth their positions, at most ``most``.
 
-        Without them, the next forward commits one token; with them, it commits the drafts that are accepted besides.
+        A mask saves a token's share of a forward if so many drafts are accepted, and its own and those before it too.
         """
         if self.layout != "auto":
-            return self.layout == "single_forward" or num_drafts == 0
+            return most if self.layout == "single_forward" or num_drafts == 0 else 0
         alpha = state.acceptance
         chance = alpha**accepted * (1 if accepted == num_drafts else 1 - alpha)
-        gain = sum(alpha**k for k in range(1, num_masks + 1))
-        cost_of_token = (self.fixed_cost + 1 + num_drafts) / (1 + gain)
-        return chance * gain * cost_of_token > num_masks
+        cost_of_token = (self.fixed_cost + 1 + num_drafts) / (1 + alpha)
+        return sum(chance * alpha**k * cost_of_token > 1 for k in range(1, most + 1))
 
     def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
         """Return the drafts behind the accepted ones, if masks were there."""
