@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
+from refusion_lit.decoding import Decoder, SelfSpeculative
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least
@@ -55,6 +55,9 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             print_help_of(self, args)
             raise SystemExit(0)
+        names = {arg.partition("=")[0] for arg in args}
+        if any(name.startswith("--decoder.") for name in names) and "--decoder" not in names:
+            args = ["--decoder=ReFusion", *args]  # options without a class are ReFusion's
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
@@ -62,9 +65,8 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             raise explain(self, args, error) from error
         options = cast("Namespace", self.instantiate_classes(parsed))
-        if "decoder" in options and not any(arg.startswith("--decoder") for arg in args):
-            # None: the model's own, which load_model_of fills in.
-            options.decoder = None if options.get("draft") is None else SelfSpeculative()
+        if options.get("draft") is not None and options.decoder is None:
+            options.decoder = SelfSpeculative()
         return options
 
 
@@ -90,8 +92,8 @@ def add_decoder_option(parser: OneLineParser) -> None:
     """Add the decoder with its options."""
     own = "the model's own by default, SelfSpeculative with --draft"
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {own}"
-    # Options without a class (--decoder.slot_size) are ReFusion's.
-    parser.add_argument("--decoder", type=Decoder, default=ReFusion(), sub_configs=True, help=text)
+    # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
+    parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 
 
 def add_loading_options(parser: OneLineParser) -> None:

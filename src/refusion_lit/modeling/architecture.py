@@ -77,6 +77,11 @@ def config_of_source(
         ValueError: If it cannot be loaded, or has no such option.
     """
     check_source(source, "backbone.source")
+    if (Path(source) / "adapter_config.json").is_file() and not (Path(source) / "config.json").is_file():
+        raise ValueError(
+            f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
+            "the checkpoint again without --adapter_only."
+        )
     values = stored_config(source, revision)
     found = layout_of(values, layout)
     if found is not None:
@@ -88,11 +93,6 @@ def config_of_source(
             source, revision=revision, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
         )
     except Exception as error:  # transformers' checks raise errors of their own
-        if (Path(source) / "adapter_config.json").is_file():
-            raise ValueError(
-                f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
-                "the checkpoint again without --adapter_only."
-            ) from error
         if values.get("model_type", "") not in CONFIG_MAPPING:
             is_code = "auto_map" in values
             raise ValueError(

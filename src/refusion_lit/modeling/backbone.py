@@ -190,7 +190,7 @@ class Backbone(nn.Module, LanguageModel):
             drafts = self.body(
                 inputs_embeds=masks.to(self.dtype),
                 position_ids=position_ids[:, length:],
-                attention_mask=self._library_mask(attention_mask[:, length:], position_ids),
+                attention_mask=self._library_mask(attention_mask[:, length:], position_ids[:, length:]),
                 past_key_values=text.past_key_values,
                 use_cache=True,
             )
