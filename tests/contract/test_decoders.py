@@ -238,7 +238,7 @@ def num_forwards(decoder: Decoder, case: Case) -> int | None:
 
 def refusion_forwards(decoder: ReFusion, case: Case) -> int:
     size = decoder.slot_size
-    per_block = ceil(ceil(case.budget / size) / decoder.num_serial_blocks)
+    per_block = ceil(ceil(case.budget / size) / (decoder.num_serial_blocks or min(2, ceil(case.budget / size))))
     certainty = case.certainty**size if decoder.certainty == "product" else case.certainty
     at_once = decoder.k or per_block
     if decoder.selection != "top_k" and not certainty > decoder.slot_threshold:
@@ -285,7 +285,7 @@ def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
         num += 2 - is_proposed
         left = size - num_accepted
         cost = num_open * left * (left - 1) // 2
-        is_proposed = decoder.infill_layout == "single_forward" or cost <= decoder.forward_cost
+        is_proposed = decoder.infill_layout == "single_forward" or cost <= decoder.fixed_cost
         num_accepted += 1
 
 
@@ -303,11 +303,11 @@ def llada_forwards(decoder: LLaDA, case: Case) -> int | None:
 
 
 def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
-    if decoder.threshold is None or decoder.stop_at_eos:
+    if decoder.threshold is None or decoder.stop_at_eos or decoder.steps is not None:
         return None
-    num = 0
-    for first in range(0, case.budget, decoder.block_length):
-        size = min(decoder.block_length, case.budget - first)
+    num, block_length = 0, decoder.block_length or case.budget
+    for first in range(0, case.budget, block_length):
+        size = min(block_length, case.budget - first)
         first_alone = decoder.shifted and decoder.cache != "none"
         num += min(size, 1 + first_alone) if case.certainty >= decoder.threshold else size
     return num

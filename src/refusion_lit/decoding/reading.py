@@ -16,7 +16,14 @@ from torch import Tensor
 
 from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
 from refusion_lit.decoding.requests import Branch, Draw, Reading
-from refusion_lit.decoding.sampling import draw_tokens, filter_logits, filtered_statistics, first_argmax, noise_keys
+from refusion_lit.decoding.sampling import (
+    draw_tokens,
+    filter_logits,
+    filtered_statistics,
+    first_argmax,
+    lowered,
+    noise_keys,
+)
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device, to_host
 
@@ -145,7 +152,7 @@ class LogitReader:
                 values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
             if silent < size:
                 kept = logits[silent:]
-                kept = kept if draw.confidence_dtype is None else kept.to(getattr(torch, draw.confidence_dtype))
+                kept = kept if draw.confidence_dtype is None else lowered(kept, draw.confidence_dtype)
                 values.append(kept.softmax(-1).gather(-1, chosen[silent:, None])[:, 0].to(logits.dtype))
             at = stop
         return _joined(tokens), _joined(values), _joined(statistics)

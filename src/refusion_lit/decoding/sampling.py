@@ -130,7 +130,7 @@ def filtered_statistics(
     """
     if not names:
         return filtered.new_zeros(0, len(tokens))
-    probability = filtered.to(getattr(torch, dtype or "float64")).softmax(-1)
+    probability = lowered(filtered, dtype or "float64").softmax(-1)
     values: list[Tensor] = []
     for name in names:
         if name == "margin":
@@ -143,3 +143,12 @@ def filtered_statistics(
         else:
             raise AssertionError(f"unknown statistic {name}")
     return torch.stack(values)
+
+
+def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str) -> Float[Tensor, "*shape vocab"]:
+    """Return logits in another type; those beyond its range get its highest and lowest value, banned ones stay."""
+    target = getattr(torch, dtype)
+    limits = torch.finfo(target)
+    if limits.max < torch.finfo(logits.dtype).max:
+        logits = logits.clamp(limits.min, limits.max).where(logits > -math.inf, logits)
+    return logits.to(target)

@@ -156,7 +156,7 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
             logits[:, mask] = -torch.inf
             for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):
                 found = nucleus(logits[place].softmax(-1), share)[token]
-                assert float(found) == pytest.approx(expected, abs=5e-5)  # the program computed in float32
+                assert float(found) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token
         assert canvas.count(mask) == run["left_masks"]
