@@ -30,7 +30,9 @@ def make_chat(template: str | None, *args: str) -> Chat:
     model = load(MODEL)
     model.tokenizer.chat_template = template
     parser = build_parser()
-    options: Any = parser.instantiate_classes(parser.parse_args([f"--ckpt_path={MODEL}", "--max_new_tokens=16", *args]))
+    options: Any = parser.instantiate_classes(
+        parser.parse_args([f"--ckpt_path={MODEL}", "--max_new_tokens=16", "--decoder=ReFusion", *args])
+    )
     assert isinstance(options, Namespace)
     return Chat(model, options, Console(file=io.StringIO(), width=200))
 
