@@ -162,7 +162,12 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a value out of range": lambda p: p.fit("--model.decoders.refusion.slot_threshold=1.5"),
     "an impossible combination of options": lambda p: p.generate(MODEL, "--decoder.num_serial_blocks=4"),
     "a prompt and a prompts file": lambda p: p.generate(MODEL, "--prompts=x"),
-    "a decoder that the model was not trained for": lambda p: p.generate(MODEL, "--decoder=LLaDA"),
+    "a decoder that the model was not trained for": lambda p: [
+        "generate",
+        "--prompt=12+34>",
+        f"--ckpt_path={MODEL}",
+        "--decoder=LLaDA",
+    ],  # fmt: skip
     "more samples a batch than there are": lambda p: p.fit("--data.batch_size=65"),
     "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
     "attention whose package is not installed": lambda p: p.fit(
