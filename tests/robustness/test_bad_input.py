@@ -167,7 +167,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         "--prompt=12+34>",
         f"--ckpt_path={MODEL}",
         "--decoder=LLaDA",
-    ],  # fmt: skip
+    ],
     "more samples a batch than there are": lambda p: p.fit("--data.batch_size=65"),
     "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
     "attention whose package is not installed": lambda p: p.fit(
