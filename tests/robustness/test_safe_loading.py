@@ -68,10 +68,11 @@ def test_the_command_line_installs_it_and_leaves_a_chosen_one(tmp_path: Path, mo
     from refusion_lit.training.module import SlotDiffusionModule
 
     monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
-    args = ["--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"]
+    args = ["--config", QUICKSTART, *TINY]
     chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
     for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
-        cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=[*args, *options], run=False)
+        places = f"--runs_dir={tmp_path / expected.__name__}"  # a directory holds one run
+        cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=[*args, places, *options], run=False)
         assert type(cli.trainer.strategy.checkpoint_io) is expected
 
 
