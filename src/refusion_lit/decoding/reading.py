@@ -151,8 +151,7 @@ class LogitReader:
             if silent:
                 values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
             if silent < size:
-                kept = logits[silent:]
-                kept = kept if draw.confidence_dtype is None else lowered(kept, draw.confidence_dtype)
+                kept = lowered(logits[silent:], draw.confidence_dtype)
                 values.append(kept.softmax(-1).gather(-1, chosen[silent:, None])[:, 0].to(logits.dtype))
             at = stop
         return _joined(tokens), _joined(values), _joined(statistics)

@@ -145,8 +145,10 @@ def filtered_statistics(
     return torch.stack(values)
 
 
-def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str) -> Float[Tensor, "*shape vocab"]:
+def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:
     """Return logits in another type; those beyond its range get its highest and lowest value, banned ones stay."""
+    if dtype is None:
+        return logits
     target = getattr(torch, dtype)
     limits = torch.finfo(target)
     if limits.max < torch.finfo(logits.dtype).max:

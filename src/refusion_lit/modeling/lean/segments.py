@@ -122,11 +122,10 @@ def segmented(
         if not segments and len(groups) == 1:
             return None
         for group in groups:
-            segment, own = _group_segment(
-                [[(firsts[i], spans[i]) for i in shared[sequence]] for sequence in group],
-                [storage[sequence] for sequence in group], *map(max, zip(*(sizes[one] for one in group), strict=True)),
-                dtype,
-            )  # fmt: skip
+            num_queries, num_keys = (max(values) for values in zip(*(sizes[one] for one in group), strict=True))
+            branches = [[(firsts[i], spans[i]) for i in shared[sequence]] for sequence in group]
+            rows_of_group = [storage[sequence] for sequence in group]
+            segment, own = _group_segment(branches, rows_of_group, num_queries, num_keys, dtype)
             segments.append(segment)
             tokens.append(own)
     return SegmentedAttention(segments, _places(np.concatenate(tokens), rows), rows, cache)
