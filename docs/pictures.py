@@ -62,6 +62,25 @@ def decoding() -> None:
     picture("decoding.svg", 700, 266, "One round of ReFusion", parts)
 
 
+def window() -> None:
+    """Draw two forwards of WeDLM with a window of four masks."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed the window's masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
+        row(62, "2  fill those below the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
+                                                         ("draft", ["c@5"]), ("mask", ["M@6"])]),
+        row(114, "3  refill; filled tokens first", [prompt, ("draft", ["a@3", "c@5"]),
+                                                    ("mask", ["M@4", "M@6", "M@7"])]),
+        row(166, "4  cache the leading run, fill again", [prompt, ("known", ["a@3"]), ("draft", ["b@4", "c@5"]),
+                                                           ("mask", ["M@6"]), ("draft", ["e@7"])]),
+        text(8, 222, "Small numbers: position in the text. Rows 1 and 3 are forwards: from left to right the sequence "
+                     "order, which", 12),
+        text(8, 238, "causal attention follows. Rows 2 and 4 show the text after them.", 12),
+        text(8, 254, "Grey: prompt. Dashed: mask. Yellow: filled, never changed. Green: filled and cached.", 12),
+    ]  # fmt: skip
+    picture("wedlm.svg", 700, 266, "Two forwards of WeDLM", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -101,5 +120,6 @@ def attention() -> None:
 if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
     decoding()
+    window()
     training()
     attention()

@@ -29,6 +29,7 @@ from refusion_lit.decoding import (
     LLaDA,
     ReFusion,
     RowState,
+    WeDLM,
     decode,
     engine,
 )
@@ -59,6 +60,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     ],
     BlockDiffusion: [
         {"sampling_rule": "ancestral", "num_steps": 3},
+        {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "filtered", "fused": False},
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
     ],
@@ -69,6 +71,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"threshold": None, "order": "entropy", "cache": "prefix", "block_length": 8, "steps": 8, "shifted": True},
         {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
+    WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6, "look_ahead": False}],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
 

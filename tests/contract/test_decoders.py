@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
-from math import ceil
+from math import ceil, log
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import refusion_lit.decoding
 from decoder_cases import DECODERS, LastState, check_output, hash_models, prompts, setups, temperatures, traits_for
-from fakes import FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
@@ -27,6 +27,7 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
+    WeDLM,
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams
@@ -290,7 +291,7 @@ def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:
-    if decoder.sampling_rule != "threshold" or decoder.shifted or not decoder.fused:
+    if decoder.sampling_rule != "threshold" or decoder.shifted or not decoder.fused or decoder.num_steps:
         return None
     size = decoder.sub_block_size or decoder.block_size
     if case.certainty > decoder.threshold:
@@ -313,12 +314,27 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
     return num
 
 
+def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
+    """Count forwards of a text whose every mask is nearly equally sure, so that penalties alone decide."""
+    others = VOCAB + NUM_EXTRA_ROWS - 1
+    rest = (1 - case.certainty) / others
+    entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
+    num, num_filled, num_leading = 0, 0, 0
+    while num_filled < case.length:
+        num_masks = decoder.window_size - (0 if decoder.look_ahead else num_leading % decoder.window_size)
+        values = [entropy + decoder.position_penalty * k for k in range(num_masks)]
+        num_leading = max(1, sum(value < (decoder.entropy_threshold or 0) for value in values))
+        num, num_filled = num + 1, num_filled + num_leading
+    return num
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
     BlockDiffusion: block_forwards,
     LLaDA: llada_forwards,
     FastDLLM: fast_dllm_forwards,
+    WeDLM: wedlm_forwards,
 }
 
 # Options as values.

@@ -221,9 +221,9 @@ def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
     assert unsure.scores == pytest.approx([float(rest.softmax(-1)[without.tokens[0]])])
 
 
-def test_statistics_are_those_of_the_filtered_distribution() -> None:
+def test_statistics_are_those_of_the_drafts_distribution() -> None:
     table = random_table()
-    names = ("margin", "negative_entropy", "filtered")
+    names = ("margin", "negative_entropy", "filtered", "entropy")
     how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), statistics=names)
     reading = read(table, how, [3, 4, 5])
     for offset, token in enumerate(reading.tokens):
@@ -236,7 +236,11 @@ def test_statistics_are_those_of_the_filtered_distribution() -> None:
         assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
         assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
         assert values["filtered"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)
-        assert reading.probabilities[offset] == pytest.approx(float(table[3 + offset].softmax(-1)[token]))
+        whole = table[3 + offset].softmax(-1)
+        assert reading.probabilities[offset] == pytest.approx(float(whole[token]))
+        assert values["entropy"] == pytest.approx(-float((whole * whole.log()).sum()), abs=1e-8), (
+            "of all ids, unfiltered"
+        )
 
 
 def test_low_precision_logits_give_float32_probabilities() -> None:

@@ -18,7 +18,7 @@ import refusion_lit
 from published import MODELS, published_model, reference
 from refusion_lit.api import TextModel
 from refusion_lit.data.tokenizers import PretrainedTokenizer
-from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, LLaDA, ReFusion
+from refusion_lit.decoding import BlockDiffusion, Decoder, LLaDA, ReFusion, WeDLM
 from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.modeling.loading import BackboneConfig
@@ -156,14 +156,14 @@ def qwen_tokenizer(mask: str) -> PreTrainedTokenizerFast:
             "sdar", "qwen3", {"model_type": "sdar", "block_size": 4, "mask_token_id": 3, "fuse_cross_entropy": True,
                               "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"}},
             "<|MASK|>", ModelTraits(attention="block_causal", block_size=4, predictions=MASKED),
-            BlockDiffusion(block_size=4, threshold=0.85, fused=False),
+            BlockDiffusion(block_size=4, threshold=0.85, confidence="filtered", fused=False),
         ),
         (
             "wedlm", "qwen3", {"model_type": "wedlm", "qk_norm": True}, "<|mask|>",
-            ModelTraits(predictions=("mask", "next_token")), Autoregressive(),
+            ModelTraits(predictions=("mask", "next_token")), WeDLM(),
         ),
         ("wedlm", "qwen2", {"model_type": "wedlm", "qk_norm": False}, "<|mask|>",
-         ModelTraits(predictions=("mask", "next_token")), Autoregressive()),
+         ModelTraits(predictions=("mask", "next_token")), WeDLM()),
         (
             "open_dllm", "qwen2", {"model_type": "qwen2", "mask_token_id": 3}, "<M>",
             ModelTraits(attention="bidirectional", predictions=SHIFTED), LLaDA(order="entropy", shifted=True),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.types import SpecialTokens
 
@@ -17,7 +17,15 @@ from refusion_lit.types import SpecialTokens
 @pytest.mark.parametrize("ratio", [None, 0.3])
 @pytest.mark.parametrize(
     "objective",
-    [Hybrid(), Autoregressive(), Masked(), Masked(shifted=True, cart_p=0.3), BlockMasked(), BlockMasked(t_min=0.6)],
+    [
+        Hybrid(),
+        Autoregressive(),
+        Masked(),
+        Masked(shifted=True, cart_p=0.3),
+        BlockMasked(),
+        BlockMasked(t_min=0.6),
+        DualStream(),
+    ],
     ids=repr,
 )
 def test_bf16_as_default_changes_nothing(

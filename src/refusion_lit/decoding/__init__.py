@@ -16,6 +16,7 @@ from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
+from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
@@ -46,6 +47,7 @@ __all__ = [
     "SelfSpeculative",
     "Steps",
     "TraceRound",
+    "WeDLM",
     "check_context",
     "check_model",
     "cut_at_stop",

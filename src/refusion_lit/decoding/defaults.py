@@ -10,16 +10,20 @@ from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.refusion import ReFusion
+from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.types import ModelTraits
 
-_CLASSES: Mapping[str, type[Decoder]] = {cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, LLaDA, ReFusion)}
+_CLASSES: Mapping[str, type[Decoder]] = {
+    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, LLaDA, ReFusion, WeDLM)
+}
 
 
 def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
     """Return the decoder of a model: the one that its authors publish, if it fits, or one for its traits.
 
-    Causal models get ReFusion, or autoregressive decoding if they predict nothing but the next token; bidirectional
-    ones get LLaDA; block-causal ones block diffusion in their blocks.
+    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, or WeDLM if masks
+    predict themselves and clean tokens the next one everywhere; bidirectional ones get LLaDA; block-causal ones block
+    diffusion in their blocks.
 
     Args:
         traits: What the model was trained to do, perhaps after it was published.
@@ -35,4 +39,6 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     if traits.attention == "block_causal":
         assert traits.block_size is not None
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
-    return Autoregressive() if traits.predictions == ("next_token",) else ReFusion()
+    if traits.predictions is None or "next_token" not in traits.predictions:
+        return ReFusion()
+    return WeDLM() if "mask" in traits.predictions else Autoregressive()

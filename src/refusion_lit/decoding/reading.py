@@ -17,9 +17,9 @@ from torch import Tensor
 from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
 from refusion_lit.decoding.requests import Branch, Draw, Reading
 from refusion_lit.decoding.sampling import (
+    draft_statistics,
     draw_tokens,
     filter_logits,
-    filtered_statistics,
     first_argmax,
     lowered,
     noise_keys,
@@ -189,7 +189,7 @@ class LogitReader:
                 return tokens, []
             seen = rows.index_fill(-1, to_device(draw.forbidden, rows.device), -math.inf) if draw.forbidden else rows
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            return tokens, [filtered_statistics(draw.statistics, filtered, tokens, draw.confidence_dtype)]
+            return tokens, [draft_statistics(draw.statistics, seen, filtered, tokens, draw.confidence_dtype)]
         kept = rows.index_select(-1, banned) if restore else None
         tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
         if kept is not None:  # probabilities are over all ids

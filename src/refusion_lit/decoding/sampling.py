@@ -114,16 +114,18 @@ def draw_tokens(
     return (filtered.double() - (-uniform.log()).log()).argmax(-1)
 
 
-def filtered_statistics(
+def draft_statistics(
     names: Sequence[str],
+    logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
     dtype: str | None = None,
 ) -> Float[Tensor, "statistic position"]:
-    """Compute figures of the filtered distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
+    """Compute figures of the drafts' distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
         names: Names of the figures.
+        logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
         dtype: Type to compute them in; float64 by default.
@@ -140,6 +142,8 @@ def filtered_statistics(
             values.append((probability * (probability + 1e-10).log()).sum(-1))
         elif name == "filtered":
             values.append(probability.gather(-1, tokens[:, None])[:, 0])
+        elif name == "entropy":
+            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
         else:
             raise AssertionError(f"unknown statistic {name}")
     return torch.stack(values)

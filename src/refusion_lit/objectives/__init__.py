@@ -3,8 +3,9 @@
 from refusion_lit.objectives.autoregressive import Autoregressive
 from refusion_lit.objectives.base import Objective
 from refusion_lit.objectives.block import BlockMasked
+from refusion_lit.objectives.dual_stream import DualStream
 from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
 
-__all__ = ["Autoregressive", "BlockMasked", "GatedDraft", "Hybrid", "Masked", "Objective"]
+__all__ = ["Autoregressive", "BlockMasked", "DualStream", "GatedDraft", "Hybrid", "Masked", "Objective"]

@@ -246,9 +246,11 @@ def mask_schedule(schedule: Schedule, times: Float[Tensor, "*shape"]) -> tuple[T
 
 
 def three_part_mask(
-    num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"]
+    num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"], *, causal: bool = False
 ) -> Bool[Tensor, "batch doubled doubled"]:
-    """Build the attention mask of a doubled sequence ``[noisy; clean]`` (BD3-LM, arXiv 2503.09573).
+    """Build the attention mask of a doubled sequence ``[noisy; clean]``.
+
+    The mask of BD3-LM (arXiv 2503.09573) or, if ``causal``, of WeDLM (arXiv 2512.22737).
 
     A noisy token sees its own noisy block and all clean blocks before it. A clean token sees the clean blocks up to
     and including its own, and nothing noisy.
@@ -257,12 +259,15 @@ def three_part_mask(
         num_tokens: Number of tokens in one half.
         block_size: Number of tokens in a block; blocks are counted from position 0 of each half.
         lengths: Number of real tokens in one half of each row; padding is visible to itself only.
+        causal: Inside a block, let a token see only the tokens before it and itself.
     """
     positions = torch.arange(num_tokens, device=lengths.device).repeat(2)
     is_clean = torch.arange(2 * num_tokens, device=lengths.device) >= num_tokens
     block = positions // block_size
     query, key = block[:, None], block[None]
-    same_half = is_clean[:, None] == is_clean
-    allowed = (same_half & (query == key)) | (is_clean & ((query > key) | (is_clean[:, None] & (query == key))))
+    in_block = (is_clean[:, None] == is_clean) & (query == key)
+    if causal:
+        in_block &= positions <= positions[:, None]
+    allowed = in_block | (is_clean & (query > key))
     real = (positions < lengths[:, None])[:, None]
     return (allowed & real) | torch.eye(2 * num_tokens, dtype=torch.bool, device=lengths.device)

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.decoders.llada import step_quota
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
 
-_RULES = ("threshold", "first_hitting", "ancestral")
+_NUM_STEPS = {
+    "threshold": "an integer of at least 1, or null",
+    "first_hitting": "null",
+    "ancestral": "an integer of at least 1",
+}
+"""What ``num_steps`` may be, by sampling rule."""
 
 
 @dataclass(kw_only=True)
@@ -21,7 +27,7 @@ class BlockState(RowState):
 
     Attributes:
         context_length: Cache entries: all clean blocks from position 0 on.
-        span_step: Steps of the ``ancestral`` schedule done in the current sub-block.
+        span_step: Steps done in the current sub-block, of ``num_steps``.
         cached_block: Start of the block whose noisy tokens are cached as a whole; -1 if none is.
     """
 
@@ -51,13 +57,16 @@ class BlockDiffusion(Decoder):
     mask is left before its first EOS or its end.
 
     Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (arXiv 2509.26328) is
-    ``block_size=32, sub_block_size=8, shifted=True``.
+    ``block_size=32, sub_block_size=8, shifted=True``; SDAR's ``low_confidence_dynamic`` (arXiv 2510.06303) is
+    ``block_size=4, num_steps=4, threshold=0.85, confidence="filtered", fused=False``, and its
+    ``low_confidence_static`` that with ``threshold=1``.
 
-    Deliberate differences. BD3-LM: no sliding window, no entropy filter; top-p keeps the crossing token; the ancestral
-    schedule belongs to each (sub-)block and ends without masks; and temperature 0 is deterministic, so the place, too,
-    is the most certain one (``first_hitting`` then equals ``threshold=1``; ``ancestral`` takes the expected number,
-    rounded up). Fast-dLLM v2: the certainty is the probability under the unfiltered softmax, where the released program
-    renormalises after the nucleus; any number of new tokens is given, where it makes whole blocks and one token more.
+    Deliberate differences. BD3-LM: no sliding window; its stop at a low entropy is an option of the sampling
+    (``min_entropy``); top-p keeps the crossing token; the ancestral schedule belongs to each (sub-)block and ends
+    without masks; and temperature 0 is deterministic, so the place, too, is the most certain one (``first_hitting``
+    then equals ``threshold=1``; ``ancestral`` takes the expected number, rounded up). Fast-dLLM v2: any number of new
+    tokens is given, where the released program makes whole blocks and one token more. SDAR: the last block is not
+    cached, which saves its last forward.
 
     Attributes:
         block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
@@ -67,7 +76,12 @@ class BlockDiffusion(Decoder):
             1 / (num_steps - i), the reverse process of a linear mask schedule; steps that choose no place need no
             forward.
         threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token per forward.
-        num_steps: For ``ancestral`` only.
+        num_steps: Steps per sub-block. ``ancestral`` needs it. With ``threshold``, each step commits at least its equal
+            share of the sub-block, most certain tokens first (``denoising_steps`` in SDAR); ``None``: at least one.
+        confidence: What the threshold is compared with: the token's probability under the ``unfiltered`` softmax, or
+            under the ``filtered`` one, after temperature, top-k and top-p, as in the programs of SDAR and Fast-dLLM v2.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         sub_block_size: Tokens per sub-block; sub-blocks are decoded left to right inside a block. Divides
             ``block_size``. ``None``: one sub-block.
         shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
@@ -85,6 +99,8 @@ class BlockDiffusion(Decoder):
     sampling_rule: Literal["threshold", "first_hitting", "ancestral"] = "threshold"
     threshold: float = 0.9
     num_steps: int | None = None
+    confidence: Literal["unfiltered", "filtered"] = "unfiltered"
+    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     sub_block_size: int | None = None
     shifted: bool = False
     sub_block_cache: bool = False
@@ -93,12 +109,13 @@ class BlockDiffusion(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("block_size", self.block_size, 1)
-        require_choice("sampling_rule", self.sampling_rule, _RULES)
+        require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
         require_probability("threshold", self.threshold)
-        needs_steps = self.sampling_rule == "ancestral"
-        expected = f"an integer of at least 1 with sampling_rule {self.sampling_rule!r}" if needs_steps else "null"
-        holds = self.num_steps is not None and self.num_steps >= 1 if needs_steps else self.num_steps is None
-        require(holds, "num_steps", expected, self.num_steps, "set num_steps exactly with sampling_rule 'ancestral'")
+        require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
+        expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
+        holds = self.sampling_rule != "ancestral" if self.num_steps is None else self.num_steps >= 1
+        holds &= self.num_steps is None or self.sampling_rule != "first_hitting"
+        require(holds, "num_steps", expected, self.num_steps, "change num_steps or the rule")
         size = self.sub_block_size
         holds = size is None or (size >= 1 and self.block_size % size == 0)
         expected = f"a divisor of block_size {self.block_size}, or null"
@@ -116,7 +133,7 @@ class BlockDiffusion(Decoder):
         num_known, size = len(prompt.token_ids), self.block_size
         end = -(-(num_known + sampling.max_new_tokens) // size) * size
         num_spans = -(-end // self._span_size) - num_known // self._span_size
-        length, steps = end - num_known, num_spans * (self.num_steps or 0)
+        length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
         return BlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
@@ -142,9 +159,8 @@ class BlockDiffusion(Decoder):
                 if not self.fused and state.context_length < block_start:
                     yield from self._store(state, block_start, predicts=False)
                 yield from self._denoise(state, block_start, drawn)
-            if self.sampling_rule == "ancestral":
-                state.schedule_step += 1
-                state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
+            state.schedule_step += self.sampling_rule == "ancestral"
+            state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
         state.finished = state.prefix_ends
 
     def _positions_to_draw(self, state: BlockState, masked: list[int]) -> list[int]:
@@ -169,7 +185,8 @@ class BlockDiffusion(Decoder):
     def _num_to_commit(self, state: BlockState, probabilities: Sequence[float]) -> int:
         """Return how many drawn tokens are committed, most probable first; at least 1."""
         if self.sampling_rule == "threshold":
-            return max(1, sum(probability > self.threshold for probability in probabilities))
+            quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
+            return max(1, quota, sum(probability > self.threshold for probability in probabilities))
         if self.sampling_rule == "first_hitting":
             return 1
         if state.sampling.temperature == 0:
@@ -179,11 +196,18 @@ class BlockDiffusion(Decoder):
     def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
-        draw = Draw(sampling=state.sampling, round=state.num_forwards)
+        statistics = ("filtered",) if self.confidence == "filtered" else ()
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistics=statistics,
+            confidence_dtype=self.confidence_dtype,
+        )
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.context_length = block_start
         reading = readings[0]
-        chosen = sorted(most_certain(reading.probabilities, self._num_to_commit(state, reading.probabilities)))
+        confidences = reading.statistics["filtered"] if statistics else reading.probabilities
+        chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _noisy_branch(self, state: BlockState, block_start: int, drawn: list[int]) -> Branch:

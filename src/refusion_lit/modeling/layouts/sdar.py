@@ -23,5 +23,5 @@ SDAR = Layout(
     end_tokens=("<|im_end|>",),
     slow_tokenizer="Qwen2Tokenizer",
     decoder="BlockDiffusion",
-    decoder_options={"threshold": 0.85, "fused": False},
+    decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
 )

@@ -33,5 +33,5 @@ WEDLM = _WeDLMLayout(
     attention="causal",
     predictions=("mask", "next_token"),
     mask_tokens=("<|mask|>", "<|MASK|>"),
-    decoder="Autoregressive",
+    decoder="WeDLM",
 )
