@@ -70,7 +70,6 @@ def bench(session: nox.Session) -> None:
     parts = session.posargs or [
         "decode",
         "forwards",
-        "prefill",
         "long_prompts",
         "shared_prefixes",
         "host_time",

@@ -2,9 +2,9 @@
 
 usage: python -m benchmarks.batches [--repeats 3] [--batch_sizes '[1, 16, 256]']
 
-The small trained model of the reference outputs (setting 1) answers its prompts, repeated to fill the largest batch.
-Rounds are interleaved in one process; seconds are processor time of this process (one thread). Rates count committed
-tokens: our decoders stop at the end of an answer, ``generate`` writes the maximum for every prompt.
+The small trained model of the reference outputs (setting 1) answers its prompts, repeated to fill the largest batch
+twice. Rounds are interleaved in one process; seconds are processor time of this process (one thread). Rates count the
+answers' tokens up to their end. Our decoders admit a prompt when another ends, ``generate`` when all of a batch have.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def main(
     model, options, num_tokens = golden_model(MODEL), _options(setting), setting["gen_length"]
     cases: dict[str, dict[str, Any]] = {}
     for batch_size in batch_sizes:
-        prompts = prompts_of(max(batch_size, 16))
+        prompts = prompts_of(max(2 * batch_size, 16))
         works: dict[str, Work] = {
             "refusion": ours(model, ReFusion(**options), prompts, num_tokens, batch_size),
             "autoregressive": ours(model, Autoregressive(), prompts, num_tokens, batch_size),
-            "generate": library(model, prompts, num_tokens, batch_size),
+            "generate": library(model, prompts, num_tokens, batch_size, ends=True),
         }
         interleaved(works, repeats, clock=time.process_time)
         rates = {

@@ -39,13 +39,15 @@ class Work:
     Attributes:
         run: Does the work and says what came out of it (``num_tokens``, ``num_forwards``, ...).
         max_repeats: Slow work is repeated less.
-        seconds: What each repeat took.
+        seconds: What each repeat took, by the clock chosen.
+        wall_seconds: What it took on the wall.
         outcome: What the last repeat returned.
     """
 
     run: Callable[[], dict[str, Any]]
     max_repeats: int = 1_000
     seconds: list[float] = field(default_factory=list)
+    wall_seconds: list[float] = field(default_factory=list)
     outcome: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -57,7 +59,8 @@ class Work:
             if self.outcome.get("num_forwards"):
                 rates["tokens_per_forward"] = round(self.outcome["num_tokens"] / self.outcome["num_forwards"], 3)
         shown = {name: value for name, value in self.outcome.items() if name != "text"}
-        return {**shown, **rates, "median_seconds": median, "seconds": self.seconds}
+        wall = {"median_wall_seconds": statistics.median(self.wall_seconds)}
+        return {**shown, **rates, "median_seconds": median, **wall, "seconds": self.seconds}
 
 
 def interleaved(
@@ -83,9 +86,10 @@ def interleaved(
         names = [name for name, work in works.items() if number < work.max_repeats]
         rng.shuffle(names)
         for name in names:
-            started = clock()
+            started, started_on_wall = clock(), time.perf_counter()
             works[name].outcome = works[name].run()
             works[name].seconds.append(clock() - started)
+            works[name].wall_seconds.append(time.perf_counter() - started_on_wall)
 
 
 def _now() -> float:

@@ -2,11 +2,11 @@
 
 usage: python -m benchmarks.long_prompts [--repeats 5] [--lengths '[1024, 4096]']
 
-Both take a prompt in, store its keys and values and compute the logits of the next token: our autoregressive decoder
-with one new token, and transformers' body with its own cache and ``lm_head`` at the last token. Rounds are interleaved
-in one process; a ratio is the median over rounds of the processor time of this process (one thread), since
-other work may share the machine. Memory is the highest resident memory during one more call over what was resident
-before.
+All take a prompt in, store its keys and values and compute the first token: transformers' body with its own cache and
+``lm_head`` at the last token, our autoregressive decoder, and ReFusion with one slot of 8 (its first plan takes the
+prompt in; one verification follows). Rounds are interleaved in one process; a ratio is the median over rounds of the
+processor time of this process (one thread), since other work may share the machine. Memory is the highest resident
+memory during one more call over what was resident before.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import torch
 from benchmarks.common import Work, aim, interleaved, random_model, random_prompts, time_ratio, write
 from benchmarks.growth import MODEL as SMALL
 from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
-from benchmarks.peers import ours
+from benchmarks.peers import ours, replayed
+from benchmarks.replay import ALL_ACCEPTED, Replay
 from jsonargparse import auto_cli
 from transformers import DynamicCache
 
-from refusion_lit.decoding import Autoregressive
+from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 
+OURS = ("autoregressive", "refusion")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -48,9 +50,11 @@ def library_prefill(model: Backbone, length: int) -> Work:
 def works_of(model: Backbone, length: int) -> dict[str, Work]:
     """Return what is compared at a length."""
     prompts = random_prompts(1, length)
+    replay = Replay(ALL_ACCEPTED, length, SMALL["vocab_size"] - 1)
     return {
         "transformers": library_prefill(model, length),
         "autoregressive": ours(model, Autoregressive(), prompts, 1),
+        "refusion": ours(replayed(model, replay), ReFusion(num_serial_blocks=1, forward_cost=32), prompts, 8),
     }
 
 
@@ -92,15 +96,16 @@ def main(
         interleaved(works, repeats, clock=time.process_time)
         cases[str(length)] = {
             "runs": {name: work.summary() for name, work in works.items()},
-            "ratio": round(time_ratio(works["autoregressive"], works["transformers"]), 3),
+            "ratios": {name: round(time_ratio(works[name], works["transformers"]), 3) for name in OURS},
             "extra_megabytes": {name: extra_megabytes(work) for name, work in works.items()},
         }
-        print(length, cases[str(length)]["ratio"], cases[str(length)]["extra_megabytes"], flush=True)
-    highest = max(case["ratio"] for case in cases.values())
+        print(length, cases[str(length)]["ratios"], cases[str(length)]["extra_megabytes"], flush=True)
+    highest = {name: max(case["ratios"][name] for case in cases.values()) for name in OURS}
     first, last = lengths[0], lengths[-1]
     memory = [cases[str(length)]["extra_megabytes"]["autoregressive"] for length in (first, last)]
     slope = (memory[1] - memory[0]) * 2**20 / max(last - first, 1)
-    aims = [aim(f"prompts of {first} to {last} tokens over transformers' prefill", highest, 1.15, at_least=False)]
+    text = f"prompts of {first} to {last} tokens over transformers' prefill, {{}}"
+    aims = [aim(text.format(name), highest[name], 1.15, at_least=False) for name in OURS]
     results = {"cases": cases, "bytes_a_token": round(slope), "aims": aims}
     config = {"repeats": repeats, "threads": threads, "lengths": lengths, "model": SMALL}
     write("long_prompts", config, results, output=output, seconds=time.perf_counter() - started, seed=0)

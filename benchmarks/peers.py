@@ -73,27 +73,41 @@ def plain(
 
 
 def library(
-    model: Backbone, prompts: Sequence[Prompt], num_tokens: int, batch_size: int = 1, max_repeats: int = 1_000
-) -> Work:
-    """Return the work of transformers' ``generate``, greedy, with its cache; it never ends early."""
-    model.model.generation_config.eos_token_id = None
-    pad = model.special_tokens.pad_token_id
+    model: Backbone, prompts: Sequence[Prompt], num_tokens: int, batch_size: int = 1, max_repeats: int = 1_000,
+    *, ends: bool = False,
+) -> Work:  # fmt: skip
+    """Return the work of transformers' ``generate``, greedy, with its cache.
+
+    Args:
+        model: The model.
+        prompts: The prompts.
+        num_tokens: Tokens of an answer, at most.
+        batch_size: Prompts that start together; the next ones start when all of them have ended.
+        max_repeats: Repeats at most.
+        ends: Let answers end at an end-of-sequence token, after which none is counted; else they never end early.
+    """
+    pad, eos = model.special_tokens.pad_token_id, list(model.special_tokens.eos_token_ids) if ends else None
 
     @torch.no_grad()
     def run() -> dict[str, Any]:
+        model.model.generation_config.eos_token_id = eos
+        count = num_forwards = 0
         for start in range(0, len(prompts), batch_size):
             rows = [prompt.token_ids for prompt in prompts[start : start + batch_size]]
             width = max(map(len, rows))
             ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=model.device)
             seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-            model.model.generate(
+            found = model.model.generate(
                 input_ids=ids, attention_mask=seen, max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad
-            )
+            )[:, width:]
+            ended = torch.isin(found, torch.tensor(eos or [-1], device=found.device)).int()
+            count += int((ended.cumsum(-1) - ended == 0).sum())
+            num_forwards += found.numel()
         return {
             "num_prompts": len(prompts),
             "batch_size": batch_size,
-            "num_tokens": len(prompts) * num_tokens,
-            "num_forwards": len(prompts) * num_tokens,
+            "num_tokens": count,
+            "num_forwards": num_forwards,
         }
 
     return Work(run, max_repeats)

@@ -68,13 +68,6 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         rows = [list(case.values()) for case in results["forwards"]["cases"]]
         head = ["threads", "body", "positions a row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
         yield "## bare forwards\n\n" + table(head, rows)
-    if "prefill" in results:
-        rows = [
-            [case, name, f"{run['prompt_tokens_per_second']:.0f}", values["ratios"][f"{name} / body, seconds"]]
-            for case, values in results["prefill"]["cases"].items()
-            for name, run in values["runs"].items()
-        ]
-        yield "## prefill\n\n" + table(["case", "decoder", "prompt tokens/s", "seconds over the body's"], rows)
     yield from scale(results)
     if "training" in results:
         rows = [
@@ -123,11 +116,12 @@ def scale(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     if "long_prompts" in results:
         found = results["long_prompts"]
         rows = [
-            [length, *(f"{run['median_seconds'] * 1e3:.0f}" for run in case["runs"].values()), case["ratio"],
-             *case["extra_megabytes"].values()]
+            [length, name, f"{run['median_seconds'] * 1e3:.0f}", case["ratios"].get(name, ""),
+             case["extra_megabytes"][name]]
             for length, case in found["cases"].items()
+            for name, run in case["runs"].items()
         ]  # fmt: skip
-        head = ["tokens", "transformers (ms)", "ours (ms)", "ours over transformers", "transformers (MB)", "ours (MB)"]
+        head = ["tokens", "prefill", "milliseconds", "over transformers", "extra megabytes"]
         text = f"\n{found['bytes_a_token']} bytes a token, processor time.\n"
         yield "## long prompts\n\n" + table(head, rows) + text
     if "shared_prefixes" in results:

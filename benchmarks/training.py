@@ -61,7 +61,7 @@ def step_of(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work
         corrupted = objective.corrupt(batch, noise, model.special_tokens)
         if batch.rows is not None:
             corrupted = pack(corrupted, batch.rows, pad_token_id=0)
-        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         objective.loss(hidden, model.logits, corrupted).total.backward()
         optimizer.step()
         optimizer.zero_grad()

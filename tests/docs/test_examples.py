@@ -42,7 +42,7 @@ def test_the_objective_hides_the_last_tokens() -> None:
     objective = load("last_token", "LastToken")()
     corrupted = objective.corrupt(batch, noise, backbone.special_tokens)
     assert corrupted.is_masked.nonzero().tolist() == [[0, 4], [1, 2]]
-    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     loss = objective.loss(hidden, backbone.logits, corrupted)
     by_hand = torch.stack([-backbone.logits(hidden[i, at]).log_softmax(-1)[1] for i, at in ((0, 4), (1, 2))]).mean()
     torch.testing.assert_close(loss.total.to(by_hand.dtype), by_hand)

@@ -239,8 +239,8 @@ def test_flash_attention_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
         model.hidden_states(ids, positions, causal(2, 6))
     # The library looks at single rows only, and a row in order is what it takes it for.
-    assert model._library_mask(None, positions).all()
-    assert model._library_mask(None, torch.arange(3, 9)[None]).all()
+    assert model._library_mask(None, positions, 4).all()
+    assert model._library_mask(None, torch.arange(3, 9)[None], 6).all()
 
 
 def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:

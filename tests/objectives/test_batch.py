@@ -53,8 +53,8 @@ def test_tokens_of_a_batch_are_counted_without_padding() -> None:
     assert response_batch().num_tokens == 7
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(2, 5, 5, dtype=torch.bool)])
-def test_batches_move_as_a_whole(mask: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("visible", [None, torch.ones(2, 5, 1, 2, dtype=torch.long)])
+def test_batches_move_as_a_whole(visible: torch.Tensor | None) -> None:
     moved = response_batch().to("meta")
     tensors = (moved.input_ids, moved.prompt_lengths, moved.response_lengths, moved.sample_keys)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
@@ -67,10 +67,10 @@ def test_batches_move_as_a_whole(mask: torch.Tensor | None) -> None:
         weights=ids.float(),
         terms=ids,
         counts=torch.ones(1),
-        attention_mask=mask,
+        visible=visible,
         is_masked=ids.bool(),
     ).to("meta")
     for name, value in vars(corrupted).items():
         assert not isinstance(value, torch.Tensor) or value.device.type == "meta", name
-    assert (corrupted.attention_mask is None) == (mask is None)
+    assert (corrupted.visible is None) == (visible is None)
     assert corrupted.num_views == 1

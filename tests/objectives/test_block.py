@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Masked
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.block import three_part_mask
+from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2
@@ -106,7 +107,7 @@ def test_equals_the_slow_reference(
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(12, 4), (6, 1), (8, 8), (6, 4)])
 def test_mask_follows_the_three_rules(num_tokens: int, block_size: int) -> None:
     lengths = [num_tokens, block_size]
-    mask = three_part_mask(num_tokens, block_size, torch.tensor(lengths))
+    mask = ranges_mask(three_part_ranges(num_tokens, block_size, torch.tensor(lengths)), 2 * num_tokens)
     for row, length in enumerate(lengths):
         for query in range(2 * num_tokens):
             for key in range(2 * num_tokens):
@@ -122,7 +123,7 @@ def test_mask_follows_the_three_rules(num_tokens: int, block_size: int) -> None:
 def test_no_path_leads_from_a_clean_token_to_its_own_noisy_block() -> None:
     """Through any number of layers a noisy block hears of itself and of earlier clean blocks only."""
     num_tokens, size = 12, 3
-    mask = three_part_mask(num_tokens, size, torch.tensor([num_tokens]))[0]
+    mask = ranges_mask(three_part_ranges(num_tokens, size, torch.tensor([num_tokens])), 2 * num_tokens)[0]
     reach = mask.float()
     for _ in range(6):
         reach = ((reach @ reach) > 0).float()
@@ -182,7 +183,7 @@ def test_clean_half_gives_what_a_block_causal_model_gives_on_the_text(
         for block in range(0, length, 4):
             # History as it is, then the noisy block, seen as decoders see it.
             ids = torch.cat((corrupted.input_ids[row, 16 : 16 + block], corrupted.input_ids[row, block : block + 4]))
-            order = torch.arange(block + 4) // 4
+            stops = (torch.arange(block + 4) // 4 + 1) * 4
             alone = CorruptedBatch(
                 input_ids=ids[None],
                 position_ids=torch.arange(block + 4)[None],
@@ -190,7 +191,7 @@ def test_clean_half_gives_what_a_block_causal_model_gives_on_the_text(
                 weights=torch.ones(1, block + 4),
                 terms=torch.zeros(1, block + 4, dtype=torch.long),
                 counts=torch.ones(1),
-                attention_mask=(order[None] <= order[:, None])[None],
+                visible=torch.stack((torch.zeros_like(stops), stops), -1)[None, :, None],
             )
             torch.testing.assert_close(toy_backbone(alone)[0, block:], hidden[row, block : block + 4])
 

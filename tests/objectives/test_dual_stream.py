@@ -10,10 +10,11 @@ import torch
 from fakes import MASK as FAKE_MASK
 from fakes import SPECIAL, tiny_backbone
 from refusion_lit.decoding import WeDLM, decode
+from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DualStream
 from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
-from refusion_lit.objectives.block import three_part_mask
+from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 MASK = 2
@@ -69,7 +70,7 @@ def test_equals_the_slow_reference(
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(12, 4), (6, 1), (8, 8), (6, 4)])
 def test_streams_are_causal_and_masks_see_earlier_clean_blocks(num_tokens: int, block_size: int) -> None:
     lengths = [num_tokens, block_size]
-    mask = three_part_mask(num_tokens, block_size, torch.tensor(lengths), causal=True)
+    mask = ranges_mask(three_part_ranges(num_tokens, block_size, torch.tensor(lengths), causal=True), 2 * num_tokens)
     for row, length in enumerate(lengths):
         for query in range(2 * num_tokens):
             for key in range(2 * num_tokens):
@@ -109,7 +110,7 @@ def test_masks_are_predicted_as_in_training(num_known: int) -> None:
     assert corrupted.is_masked is not None
     assert (corrupted.input_ids[corrupted.is_masked] == FAKE_MASK).all()
     with torch.no_grad():
-        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         probabilities = model.logits(hidden[corrupted.is_masked]).softmax(-1)
     drafts = torch.tensor(first.tokens)
     assert first.positions == list(range(num_known, num_known + num_new))

@@ -45,9 +45,7 @@ def corrupted_by(objective: GatedDraft, backbone: Backbone) -> tuple[ResponseBat
 
 
 def logits(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
-    hidden = backbone(
-        corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask, num_drafts=corrupted.num_drafts
-    )
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts)
     return backbone.logits(hidden)
 
 
@@ -98,9 +96,7 @@ def test_labels_weights_and_loss_by_the_definition(backbone: Backbone) -> None:
 
 
 def backbone_hidden(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
-    return backbone(
-        corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask, num_drafts=corrupted.num_drafts
-    )
+    return backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts)
 
 
 def test_distillation_is_the_divergence_from_the_models_own_distribution(backbone: Backbone) -> None:

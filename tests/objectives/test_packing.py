@@ -67,7 +67,7 @@ def make_backbone() -> Callable[[str], Backbone]:
 def loss_and_gradients(
     backbone: Backbone, objective: Objective, corrupted: CorruptedBatch
 ) -> tuple[LossOutput, list[torch.Tensor]]:
-    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     loss = objective.loss(hidden, backbone.logits, corrupted)
     return loss, list(torch.autograd.grad(loss.total, list(backbone.parameters())))
 
@@ -104,7 +104,7 @@ def test_other_attention_implementations_pack_alike(
             with torch.no_grad():
                 sums = [
                     objective.loss(
-                        model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask),
+                        model(corrupted.input_ids, corrupted.position_ids, corrupted.visible),
                         model.head,
                         corrupted,
                     ).sums

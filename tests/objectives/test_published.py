@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from published import published_model, reference
+from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
 from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.block import mask_schedule, three_part_mask
+from refusion_lit.objectives.block import mask_schedule, three_part_ranges
 from refusion_lit.types import SpecialTokens
 
 
@@ -36,8 +37,8 @@ def batch_of(ids: Any, prompts: list[int], responses: list[int]) -> ResponseBatc
 def test_the_mask_is_bd3lms(index: int) -> None:
     case = reference("bd3lm_mask")["masks"][index]
     expected = torch.tensor([[character == "1" for character in row] for row in case["rows"]])
-    assert torch.equal(three_part_mask(case["num_tokens"], case["block_size"], torch.tensor([case["num_tokens"]]))[0],
-                       expected)  # fmt: skip
+    ranges = three_part_ranges(case["num_tokens"], case["block_size"], torch.tensor([case["num_tokens"]]))
+    assert torch.equal(ranges_mask(ranges, 2 * case["num_tokens"])[0], expected)
 
 
 @pytest.mark.parametrize("index", range(20))
@@ -92,7 +93,7 @@ def test_views_and_loss_are_those_of_fast_dllm_v2(index: int) -> None:
         num_targets += int((targets[row] != -100).sum())
     assert corrupted.counts.tolist() == [case["num_targets"]] == [num_targets]
     with torch.no_grad():
-        hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         output = objective.loss(hidden, backbone.head, corrupted)
     assert half % 32 == 0
     torch.testing.assert_close(float(output.total), case["loss"], rtol=1e-5, atol=1e-6)

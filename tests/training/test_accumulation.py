@@ -94,7 +94,7 @@ def _by_hand(folder: Path, objective: Objective, steps: Sequence[Sequence[Encode
         batch = collate_responses(samples, pad_token_id=0)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
         corrupted = objective.corrupt(batch, noise, model.special_tokens)
-        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         gradients = torch.autograd.grad(objective.loss(hidden, model.logits, corrupted).total, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):

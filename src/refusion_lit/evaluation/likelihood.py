@@ -11,10 +11,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.block import three_part_mask
+from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.utils.keys import stable_key
 
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]
@@ -155,10 +154,10 @@ def _masked_states(
     ids, lengths, attention = clean.masked_fill(masked, mask_token_id), torch.full((len(is_masked),), length), None
     if traits.attention == "block_causal":
         assert traits.block_size is not None
-        attention = three_part_mask(length, traits.block_size, lengths)
+        attention = three_part_ranges(length, traits.block_size, lengths)
         ids, positions = torch.cat((ids, clean), 1), positions.repeat(1, 2)
     elif traits.attention == "bidirectional":
-        attention = order_mask(pattern_order(traits, positions), lengths)
+        attention = torch.tensor([0, length]).expand(*ids.shape, 1, 2)
     sent = [None if each is None else each.to(backbone.device) for each in (ids, positions, attention)]
     hidden = backbone.hidden_states(*sent)  # type: ignore[arg-type]
     read_at = torch.arange(length) - int(shifted)

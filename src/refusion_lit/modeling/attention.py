@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from refusion_lit.types import ModelTraits
+
+_BLOCK = 128
+"""Queries and keys of a block of flex attention's mask."""
 
 
 def order_mask(order: Int[Tensor, "batch token"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch token token"]:
@@ -47,10 +52,42 @@ def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def block_mask(mask: Bool[Tensor, "batch token key"]) -> BlockMask:
-    """Convert a boolean mask to flex attention's block mask."""
+def block_mask(
+    mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int | None = None
+) -> BlockMask:
+    """Convert a mask to flex attention's block mask.
+
+    Args:
+        mask: A matrix, or ranges of keys, which need no matrix.
+        num_keys: Number of keys; by default as many as the matrix has, or as there are tokens.
+    """
+    if mask.ndim == 4:
+        return _block_mask_of_ranges(mask, mask.shape[1] if num_keys is None else num_keys)
     num_rows, num_queries, num_keys = mask.shape
     return create_block_mask(
         lambda row, _head, query, key: mask[row, query, key],
         B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(mask.device),
+    )  # fmt: skip
+
+
+def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> BlockMask:
+    starts, stops = ranges.unbind(-1)
+    num_tokens = ranges.shape[1]
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key >= starts[row, query, 0]) & (key < stops[row, query, 0])
+        for i in range(1, ranges.shape[2]):
+            seen = seen | ((key >= starts[row, query, i]) & (key < stops[row, query, i]))
+        return seen
+
+    first = torch.arange(0, num_keys, _BLOCK, device=ranges.device)
+    starts_before, stops_after = starts[..., None] < first + _BLOCK, stops[..., None] > first
+    overlaps = (starts_before & stops_after & (starts < stops)[..., None]).any(2)
+    overlaps = F.pad(overlaps, (0, 0, 0, -num_tokens % _BLOCK))
+    seen = rearrange(overlaps, "row (query_block token) key_block -> row 1 query_block token key_block", token=_BLOCK)
+    seen = seen.any(-2)
+    index = seen.int().argsort(dim=-1, descending=True, stable=True)  # the blocks that are seen first, then the rest
+    return BlockMask.from_kv_blocks(
+        seen.sum(-1, dtype=torch.int32), index.int(), BLOCK_SIZE=_BLOCK, mask_mod=sees,
+        seq_lengths=(num_tokens, num_keys),
     )  # fmt: skip

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
 from refusion_lit.modeling.lora import Adapters
+from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
@@ -92,7 +92,7 @@ class Backbone(nn.Module, LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         # The lean body has no gradients and no autocast.
@@ -100,7 +100,7 @@ class Backbone(nn.Module, LanguageModel):
             body = self._lean_body() if cache is None else cache.body
             if body is not None:
                 return body(input_ids, position_ids, attention_mask, cache)
-        mask = None if attention_mask is None else as_mask(attention_mask, input_ids.device)
+        mask = as_mask(attention_mask, input_ids.device) if isinstance(attention_mask, Visibility) else attention_mask
         return self._library_states(input_ids, position_ids, mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
@@ -154,7 +154,7 @@ class Backbone(nn.Module, LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | None = None,
+        attention_mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None = None,
         num_drafts: int = 0,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states by the library's forward, as training needs them.
@@ -164,7 +164,7 @@ class Backbone(nn.Module, LanguageModel):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text.
-            attention_mask: Which token sees which; ``None``: causal.
+            attention_mask: Which token sees which, as a matrix or as ranges of tokens; ``None``: causal.
             num_drafts: The last tokens of each row are draft masks. The tokens before them run first, causally, without
                 gradients and without the drafter; the masks then see them by their keys and values.
         """
@@ -177,7 +177,8 @@ class Backbone(nn.Module, LanguageModel):
     ) -> Tensor:
         assert self.drafter is not None
         assert attention_mask is not None
-        length = input_ids.shape[1] - num_drafts
+        num_keys = input_ids.shape[1]
+        length = num_keys - num_drafts
         with torch.no_grad():
             text = self.body(
                 input_ids=input_ids[:, :length],
@@ -190,7 +191,7 @@ class Backbone(nn.Module, LanguageModel):
             drafts = self.body(
                 inputs_embeds=masks.to(self.dtype),
                 position_ids=position_ids[:, length:],
-                attention_mask=self._library_mask(attention_mask[:, length:], position_ids[:, length:]),
+                attention_mask=self._library_mask(attention_mask[:, length:], position_ids[:, length:], num_keys),
                 past_key_values=text.past_key_values,
                 use_cache=True,
             )
@@ -210,14 +211,17 @@ class Backbone(nn.Module, LanguageModel):
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=self._library_mask(attention_mask, position_ids),
+            attention_mask=self._library_mask(attention_mask, position_ids, input_ids.shape[1]),
             past_key_values=None if cache is None else cache.past_key_values,
             use_cache=cache is not None,
         )
         return output.last_hidden_state
 
     def _library_mask(
-        self, mask: Bool[Tensor, "batch token key"] | None, position_ids: Int[Tensor, "batch token"]
+        self,
+        mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        position_ids: Int[Tensor, "batch token"],
+        num_keys: int,
     ) -> Tensor | Any:  # noqa: ANN401
         """Return an explicit mask in the form that the attention implementation takes.
 
@@ -229,13 +233,12 @@ class Backbone(nn.Module, LanguageModel):
             if implementation == "flash_attention_2":
                 check_packed(position_ids)
             return torch.ones_like(position_ids)
-        four_d = rearrange(mask, "batch token key -> batch 1 token key")
-        if implementation == "sdpa":
-            return four_d
-        if implementation == "eager":
-            return additive(four_d, self.dtype)
         if implementation == "flex_attention":
-            return block_mask(mask)
+            return block_mask(mask, num_keys)
+        if implementation == "sdpa":
+            return sdpa_mask(mask, num_keys)
+        if implementation == "eager":
+            return additive(matrix_of(mask, num_keys)[:, None], self.dtype)
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."

@@ -36,7 +36,7 @@ class LanguageModel(ABC):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body.
@@ -44,9 +44,10 @@ class LanguageModel(ABC):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
-            attention_mask: What each token sees, as ranges or as a matrix (``True`` where a query sees a key). Keys
-                are the tokens themselves or, with a cache, its entries (these tokens are written first). ``None``,
-                only without a cache: causal over the sequence.
+            attention_mask: What each token sees, as spans or as a matrix (``True`` where a query sees a key). Keys
+                are the tokens themselves or, with a cache, its entries (these tokens are written first). Only without
+                a cache: ranges ``(start, stop)`` of keys that together are what each token sees, or ``None``, causal
+                over the sequence.
             cache: A cache after :meth:`KVCache.prepare`.
         """
 

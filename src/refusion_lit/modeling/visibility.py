@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from refusion_lit.modeling.range_mask import matrix_of, ranges_mask
 from refusion_lit.modeling.transfer import to_device
 
 _TRIANGLE = np.tri(128, dtype=bool)
@@ -133,17 +134,15 @@ class Visibility:
 
 
 def as_mask(
-    attention: Visibility | Bool[Tensor, "sequence token key"], device: torch.device
+    attention: Visibility | Bool[Tensor, "sequence token key"] | Int[Tensor, "sequence token range 2"],
+    device: torch.device,
 ) -> Bool[Tensor, "sequence token key"]:
     """Return the matrix of what each token sees, on a device that is sent no more than ranges."""
     if isinstance(attention, Tensor):
-        return attention
+        return matrix_of(attention, attention.shape[1])
     if device.type == "cpu":
         return attention.mask()
-    ranges = to_device(attention.ranges(), device)
-    keys = torch.arange(attention.num_keys, device=device)
-    seen = (keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])
-    return seen.any(-2)
+    return ranges_mask(to_device(attention.ranges(), device), attention.num_keys)
 
 
 def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " token"] | None:

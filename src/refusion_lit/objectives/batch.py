@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from refusion_lit.modeling.range_mask import ranges_mask
+
 IGNORE_INDEX = -100
 """Label of a position without a target."""
 
@@ -63,8 +65,8 @@ class CorruptedBatch:
         weights: Weight of each labelled position's cross-entropy in its term's sum.
         terms: Index of each labelled position's term in :attr:`Objective.terms`.
         counts: Denominator of each term's sum (tokens or samples).
-        attention_mask: ``True`` where a query may see a key. ``None``: causal attention over the sequence, padding on
-            the right.
+        visible: Ranges ``(start, stop)`` of the sequence's tokens that together are what each token sees; unused ones
+            are empty. ``None``: causal attention over the sequence, padding on the right.
         is_masked: Positions that corruption replaced by the mask token.
         is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
             its samples cannot be packed.
@@ -79,11 +81,16 @@ class CorruptedBatch:
     weights: Float[Tensor, "batch token"]
     terms: Int[Tensor, "batch token"]
     counts: Float[Tensor, " term"]
-    attention_mask: Bool[Tensor, "batch token token"] | None = None
+    visible: Int[Tensor, "batch token range 2"] | None = None
     is_masked: Bool[Tensor, "batch token"] | None = None
     is_real: Bool[Tensor, "batch token"] | None = None
     num_views: int = 1
     num_drafts: int = 0
+
+    @property
+    def attention_mask(self) -> Bool[Tensor, "batch token token"] | None:
+        """:attr:`visible` as a matrix, ``True`` where a query sees a key; training needs no such matrix on CPUs."""
+        return None if self.visible is None else ranges_mask(self.visible, self.input_ids.shape[1])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
         """Return the batch on a device."""

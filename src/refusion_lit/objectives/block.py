@@ -36,7 +36,7 @@ class BlockMasked(Objective):
     """Predicts the masks of a block from the whole block and from all earlier blocks, unmasked.
 
     BD3-LM (arXiv 2503.09573): one forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and
-    the three-part mask of :func:`three_part_mask`; outputs of the clean half are not used. Blocks are counted from
+    the three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
     position 0, prompt included, as the block-causal decoders do; only response tokens are masked. Each block has its
     own mask probability t. The term is ``mdm``: the sum over masked tokens of cross-entropy / t, divided by the number
     of response tokens of the batch, masked or not (unlike :class:`Masked`, which normalises sample by sample).
@@ -155,7 +155,7 @@ class BlockMasked(Objective):
             weights=F.pad(weights, (0, num_tokens)),
             terms=torch.zeros_like(labels),
             counts=num_targets[None].float(),
-            attention_mask=three_part_mask(num_tokens, self.block_size, lengths),
+            visible=three_part_ranges(num_tokens, self.block_size, lengths),
             is_masked=F.pad(is_masked, (0, num_tokens)),
             is_real=repeat(is_real, "sample token -> (view sample) (half token)", view=len(masks), half=2),
             num_views=len(masks),
@@ -245,12 +245,12 @@ def mask_schedule(schedule: Schedule, times: Float[Tensor, "*shape"]) -> tuple[T
     return probability, math.pi / 2 * (1 - eps) * torch.sin(angle) / (probability + eps)
 
 
-def three_part_mask(
+def three_part_ranges(
     num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"], *, causal: bool = False
-) -> Bool[Tensor, "batch doubled doubled"]:
-    """Build the attention mask of a doubled sequence ``[noisy; clean]``.
+) -> Int[Tensor, "batch doubled range 2"]:
+    """Return what the tokens of a doubled sequence ``[noisy; clean]`` see.
 
-    The mask of BD3-LM (arXiv 2503.09573) or, if ``causal``, of WeDLM (arXiv 2512.22737).
+    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737).
 
     A noisy token sees its own noisy block and all clean blocks before it. A clean token sees the clean blocks up to
     and including its own, and nothing noisy.
@@ -258,16 +258,17 @@ def three_part_mask(
     Args:
         num_tokens: Number of tokens in one half.
         block_size: Number of tokens in a block; blocks are counted from position 0 of each half.
-        lengths: Number of real tokens in one half of each row; padding is visible to itself only.
+        lengths: Number of real tokens in one half of each row. Padding sees itself and clean tokens.
         causal: Inside a block, let a token see only the tokens before it and itself.
     """
-    positions = torch.arange(num_tokens, device=lengths.device).repeat(2)
-    is_clean = torch.arange(2 * num_tokens, device=lengths.device) >= num_tokens
-    block = positions // block_size
-    query, key = block[:, None], block[None]
-    in_block = (is_clean[:, None] == is_clean) & (query == key)
-    if causal:
-        in_block &= positions <= positions[:, None]
-    allowed = in_block | (is_clean & (query > key))
-    real = (positions < lengths[:, None])[:, None]
-    return (allowed & real) | torch.eye(2 * num_tokens, dtype=torch.bool, device=lengths.device)
+    tokens = torch.arange(2 * num_tokens, device=lengths.device)
+    lengths, positions = lengths[:, None], tokens % num_tokens
+    is_noisy, is_real = tokens < num_tokens, positions < lengths
+    begin = positions // block_size * block_size
+    end = positions + 1 if causal else begin + block_size
+    clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
+    clean = torch.stack((torch.full_like(clean_stop, num_tokens), clean_stop), -1)
+    # A clean token's own block is in that range; padding sees itself besides.
+    start = torch.where(is_real, begin, tokens)
+    stop = torch.where(is_real, torch.where(is_noisy, end.minimum(lengths), begin), tokens + 1)
+    return torch.stack((torch.stack((start, stop), -1), clean), 2)

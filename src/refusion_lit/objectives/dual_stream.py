@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.block import three_part_mask
+from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.objectives.text_order import shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
@@ -103,7 +103,7 @@ class DualStream(Objective):
             weights=torch.cat((weights.gather(1, order), follows.float()), 1),
             terms=torch.cat((none, ~none), 1).long(),
             counts=torch.stack((weights.sum(), follows.sum())).float(),
-            attention_mask=three_part_mask(num_tokens, size, lengths, causal=True),
+            visible=three_part_ranges(num_tokens, size, lengths, causal=True),
             is_masked=torch.cat((is_masked.gather(1, order), none), 1),
             is_real=torch.cat((is_real, is_real), 1),
         )  # fmt: skip

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from einops import repeat
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -104,7 +104,7 @@ class GatedDraft(Objective):
             weights=F.pad(weights.float(), (length, 0)),
             terms=torch.zeros_like(joined),
             counts=weights.sum()[None],
-            attention_mask=_two_pass_mask(anchor.where(is_real, -1), ends, length, len(masks)),
+            visible=_two_pass_ranges(anchor.where(is_real, -1), length, len(masks)),
             is_masked=torch.zeros_like(joined, dtype=torch.bool),
             num_drafts=positions.shape[1],
         )
@@ -131,26 +131,20 @@ class GatedDraft(Objective):
         return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
 
 
-def _two_pass_mask(
-    anchor: Int[Tensor, "batch draft"], ends: Int[Tensor, " batch"], length: int, group_size: int
-) -> Bool[Tensor, "batch token token"]:
+def _two_pass_ranges(
+    anchor: Int[Tensor, "batch draft"], length: int, group_size: int
+) -> Int[Tensor, "batch token range 2"]:
     """Let text see text causally, and a mask the text up to its anchor and its group up to itself.
 
     Args:
         anchor: Each mask's anchor; negative for padding, which sees itself.
-        ends: Tokens of each text.
         length: Tokens of the text part.
         group_size: Masks of a group.
     """
-    text = torch.arange(length, device=anchor.device)
-    num_drafts = anchor.shape[1]
-    place = torch.arange(num_drafts, device=anchor.device)
-    same_group = place[:, None] // group_size == place // group_size
-    own = (same_group & (place[:, None] >= place)) & (anchor >= 0)[:, None]
-    own = own | torch.eye(num_drafts, dtype=torch.bool, device=anchor.device)
-    to_text = text <= rearrange(anchor, "batch draft -> batch draft 1")
-    causal = (text[:, None] >= text) & (text < ends[:, None, None]) | torch.eye(
-        length, dtype=torch.bool, device=text.device
-    )
-    nothing = torch.zeros(len(anchor), length, num_drafts, dtype=torch.bool, device=anchor.device)
-    return torch.cat((torch.cat((causal, nothing), 2), torch.cat((to_text, own), 2)), 1)
+    tokens = torch.arange(length + anchor.shape[1], device=anchor.device)
+    text, place = tokens[:length].expand(len(anchor), -1), tokens[length:]
+    group = place - (place - length) % group_size
+    start = torch.where(anchor < 0, place, group)
+    to_text = torch.cat((text, anchor), 1) + 1
+    to_masks = [torch.cat((torch.zeros_like(text), one), 1) for one in (start, (place + 1).expand_as(anchor))]
+    return torch.stack((torch.stack((torch.zeros_like(to_text), to_text), -1), torch.stack(to_masks, -1)), 2)

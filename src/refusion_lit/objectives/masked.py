@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from einops import repeat
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -88,15 +88,14 @@ class Masked(Objective):
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         if self.shifted:
             labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
-        position_ids = positions.expand_as(labels)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=position_ids,
+            position_ids=positions.expand_as(labels),
             labels=labels,
             weights=weights,
             terms=torch.zeros_like(labels),
             counts=labels.new_full((1,), len(labels)).float(),  # explicit: the default type may be bfloat16
-            attention_mask=order_mask(pattern_order(self.traits, position_ids), lengths),
+            visible=_all_of(lengths, len(positions)),
             is_masked=is_masked,
             is_real=is_real,
         )
@@ -108,6 +107,12 @@ class Masked(Objective):
         lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
         eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
         return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding)
+
+
+def _all_of(lengths: Int[Tensor, " batch"], num_tokens: int) -> Int[Tensor, "batch token range 2"]:
+    """Let every token, padding too, see all tokens of its text."""
+    everything = torch.stack((torch.zeros_like(lengths), lengths), -1)
+    return repeat(everything, "batch bound -> batch token 1 bound", token=num_tokens)
 
 
 def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Float[Tensor, "batch token"]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch
 from refusion_lit.utils.require import require
@@ -65,25 +66,33 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         terms=taken(corrupted.terms, 0),
         is_masked=None if corrupted.is_masked is None else taken(corrupted.is_masked, False),
         is_real=source >= 0,
-        attention_mask=_packed_mask(corrupted.attention_mask, source, width=is_real.shape[-1]),
+        visible=_packed_ranges(corrupted.visible, corrupted.is_real, starts.flatten(), source),
     )
 
 
-def _packed_mask(
-    mask: Bool[Tensor, "sample token token"] | None, source: Int[Tensor, "row packed"], *, width: int
-) -> Bool[Tensor, "row packed packed"]:
+def _packed_ranges(
+    visible: Int[Tensor, "sample token range 2"] | None,
+    is_real: Bool[Tensor, "sample token"],
+    starts: Int[Tensor, " sample"],
+    source: Int[Tensor, "row packed"],
+) -> Int[Tensor, "row packed range 2"]:
     """Let a token see what it saw in its own sample; padding sees itself.
 
     Args:
-        mask: Attention before packing; ``None`` for causal.
+        visible: What tokens saw before packing; ``None`` for causal.
+        is_real: Positions that are packed.
+        starts: First index of each sample in its packed row.
         source: Index of each packed token in the flattened batch, -1 for padding.
-        width: Number of tokens of a row before packing.
     """
-    sample, index = source // width, source % width  # padding: sample -1
-    allowed = (sample[:, :, None] == sample[:, None]) & (source >= 0)[:, None]
-    if mask is None:
-        allowed = allowed.tril()
-    else:
-        seen = mask[sample.clamp(min=0), index]
-        allowed &= seen.gather(2, index[:, None].expand(-1, index.shape[1], -1))
-    return allowed | torch.eye(source.shape[1], dtype=torch.bool, device=source.device)
+    width = is_real.shape[1]
+    index = torch.arange(width, device=source.device)
+    if visible is None:
+        causal = torch.stack((torch.zeros_like(index), index + 1), -1)
+        visible = repeat(causal, "token bound -> sample token 1 bound", sample=len(is_real))
+    num_before = F.pad(is_real.cumsum(-1), (1, 0))  # of real tokens: a bound moves by those that are left out before it
+    bounds = rearrange(visible, "sample token range bound -> sample (token range bound)")
+    moved = starts[:, None] + num_before.gather(1, bounds)
+    moved = rearrange(moved.view_as(visible), "sample token range bound -> (sample token) range bound")
+    place = torch.arange(source.shape[1], device=source.device)
+    itself = F.pad(torch.stack((place, place + 1), -1)[:, None], (0, 0, 0, visible.shape[2] - 1))
+    return torch.where(source[..., None, None] < 0, itself, moved[source.clamp(min=0)])

@@ -189,7 +189,7 @@ class SlotDiffusionModule(ValidationHooks):
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
         hidden = self.model(
-            corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask, num_drafts=corrupted.num_drafts
+            corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts
         )
         return self.objective.loss(hidden, self.model.head, corrupted)
 

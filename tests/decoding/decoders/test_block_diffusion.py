@@ -231,7 +231,7 @@ def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> No
     assert corrupted.is_masked is not None
     assert corrupted.is_masked.sum() == num_new
     with torch.no_grad():
-        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         probabilities = model.logits(hidden[0, corrupted.labels[0] != IGNORE_INDEX]).softmax(-1)
     drafts = torch.tensor(first.tokens)
     assert first.probabilities == pytest.approx(probabilities.gather(-1, drafts[:, None])[:, 0].tolist(), abs=1e-10)

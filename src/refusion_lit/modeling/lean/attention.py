@@ -7,13 +7,14 @@ many queries and keys as each other.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.flex import FlexAttention
 from refusion_lit.modeling.lean.rows import Attention, Rows, additive_of, attend_rows
 from refusion_lit.modeling.lean.segments import segmented
+from refusion_lit.modeling.range_mask import sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
 
 _CALL = 1 << 17
@@ -39,15 +40,14 @@ class PaddedAttention:
     def __init__(
         self,
         rows: Rows,
-        attention: Visibility | Bool[Tensor, "batch token key"] | None,
+        attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None,
         like: Tensor,
     ) -> None:
         self._rows, self._cache = rows, cache
         if isinstance(attention, Visibility) and attention.is_causal:
             attention = None
-        # Given booleans, attention would make this of them in every layer.
-        self._mask = None if attention is None else additive_of(as_mask(attention, like.device), like.dtype)
+        self._mask = None if attention is None else _mask_of(attention, like)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         rows = self._rows
@@ -62,9 +62,18 @@ class PaddedAttention:
         return rows.real_of(mixed.flatten(0, 1))
 
 
+def _mask_of(
+    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], like: Tensor
+) -> Tensor:
+    mask = as_mask(attention, like.device) if isinstance(attention, Visibility) else attention
+    found = sdpa_mask(mask, mask.shape[1])
+    # Given booleans, attention would make numbers of them in every layer.
+    return additive_of(found[:, 0], like.dtype) if found.dtype == torch.bool else found
+
+
 def attention_for(
     rows: Rows,
-    attention: Visibility | Bool[Tensor, "batch token key"] | None,
+    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
     cache: KVCache | None,
     like: Tensor,
     width: int,

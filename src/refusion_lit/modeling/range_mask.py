@@ -1,0 +1,86 @@
+"""Masks as ranges of keys, for training and likelihoods: a few integers a token instead of a matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK = 128
+"""Queries whose mask is in memory at once on CPUs."""
+
+
+def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
+    """Return the matrix of ranges ``(start, stop)`` of keys that together are what each token sees."""
+    keys = torch.arange(num_keys, device=ranges.device)
+    return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)
+
+
+def matrix_of(
+    mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int
+) -> Bool[Tensor, "batch token key"]:
+    """Return a mask, a matrix or ranges, as a matrix."""
+    return mask if mask.ndim == 3 else ranges_mask(mask, num_keys)
+
+
+def sdpa_mask(mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int) -> Tensor:
+    """Return a mask as :func:`torch.nn.functional.scaled_dot_product_attention` takes it, with an axis for heads.
+
+    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
+    fast there, needs none.
+    """
+    if mask.ndim == 4 and mask.device.type == "cpu" and num_keys > 2 * _CHUNK:
+        ranges = mask.as_subclass(RangeMask)
+        ranges.plain = mask
+        return ranges
+    return matrix_of(mask, num_keys)[:, None]
+
+
+class RangeMask(Tensor):
+    """Ranges [batch, token, range, 2] that ``scaled_dot_product_attention`` takes in place of a mask.
+
+    Attention runs in chunks of queries, each over the keys that some of them see, and backward makes each chunk's mask
+    and scores anew. So memory grows with the length, not with its square. transformers hands masks of four axes down as
+    they are, to every architecture and through gradient checkpointing.
+
+    Attributes:
+        plain: The ranges as a plain tensor.
+    """
+
+    plain: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _attend(
+    query: Float[Tensor, "batch head token dim"],
+    key: Float[Tensor, "batch key_head key dim"],
+    value: Float[Tensor, "batch key_head key dim"],
+    attn_mask: RangeMask,
+    **options: Any,  # noqa: ANN401 - dropout_p, is_causal, scale, enable_gqa
+) -> Float[Tensor, "batch head token dim"]:
+    ranges = attn_mask.plain
+    if ranges.shape[2] == 1 and (ranges == ranges[:, :1]).all():  # all tokens of a row see the same
+        return _chunk(query, key, value, ranges[:, :1], options)
+    chunks = zip(query.split(_CHUNK, 2), ranges.split(_CHUNK, 1), strict=True)
+    given = (key, value)
+    return torch.cat([checkpoint(_chunk, q, *given, own, options, use_reentrant=False) for q, own in chunks], 2)
+
+
+def _chunk(
+    query: Tensor, key: Tensor, value: Tensor, ranges: Int[Tensor, "batch token range 2"], options: dict[str, Any]
+) -> Tensor:
+    """Attend from a few queries; from any number of them if ``ranges`` has one token for all."""
+    used = ranges[ranges[..., 0] < ranges[..., 1]]
+    first, stop = int(used[:, 0].min()), int(used[:, 1].max())
+    key, value = key[:, :, first:stop], value[:, :, first:stop]
+    mask = ranges_mask(ranges - first, stop - first)[:, None]
+    return F.scaled_dot_product_attention(query, key, value, None if mask.all() else mask, **options)
