@@ -18,6 +18,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
+from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
@@ -59,6 +60,7 @@ class Backbone(nn.Module, LanguageModel):
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         self._forward_costs: dict[tuple[object, ...], float] = {}
+        self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
 
@@ -104,7 +106,11 @@ class Backbone(nn.Module, LanguageModel):
         return self._library_states(input_ids, position_ids, mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
-        return self.head(hidden)
+        head = self.head
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type) or not self.lean:
+            return head(hidden)
+        is_plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+        return Linear(head.weight, head.bias, self.packed)(hidden) if is_plain else head(hidden)
 
     def attach(self, drafter: Drafter) -> None:
         """Let a drafter draft: its masks get the ids after the embedding's last row.
@@ -119,6 +125,11 @@ class Backbone(nn.Module, LanguageModel):
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
         self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
+        # Moved or converted weights may lie where others lay before.
+        self.packed = PackedWeights()
+        return super()._apply(*args, **kwargs)
 
     @property
     def forward_costs(self) -> dict[str, float]:
@@ -135,7 +146,9 @@ class Backbone(nn.Module, LanguageModel):
         if key not in self._forward_costs:
 
             def forward(length: int) -> None:
-                ids = torch.zeros(rows, length, dtype=torch.long, device=self.device)
+                # With a drafter, what decoders weigh are masks, for which its adapters act.
+                masks = torch.tensor(self.special_tokens.draft_token_ids[:1] or (0,), device=self.device)
+                ids = torch.cat((torch.zeros_like(masks), masks.expand(length - 1))).expand(rows, -1)
                 positions = torch.arange(length, device=self.device).expand(rows, -1)
                 self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
 
@@ -199,7 +212,7 @@ class Backbone(nn.Module, LanguageModel):
 
     def _lean_body(self) -> LeanBody | None:
         body = self.body
-        return LeanBody(body, self.drafter) if self.lean and is_known(body) else None
+        return LeanBody(body, self.drafter, self.packed) if self.lean and is_known(body) else None
 
     def _library_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None

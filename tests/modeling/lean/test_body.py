@@ -223,8 +223,8 @@ def test_no_matrix_is_copied() -> None:
     model = library("qwen2", head_dim=6)
     lean = LeanBody(model.model)
     layer, kept = model.model.layers[0], lean._layers[0]
-    assert kept.query[0].data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
-    assert kept.down.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
+    assert kept.query.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+    assert kept.down.weight.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
     assert copy.deepcopy(backbone(model, lean=True)).lean
 
 

@@ -20,13 +20,12 @@ from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.attention import attention_for
 from refusion_lit.modeling.lean.drafts import DraftMasks
+from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lean.rows import Attention, Rows
 from refusion_lit.modeling.visibility import Visibility
 
 _MAX_TABLE = 1 << 14
 """On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
-
-_Linear = tuple[Tensor, Tensor | None]
 
 
 class _Norm:
@@ -62,15 +61,19 @@ class _Layer:
     """Weights of a layer; ``heads_norm`` is Qwen3's, of query and key heads."""
 
     attention_norm: _Norm
-    query: _Linear
-    key: _Linear
-    value: _Linear
+    query: Linear
+    key: Linear
+    value: Linear
     heads_norm: _Norm | None
-    output: Tensor
+    output: Linear
     mlp_norm: _Norm
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linear layers."""
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
 
 
 class LeanBody:
@@ -82,9 +85,15 @@ class LeanBody:
     Args:
         body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
+        packed: Keeps weights in the layout that is fastest for a few tokens; ``None`` for none.
     """
 
-    def __init__(self, body: Any, drafter: Drafter | None = None) -> None:  # noqa: ANN401 - a transformers model
+    def __init__(
+        self,
+        body: Any,  # noqa: ANN401 - a transformers model
+        drafter: Drafter | None = None,
+        packed: PackedWeights | None = None,
+    ) -> None:
         config, attention = body.config, body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
@@ -92,7 +101,7 @@ class LeanBody:
         self._implementation = config._attn_implementation
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [_layer(layer, self._num_heads, self._num_key_heads) for layer in body.layers]
+        self._layers = [_layer(layer, self._num_heads, self._num_key_heads, packed) for layer in body.layers]
         self._sign = self._embedding.new_ones(self._head_dim)
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
@@ -117,8 +126,7 @@ class LeanBody:
         """Return the modules' own tensors that a forward reads: all but the norms'."""
         found = [self._embedding]
         for layer in self._layers:
-            found += [layer.output, layer.gate, layer.up, layer.down]
-            found += [one for linear in (layer.query, layer.key, layer.value) for one in linear if one is not None]
+            found += [tensor for linear in layer.linears() for tensor in linear.tensors()]
         return found
 
     def copies(self) -> list[Tensor]:
@@ -167,19 +175,19 @@ class LeanBody:
             hidden, adapters = drafts.embed(ids, self._embedding, masks), drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
-            query, key, value = (F.linear(normed, *linear) for linear in (layer.query, layer.key, layer.value))
+            query, key, value = layer.query(normed), layer.key(normed), layer.value(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.attention, normed, query, key, value)
             mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
-            hidden.addmm_(mixed, layer.output.t())
+            layer.output.add_to(hidden, mixed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gate, up = F.linear(normed, layer.gate), F.linear(normed, layer.up)
+            gate, up = layer.gate(normed), layer.up(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.mlp, normed, gate, up)
             gated = F.silu(gate, inplace=True).mul_(up)
-            hidden.addmm_(gated, layer.down.t())
+            layer.down.add_to(hidden, gated)
             if masks is not None and adapter is not None:
                 masks.add(adapter.down, gated, hidden)
         return self._norm(hidden)
@@ -213,31 +221,30 @@ class LeanBody:
         return heads[:, :num_heads], heads[:, num_heads:], value.view(len(value), -1, dim)
 
 
-def _layer(layer: Any, num_heads: int, num_key_heads: int) -> _Layer:  # noqa: ANN401
+def _layer(layer: Any, num_heads: int, num_key_heads: int, packed: PackedWeights | None) -> _Layer:  # noqa: ANN401
     attention, mlp = layer.self_attn, layer.mlp
     heads_norm = None
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm, attention.k_norm
         weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
         heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
-    query, key, value = (_linear(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+
+    def linear(module: nn.Linear) -> Linear:
+        return Linear(module.weight, module.bias, packed)
+
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
-        query=query,
-        key=key,
-        value=value,
+        query=linear(attention.q_proj),
+        key=linear(attention.k_proj),
+        value=linear(attention.v_proj),
         heads_norm=heads_norm,
-        output=attention.o_proj.weight,
+        output=linear(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
+        gate=linear(mlp.gate_proj),
+        up=linear(mlp.up_proj),
+        down=linear(mlp.down_proj),
     )
 
 
 def _norm(module: Any) -> _Norm:  # noqa: ANN401
     return _Norm(module.weight.detach(), module.variance_epsilon)
-
-
-def _linear(module: nn.Linear) -> _Linear:
-    return module.weight, module.bias

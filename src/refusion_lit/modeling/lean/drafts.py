@@ -21,7 +21,7 @@ class _Stacked:
     ups: tuple[Float[Tensor, "_ rank"], ...]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        low = F.linear(x, self.down).split(self.ups[0].shape[1], -1)
+        low = F.linear(x.to(self.down.dtype), self.down).split(self.ups[0].shape[1], -1)
         return [F.linear(part, up) for part, up in zip(low, self.ups, strict=True)]
 
 
@@ -36,7 +36,10 @@ class LayerAdapters:
 
 
 class DraftMasks:
-    """The weights that draft masks need, in the type of the body's.
+    """The weights that draft masks need.
+
+    Embeddings have the type of the body's. So have adapters, but float32 on CPUs, where small products are slow in
+    lower precision.
 
     Args:
         drafter: The drafter.
@@ -47,13 +50,13 @@ class DraftMasks:
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
         self._first_id = embedding.shape[0]
         self._embedding = drafter.masks.detach().to(embedding.dtype)
+        is_low = embedding.device.type == "cpu" and embedding.dtype.itemsize < 4
+        dtype = torch.float32 if is_low else embedding.dtype
 
         def stacked(layer: int, names: Sequence[str]) -> _Stacked:
             adapters = [drafter.adapter(f"layers-{layer}-{name}") for name in names]
             down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
-            return _Stacked(
-                down.to(embedding.dtype), tuple(adapter.up.detach().to(embedding.dtype) for adapter in adapters)
-            )
+            return _Stacked(down.to(dtype), tuple(adapter.up.detach().to(dtype) for adapter in adapters))
 
         self.layers = [
             LayerAdapters(
@@ -108,6 +111,6 @@ class DraftGate:
             if self.factor is not None:
                 output.add_(update * self.factor)
             elif isinstance(self.rows, slice):
-                output[self.rows] += update
+                output[self.rows].add_(update)
             else:
-                output.index_add_(0, self.rows, update)  # type: ignore[arg-type] - a tensor by now
+                output.index_add_(0, self.rows, update.to(output.dtype))  # type: ignore[arg-type] - a tensor by now

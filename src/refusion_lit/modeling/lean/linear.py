@@ -1,0 +1,113 @@
+"""Linear layers of the lean body: on CPUs, several tokens at once should cost hardly more than one.
+
+A decode step multiplies a few tokens with every weight. The usual product is made for many rows or for one; oneDNN's,
+with weights laid out for it beforehand, takes up to half the time for those in between (``benchmarks/linear.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_FASTEST_FOR = {torch.float32: range(3, 33), torch.bfloat16: range(1, 257)}
+"""Numbers of tokens for which a packed weight is faster, by type."""
+
+_FEWEST_ELEMENTS = 1 << 16
+"""Smaller weights stay in the processor's caches in any layout."""
+
+_MOST_BYTES = 4 << 30
+
+
+class PackedWeights:
+    """Copies of weights in oneDNN's layout, made when they are first needed, again if a weight was changed since.
+
+    They take as much memory as the weights, 4 GiB at most. A change that goes around torch's count of changes (by
+    ``Tensor.data``) is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
+        """Leave the copies out of copies and pickles of a model."""
+        return PackedWeights, ()
+
+    def __len__(self) -> int:
+        """Return the number of copies."""
+        return len(self._copies)
+
+    def of(self, weight: Float[Tensor, "output input"]) -> Tensor | None:
+        """Return a weight's copy; ``None`` where it has none: on other devices, in other types, for small weights."""
+        if weight.device.type != "cpu" or weight.dtype not in _FASTEST_FOR or weight.is_inference():
+            return None
+        found = self._copies.get(weight)
+        state = (weight.data_ptr(), weight._version)
+        if found is not None and found[0] == state:
+            return found[1]
+        if weight.numel() < _FEWEST_ELEMENTS or not _is_supported(weight.dtype):
+            return None
+        others = sum(_num_bytes(other) for other in self._copies if other is not weight)
+        if others + _num_bytes(weight) > _MOST_BYTES:
+            return None
+        copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self._copies[weight] = (state, copy)
+        return copy
+
+
+class Linear:
+    """y = W x + b without gradients, by the product that is fastest for the number of tokens.
+
+    Args:
+        weight: W.
+        bias: b.
+        packed: Where packed copies are kept; ``None`` for none.
+    """
+
+    __slots__ = ("_copy", "_packed", "bias", "weight")
+
+    def __init__(
+        self, weight: Float[Tensor, "output input"], bias: Tensor | None = None, packed: PackedWeights | None = None
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self._packed, self._copy = packed, None
+
+    def tensors(self) -> list[Tensor]:
+        """Return weight and bias."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
+        """Return y."""
+        copy = self._copy_for(x)
+        return F.linear(x, self.weight, self.bias) if copy is None else _product(x, copy, self.bias)
+
+    def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
+        """Add y to states in place; for layers without a bias."""
+        copy = self._copy_for(x)
+        if copy is None:
+            hidden.addmm_(x, self.weight.t())
+        else:
+            hidden.add_(_product(x, copy, None))
+
+    def _copy_for(self, x: Tensor) -> Tensor | None:
+        if self._packed is None or x.numel() // x.shape[-1] not in _FASTEST_FOR.get(x.dtype, ()):
+            return None
+        if self._copy is None:
+            self._copy = self._packed.of(self.weight)
+        return self._copy
+
+
+def _product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+
+
+def _num_bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

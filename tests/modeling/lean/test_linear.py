@@ -1,0 +1,105 @@
+"""Packed weights give the same products, are made anew when a weight changes, and are no part of a model's copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative, decode
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.lean.linear import Linear, PackedWeights
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def weight(dtype: torch.dtype, *, rows: int = 300, columns: int = 320) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.Parameter(torch.randn(rows, columns, generator=generator).to(dtype), requires_grad=False)
+
+
+def needs(dtype: torch.dtype) -> None:
+    if PackedWeights().of(weight(dtype)) is None:
+        pytest.skip(f"this processor has no fast {dtype} product")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 32, 33, 256, 257])
+@torch.no_grad()
+def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) -> None:
+    one, bias = weight(dtype), torch.linspace(-1, 1, 300).to(dtype)
+    x = torch.randn(num_tokens, 320, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = F.linear(x.double(), one.double(), bias.double())
+    found = Linear(one, bias, PackedWeights())(x)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 320 products of size one
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() < tolerance
+    hidden = torch.ones(num_tokens, 300, dtype=dtype)
+    Linear(one, None, PackedWeights()).add_to(hidden, x)
+    assert (hidden.double() - 1 - F.linear(x.double(), one.double())).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@torch.no_grad()
+def test_a_changed_weight_is_packed_anew(dtype: torch.dtype) -> None:
+    needs(dtype)
+    packed, one, x = PackedWeights(), weight(dtype), torch.ones(4, 320, dtype=dtype)
+    before = Linear(one, None, packed)(x)
+    assert packed.of(one) is packed.of(one)
+    one.mul_(2)
+    assert torch.equal(Linear(one, None, packed)(x), before * 2)
+
+
+def test_small_weights_and_other_types_have_no_copy() -> None:
+    packed = PackedWeights()
+    assert packed.of(weight(torch.float32, rows=8)) is None
+    assert packed.of(weight(torch.float64)) is None
+
+
+def test_copies_of_a_model_hold_no_packed_weights() -> None:
+    needs(torch.float32)
+    packed, one = PackedWeights(), weight(torch.float32)
+    packed.of(one)
+    assert len(packed) == 1
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert len(other) == 0
+
+
+def backbone() -> Backbone:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    special = SpecialTokens(mask_token_id=399, pad_token_id=398, eos_token_ids=(397,), vocab_size=400)
+    traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot", "next_token"))
+    return Backbone(model, traits, special)
+
+
+@pytest.mark.parametrize(
+    "decoder", [Autoregressive(), ReFusion(), SelfSpeculative(slot_size=4)], ids=lambda d: type(d).__name__
+)
+def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(torch.float32)
+    model, sampling = backbone(), SamplingParams(max_new_tokens=24)
+    prompts = [Prompt(token_ids=tuple(range(5 + i, 17 + i)), id=str(i)) for i in range(3)]
+    found = decode(model, decoder, prompts, sampling, max_batch_size=3).rows
+    assert len(model.packed) > 0
+    monkeypatch.setattr(PackedWeights, "of", lambda *_: None)
+    expected = decode(model, decoder, prompts, sampling, max_batch_size=3).rows
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+
+
+def test_a_model_that_changes_type_and_back_is_packed_anew() -> None:
+    needs(torch.float32)
+    model, sampling = backbone(), SamplingParams(max_new_tokens=4)
+    decode(model, ReFusion(), [Prompt(token_ids=(1, 2, 3), id="0")], sampling)
+    assert len(model.packed) > 0
+    model.to(torch.bfloat16).to(torch.float32)
+    assert len(model.packed) == 0
