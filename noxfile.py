@@ -77,6 +77,7 @@ def bench(session: nox.Session) -> None:
         "overhead",
         "startup",
         "training",
+        "training_memory",
         "growth",
         "loss_memory",
     ]

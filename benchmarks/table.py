@@ -86,6 +86,16 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]  # fmt: skip
         head = ["rows", "shape", "milliseconds a step", "over padded"]
         yield f"## packing ({packing['num_samples']} samples with lengths like GSM8K's)\n\n" + table(head, rows)
+    if "training_memory" in results:
+        rows = [
+            [name, way, *(f"{found[n]['extra_megabytes']:.0f}" if n in found else "" for n in case["ways"]["ranges"]),
+             case["bytes_a_token"] if way == "ranges" else ""]
+            for name, case in results["training_memory"]["cases"].items()
+            for way, found in case["ways"].items()
+        ]  # fmt: skip
+        lengths = [f"{n} tokens" for n in next(iter(results["training_memory"]["cases"].values()))["ways"]["ranges"]]
+        head = ["objective", "what tokens see as", *lengths, "bytes a token"]
+        yield "## training memory (megabytes of a step)\n\n" + table(head, rows)
     if "growth" in results:
         cases = results["growth"]["cases"]
         lengths = list(next(iter(cases.values()))["seconds_a_token"])
