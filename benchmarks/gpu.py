@@ -1,11 +1,13 @@
 """Decoding on a GPU in bfloat16, and how near it comes to what the memory's bandwidth allows.
 
-usage: python -m benchmarks.gpu [--models '[qwen3-0.6b, qwen3-8b]'] [--batches '[1, 4, 16]']
+usage: python -m benchmarks.gpu [--model qwen3-8b] [--batches '[1, 8, 64]'] [--max_minutes 9]
 
-Random weights in the shapes of Qwen3-0.6B and Qwen3-8B with replayed schedules. At small batches a forward cannot be
-faster than its weights and cached keys and values can be read: the limit is that many bytes over the bandwidth that a
-copy reaches on the same device. ``--models '[tiny]' --device cpu`` tries the program without a GPU; such figures mean
-nothing.
+Random weights in the shapes of Qwen3-0.6B and Qwen3-8B with replayed schedules: ReFusion with the lean body as it is,
+its steps compiled, or with flex attention; the plain ReFusion; one token a forward; transformers' ``generate``. At
+small batches a forward cannot be faster than its weights and cached keys and values can be read: the limit is that many
+bytes over the bandwidth that a copy reaches on the same device. The profiler says how often the host waits for the
+device in a call, and for which share of the time the device has nothing to do. ``--model tiny --device cpu`` tries the
+program without a GPU; such figures mean nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+from collections import Counter
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import interleaved, random_model, random_prompts, speed_ratio, write
-from benchmarks.peers import Variants, check_same_text, default_variants, library, ours, plain, replayed
+from benchmarks.common import Work, aim, interleaved, random_model, random_prompts, speed_ratio, write
+from benchmarks.peers import check_same_text, library, ours, plain, replayed
 from benchmarks.replay import SCHEDULES, Replay
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 
+Shape = Literal["qwen3-0.6b", "qwen3-8b", "tiny"]
 Body = Literal["lean", "compile", "flex_attention"]
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -92,92 +97,133 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def profiled(work: Work) -> dict[str, Any]:
+    """Run a work under the profiler: waits of the host a call, and the share of its usual time without a kernel."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        outcome = work.run()
+    events = profiler.events() or []
+    waits = Counter(event.name for event in events if event.name.startswith("cuda") and "Synchronize" in event.name)
+    busy = sum(event.self_device_time_total for event in events if event.device_type.name == "CUDA") * 1e-6
+    calls = outcome.get("num_calls", outcome["num_forwards"])
+    return {
+        "waits_a_call": {name: round(count / calls, 2) for name, count in waits.items()},
+        "share_of_time_without_kernel": round(max(0.0, 1 - busy / work.summary()["median_seconds"]), 4),
+    }
+
+
+def works_of(
+    model: Backbone, acting: dict[Body, LanguageModel], replay: Replay, size: int, prompt_length: int, num_tokens: int
+) -> tuple[dict[str, Work], dict[str, Work]]:
+    """Return the works of a batch size that must give the same text, and the others."""
+    prompts, options = random_prompts(size, prompt_length), ReFusion(slot_size=8, num_serial_blocks=1)
+    same = {
+        "refusion" if body == "lean" else f"refusion, {body}": ours(one, options, prompts, num_tokens, size)
+        for body, one in acting.items()
+    }
+    if size == 1:
+        same["plain"] = plain(model, options, prompts, num_tokens, replay)
+    lean = next(iter(acting.values()))
+    others = {
+        "autoregressive": ours(lean, Autoregressive(), prompts, num_tokens, size, max_repeats=2),
+        "generate": library(model, prompts, num_tokens, size, max_repeats=2),
+    }
+    return same, others
+
+
+def aims_of(model: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the aims of batch 1, each for its best body."""
+    found = []
+    for case in (case for case in cases if case["batch"] == 1):
+        runs = {name: run for name, run in case["runs"].items() if name.startswith("refusion")}
+        speed = max(case["ratios"][f"{name} / generate"] / run["tokens_per_forward"] for name, run in runs.items())
+        share = max(run["share_of_bandwidth_limit"] for run in runs.values())
+        text = f"{case['case']}: tokens/s over generate's, divided by tokens per forward"
+        found.append(aim(text, speed, 0.9, at_least=True))
+        found.append(aim(f"{case['case']}: share of the bandwidth limit", share, 0.5, at_least=True))
+        if model == "qwen3-8b":
+            idle = min(run["share_of_time_without_kernel"] for run in runs.values())
+            found.append(aim(f"{case['case']}: share of the time without a kernel", idle, 0.05, at_least=False))
+    return found
+
+
 def main(
-    models: tuple[Literal["qwen3-0.6b", "qwen3-8b", "tiny"], ...] = ("qwen3-0.6b", "qwen3-8b"),
-    batches: tuple[int, ...] = (1, 4, 16),
+    model: Shape = "qwen3-0.6b",
+    batches: tuple[int, ...] = (1, 8, 64),
     num_tokens: int = 128,
     prompt_length: int = 128,
-    repeats: int = 5,
-    variants: Variants | None = None,
+    repeats: int = 3,
     bodies: tuple[Body, ...] = ("lean", "compile", "flex_attention"),
+    max_minutes: float = 9,
     device: Literal["cuda", "cpu"] = "cuda",
     output: str | None = None,
 ) -> None:
     """Measure decoding on a GPU.
 
     Args:
-        models: Shapes of the models.
+        model: Shape of the model.
         batches: Prompts that are decoded together.
         num_tokens: Tokens of an answer, a multiple of 16.
         prompt_length: Tokens of a prompt.
         repeats: Rounds of the interleaved timing.
-        variants: Options of ReFusion by name.
         bodies: Ways to run the body: the lean one as it is, its steps compiled, or with flex attention.
+        max_minutes: Cases that would start later are left out, and the result says which.
         device: ``cpu`` only to try the program.
         output: Where to write the JSON.
     """
+    check_device(device)
+    warnings.filterwarnings("ignore", message=".* does not fit this model")
+    started = time.perf_counter()
+    measured_bandwidth = bandwidth(device, 1024 if device == "cuda" else 64)
+    backbone = random_model(SHAPES[model], dtype=torch.bfloat16, device=device)
+    cases, left_out = [], []
+    for size in batches:
+        for label, schedule in SCHEDULES.items():
+            name = f"{model}, {label}, batch {size}"
+            if time.perf_counter() - started > max_minutes * 60:
+                left_out.append(name)
+                continue
+            replay = Replay(schedule, prompt_length, SHAPES[model]["vocab_size"] - 1)
+            acting = {body: replayed(with_body(backbone, body), replay) for body in bodies}
+            same, others = works_of(backbone, acting, replay, size, prompt_length, num_tokens)
+            works = {**same, **others}
+            interleaved(works, repeats)
+            check_same_text(same)
+            runs = {}
+            for work_name, work in works.items():
+                summary = work.summary()
+                calls = summary.get("num_calls", summary["num_forwards"] / size)
+                read = bytes_read(backbone, calls, size, prompt_length + num_tokens / 2)
+                summary["share_of_bandwidth_limit"] = read / measured_bandwidth / summary["median_seconds"]
+                runs[work_name] = {**summary, **profiled(work)}
+            ratios = {
+                f"{one} / {peer}": round(speed_ratio(works[one], works[peer]), 3)
+                for one in same
+                for peer in works
+                if one != peer
+            }
+            cases.append({"case": name, "batch": size, "runs": runs, "ratios": ratios})
+            print(name, {one: run["tokens_per_second"] for one, run in runs.items()}, flush=True)
+            del acting, works, same, others
+            gc.collect()
+    config = {
+        "model": SHAPES[model], "batches": batches, "num_tokens": num_tokens, "prompt_length": prompt_length,
+        "repeats": repeats, "bodies": bodies, "dtype": "bfloat16", "device": device,
+    }  # fmt: skip
+    results = {"bandwidth_bytes_per_second": measured_bandwidth, "cases": cases, "left_out": left_out}
+    results["aims"] = aims_of(model, cases) if device == "cuda" else []
+    write(f"gpu_{model}", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have."""
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "device: expected a CUDA device, found none. Run this on a machine with a GPU and a CUDA build of torch, "
-            "or try the program with --device cpu --models '[tiny]'."
+            "or try the program with --device cpu --model tiny."
         )
-    warnings.filterwarnings("ignore", message=".* does not fit this model")
-    started = time.perf_counter()
-    variants = variants or default_variants()
-    measured_bandwidth = bandwidth(device, 1024 if device == "cuda" else 64)
-    cases = []
-    for name in models:
-        model = random_model(SHAPES[name], dtype=torch.bfloat16, device=device)
-        for label, schedule in SCHEDULES.items():
-            replay = Replay(schedule, prompt_length, SHAPES[name]["vocab_size"] - 1)
-            acting = {body: replayed(with_body(model, body), replay) for body in bodies}
-            for size in batches:
-                prompts = random_prompts(size, prompt_length)
-                options = {"slot_size": 8, "num_serial_blocks": 1}
-                same = {
-                    variant if body == "lean" else f"{variant}, {body}":
-                        ours(acting[body], ReFusion(**options, **more), prompts, num_tokens, size)
-                    for variant, more in variants.items()
-                    for body in bodies
-                }  # fmt: skip
-                names = list(same)
-                if size == 1:
-                    same["plain"] = plain(model, ReFusion(**options), prompts, num_tokens, replay)
-                works = {
-                    **same,
-                    "autoregressive": ours(
-                        acting[bodies[0]], Autoregressive(), prompts, num_tokens, size, max_repeats=2
-                    ),
-                    "generate": library(model, prompts, num_tokens, size, max_repeats=2),
-                }
-                interleaved(works, repeats)
-                check_same_text(same)
-                runs = {}
-                for work_name, work in works.items():
-                    summary = work.summary()
-                    calls = summary.get("num_calls", summary["num_forwards"] / size)
-                    read = bytes_read(model, calls, size, prompt_length + num_tokens / 2)
-                    summary["bandwidth_limit_seconds"] = read / measured_bandwidth
-                    summary["share_of_bandwidth_limit"] = read / measured_bandwidth / summary["median_seconds"]
-                    runs[work_name] = summary
-                ratios = {
-                    f"{name} / {peer}": round(speed_ratio(works[name], works[peer]), 3)
-                    for name in names
-                    for peer in works
-                    if peer not in names or peer == name.split(",")[0] != name
-                }
-                cases.append({"case": f"{name}, {label}, batch {size}", "runs": runs, "ratios": ratios})
-        del model, acting, works, same
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    config = {
-        "models": {name: SHAPES[name] for name in models}, "batches": batches, "num_tokens": num_tokens,
-        "prompt_length": prompt_length, "repeats": repeats, "variants": variants, "bodies": bodies,
-        "dtype": "bfloat16", "device": device,
-    }  # fmt: skip
-    results = {"bandwidth_bytes_per_second": measured_bandwidth, "cases": cases}
-    write("gpu", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,17 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         for entry in result.get("aims", [])
     ]
     yield "## Aims\n\n" + table(["aim", "bound", "measured", "met"], aims)
-    for name in ("decode", "gpu"):
-        if name in results:
+    for name in results:
+        if name == "decode" or name.startswith("gpu_qwen"):
             head = ["case", "decoder", "tokens/s", "tokens/forward", "times plain", "of bandwidth limit"]
             yield f"## {name}\n\n" + table(head, case_rows(results[name]["cases"]))
+    if "gpu_training" in results:
+        rows = [
+            [name, run["tokens_per_second"], f"{run['model_flop_utilisation']:.0%}", run["over_autoregressive"]]
+            for name, run in results["gpu_training"]["runs"].items()
+        ]
+        head = ["objective", "tokens/s", "model-FLOP utilisation", "over autoregressive"]
+        yield "## training on a GPU\n\n" + table(head, rows)
     if "overhead" in results:
         rows = [
             [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values(),
