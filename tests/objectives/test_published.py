@@ -14,7 +14,8 @@ from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
 from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.block import mask_schedule, three_part_ranges
+from refusion_lit.objectives.block import three_part_ranges
+from refusion_lit.objectives.schedule import mask_schedule
 from refusion_lit.types import SpecialTokens
 
 

@@ -91,7 +91,7 @@ class Objective(ABC):
             corrupted.labels,
             corrupted.weights,
             corrupted.terms,
-            num_terms=len(self.terms),
+            num_terms=len(corrupted.counts),
             chunk_size=self.chunk_size,
             kernel=self.kernel,
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -17,16 +16,12 @@ from torch.nn import functional as F
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.objectives.schedule import UNCLIPPED, Schedule, check_search, clipped_intervals, mask_schedule
 from refusion_lit.objectives.text_order import extend_responses, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
-Schedule = Literal["linear", "square", "square_root", "log", "cosine"]
-
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
-_POWERS: Mapping[str, float] = {"linear": 1.0, "square": 2.0, "square_root": 0.5}
-_UNCLIPPED = (1e-3, 1.0)
-"""The interval that counts as unclipped: a likelihood bound, whose limits are not enforced."""
 _MAX_REDRAWS = 1000
 """Bound on redraws of a block, far beyond what an interval needs that some number of masks fits."""
 
@@ -44,9 +39,10 @@ class BlockMasked(Objective):
     Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
     stratified=False``. BD3-LM's released runs are ``resample=True, denominator="all_tokens"``.
 
-    Deliberate differences: t is stratified over a sample's blocks, in random order, and not over the batch's (a
-    sample's noise must not depend on its neighbours); a sample whose length is a multiple of the block size gets no
-    block of padding.
+    Deliberate differences: the noise interval is searched every so many steps and not at each validation, so that no
+    checkpoint lies between a validation and its search; t is stratified over a sample's blocks, in random order, and
+    not over the batch's (a sample's noise must not depend on its neighbours); a sample whose length is a multiple of
+    the block size gets no block of padding.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1.
@@ -61,6 +57,12 @@ class BlockMasked(Objective):
             the bounds 0.001 and 1 are not enforced, nor is a range that no number of masks fits.
         denominator: Tokens that the loss is divided by: those of the ``response``, masked or not, or ``all_tokens``,
             the prompt's too (BD3-LM's training).
+        search_widths: Search the interval [t_min, t_max] during a fit: train on with the one whose loss on validation
+            data varies least between blocks, among [0.001, 1] and all intervals of these widths. BD3-LM's released runs
+            have 0.5, 0.6, 0.7, 0.8 and 0.9. Empty: no search.
+        search_every: Number of optimizer steps between searches.
+        search_delta: Distance between the lower limits of intervals of equal width.
+        search_batches: Number of validation batches that a search looks at; each costs a forward for each interval.
         complementary: Show each sample in two views, the second masked where the first is not, so that each response
             token is a target exactly once; weights are 1. Doubles the rows.
         shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
@@ -77,6 +79,10 @@ class BlockMasked(Objective):
     schedule: Schedule = "linear"
     resample: bool = False
     denominator: Literal["response", "all_tokens"] = "response"
+    search_widths: tuple[float, ...] = ()
+    search_every: int = 1000
+    search_delta: float = 0.05
+    search_batches: int = 100
     complementary: bool = False
     shifted: bool = False
     fill_blocks_with: Literal["eos", "mask"] = "eos"
@@ -95,6 +101,10 @@ class BlockMasked(Objective):
         weighted = not self.complementary or self.denominator == "response"
         fix = "use 'response', which counts each token of the two views once"
         require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
+        check_search(self.search_widths, self.search_every, self.search_delta, self.search_batches)
+        fix = "search without it: the two views have no weights"
+        require(not (self.search_widths and self.complementary), "objective.search_widths", "none with complementary",
+                self.search_widths, fix)  # fmt: skip
 
     @property
     def traits(self) -> ModelTraits:
@@ -161,6 +171,33 @@ class BlockMasked(Objective):
             num_views=len(masks),
         )
 
+    def search_is_due(self, step: int) -> bool:
+        """Whether the noise interval is searched after this number of optimizer steps."""
+        return bool(self.search_widths) and step > 0 and step % self.search_every == 0
+
+    def candidates(self) -> tuple[BlockMasked, ...]:
+        """Return the objective with each interval that the search chooses from; none without a search."""
+        pairs = clipped_intervals(self.search_widths, self.search_delta) if self.search_widths else ()
+        return tuple(replace(self, t_min=low, t_max=high) for low, high in pairs)
+
+    def by_block(
+        self, corrupted: CorruptedBatch, batch: ResponseBatch, special_tokens: SpecialTokens
+    ) -> CorruptedBatch:
+        """Let a corrupted batch's blocks be the terms of its loss, each divided by its number of response tokens.
+
+        Args:
+            corrupted: What :meth:`corrupt` returned, of one view.
+            batch: What it was made of.
+            special_tokens: Ids of the tokenizer's special tokens.
+        """
+        filled, _ = self._with_whole_blocks(batch, special_tokens)
+        positions, in_response = response_positions(filled)
+        sizes = rearrange(in_response, "sample (block within) -> sample block within", within=self.block_size).sum(-1)
+        number = torch.arange(sizes.numel(), device=sizes.device).view_as(sizes)
+        block = (positions + self.shifted).clamp(max=len(positions) - 1) // self.block_size
+        terms = F.pad(number[:, block], (0, len(positions)))  # the clean half has no labels
+        return replace(corrupted, terms=terms, counts=sizes.flatten().float())
+
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
@@ -191,8 +228,8 @@ class BlockMasked(Objective):
             return is_masked
         split = partial(rearrange, pattern="sample (block within) -> sample block within", within=self.block_size)
         sizes = split(in_response).sum(-1)
-        lowest = torch.ceil(self.t_min * sizes - 1e-9) if self.t_min > _UNCLIPPED[0] else torch.zeros_like(sizes)
-        highest = torch.floor(self.t_max * sizes + 1e-9) if self.t_max < _UNCLIPPED[1] else sizes
+        lowest = torch.ceil(self.t_min * sizes - 1e-9) if self.t_min > UNCLIPPED[0] else torch.zeros_like(sizes)
+        highest = torch.floor(self.t_max * sizes + 1e-9) if self.t_max < UNCLIPPED[1] else sizes
         for number in range(_MAX_REDRAWS):
             count = split(is_masked).sum(-1)
             rejected = ((count < lowest) | (count > highest)) & (lowest <= highest)
@@ -222,27 +259,6 @@ class BlockMasked(Objective):
         stratum = keys.argsort(dim=1, stable=True).argsort(dim=1)
         uniform = (stratum + uniform) / (last - first + 1)[:, None]
         return uniform.clamp(max=1) * (self.t_max - self.t_min) + self.t_min
-
-
-def mask_schedule(schedule: Schedule, times: Float[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-    """Return the mask probability p(t) of a noise schedule and the weight of a masked token, p'(t) / p(t).
-
-    The schedules of BD3-LM's program, arXiv 2503.09573.
-
-    Args:
-        schedule: Its name; see :class:`BlockMasked`.
-        times: t, in (0, 1].
-    """
-    if schedule in _POWERS:
-        power = _POWERS[schedule]
-        probability = (times**power).clamp(min=_UNCLIPPED[0])
-        return probability, power * times ** (power - 1) / probability
-    if schedule == "log":
-        probability = torch.log2(1 + times)
-        return probability, 1 / (probability * math.log(2) * (1 + times))
-    eps, angle = _UNCLIPPED[0], math.pi / 2 * times
-    probability = 1 - (1 - eps) * torch.cos(angle)
-    return probability, math.pi / 2 * (1 - eps) * torch.sin(angle) / (probability + eps)
 
 
 def three_part_ranges(

@@ -46,18 +46,20 @@ class Reference:
     num_tokens_fed: list[int] = field(default_factory=list)
 
     def run(self) -> list[int]:
-        text, window = list(self.prompt), [None] * self.decoder.window_size
+        text = list(self.prompt)
+        window: list[int | None] = [None] * self.decoder.window_size
         while True:
             num_leading = next((k for k, token in enumerate(window) if token is None), len(window))
             if self.decoder.look_ahead:
                 window += [None] * num_leading
             order = [k for k, token in enumerate(window) if token is not None]
             masks = [k for k, token in enumerate(window) if token is None]
-            fed = [MASK if window[k] is None else window[k] for k in (*order, *masks)]
+            fed = [token for token in window if token is not None] + [MASK] * len(masks)
             positions = [len(text) + k for k in (*order, *masks)]
             logits = logits_of([*text, *fed], [*range(len(text)), *positions])[len(text) + len(order) :]
             start = len(text)
             for token in window[:num_leading]:
+                assert token is not None
                 text.append(token)
                 if token in self.ends or len(text) == len(self.prompt) + self.max_new_tokens:
                     return text[len(self.prompt) :]
