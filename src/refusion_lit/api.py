@@ -15,6 +15,7 @@ from refusion_lit.decoding import Decoder, DecodingOutput, Generation, Generatio
 from refusion_lit.decoding.admission import KeptCache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
@@ -118,6 +119,45 @@ class TextModel:
             )
         finally:
             self.backbone.train(was_training)
+
+    def piece(self, token_id: int) -> str:
+        """Return the text of a single token, special ones by name."""
+        name = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
+        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
+
+    def trace(
+        self,
+        query: str,
+        *,
+        decoder: Decoder | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - immutable
+        token_ids: Sequence[int] | None = None,
+        prompt_id: str = "0",
+        **options: Any,  # noqa: ANN401 - options of decode
+    ) -> tuple[Generation, Trace]:
+        """Answer a query, and record every forward; :func:`~refusion_lit.traces.page` shows the trace.
+
+        Args:
+            query: The text.
+            decoder: The strategy; by default :attr:`default_decoder`.
+            sampling: Length limit, sampling options and stop strings.
+            token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
+            prompt_id: Keys the sampling noise.
+            options: Options of :meth:`decode`.
+
+        Raises:
+            ValueError: As for :meth:`decode`.
+        """
+        ids = tuple(self.encode(query) if token_ids is None else token_ids)
+        decoder = decoder or self.default_decoder
+        row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
+        slot_size = getattr(decoder, "slot_size", None) or 1
+        name = type(decoder).__name__
+        return row, trace_of(
+            row, prompt=query, prompt_length=len(ids), decoder=name, slot_size=slot_size, piece=self.piece
+        )
 
     def generate(
         self,

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
-from refusion_lit.cli.tracing import decode_with_trace, piece_of
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.traces import Trace, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
@@ -171,11 +170,11 @@ class Chat:
         show_order = self.options.show_order
         watching = show_order and self.console.is_terminal
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            callbacks = [_Watch(live, piece_of(self.model))] if watching else []
+            callbacks = [_Watch(live, self.model.piece)] if watching else []
             name = str(len(self.turns))
-            row, self.last = decode_with_trace(
-                self.model, question, ids, self.options, self.sampling, name=name, callbacks=callbacks,
-                kept=self._kept,
+            row, self.last = self.model.trace(
+                question, decoder=self.options.decoder, sampling=self.sampling, token_ids=ids, prompt_id=name,
+                callbacks=callbacks, allow_mismatch=self.options.allow_mismatch, kept=self._kept,
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))

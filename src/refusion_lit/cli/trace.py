@@ -12,7 +12,6 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
-from refusion_lit.cli.tracing import decode_with_trace
 from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_statistics
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
@@ -79,6 +78,6 @@ def _output(options: Namespace) -> tuple[Path, str]:
 
 
 def _decode(options: Namespace) -> Trace:
-    sampling = sampling_of(options)
+    sampling, mismatch = sampling_of(options), options.allow_mismatch
     model = load_model_of(options)
-    return decode_with_trace(model, options.prompt, model.encode(options.prompt), options, sampling)[1]
+    return model.trace(options.prompt, decoder=options.decoder, sampling=sampling, allow_mismatch=mismatch)[1]

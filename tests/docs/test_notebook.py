@@ -1,0 +1,30 @@
+"""The notebook runs from the first cell to the last; its training is made short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "tour.ipynb"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_tour_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (training,) = (cell for cell in notebook.cells if cell.source.startswith("max_steps = "))
+    training.source = "max_steps = 20\n" + training.source.partition("\n")[2]
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert [line.split()[0] for line in printed.splitlines() if "tokens/forward" in line] == [
+        "ReFusion", "RecomputeKV", "SelfSpeculative",
+    ]  # fmt: skip
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"text/html", "image/png"} <= kinds
+    assert "iframe" in "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
