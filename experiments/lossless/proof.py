@@ -81,7 +81,7 @@ def group(seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Decode all groups and write what was found; exit with 1 if a text differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compare texts with and without drafts.")
     parser.add_argument("--num_prompts", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=Path("runs/lossless_proof.json"))
     args = parser.parse_args()
