@@ -20,7 +20,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.decoding import admission as admission_module
-from refusion_lit.decoding.admission import Admission, KeptCache, SharedPrefixes, common_length
+from refusion_lit.decoding.admission import Admission, KeptCache, common_length
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)
@@ -93,7 +93,7 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     prompts = [[*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5]]
     found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    admission = Admission(enumerate(found), 4, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 4, Autoregressive())
     first = list(admission.admit())
     assert [(one.index, one.num_shared) for one in first] == [(0, 0), (2, 0), (3, 0)]
     assert list(admission.admit()) == []
@@ -109,7 +109,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
 
 def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
     found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    admission = Admission(enumerate(found), 2, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 2, Autoregressive())
     [first] = admission.admit()
     admission.release(first.storage)
     [second] = admission.admit()
@@ -118,10 +118,10 @@ def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
     found = [Prompt(token_ids=(*COMMON, i), id=str(i)) for i in range(3)]
-    admission = Admission(enumerate(found), 1, SharedPrefixes(Autoregressive()))
+    admission = Admission(enumerate(found), 1, Autoregressive())
     for i in range(3):
         [one] = admission.admit()
-        assert (one.storage, one.source, one.num_shared) == (0, 0, 20 if i else 0)
+        assert (one.storage, one.source, one.num_shared) == ((0, 0, 20) if i else (0, -1, 0))
         admission.computed(0)
         admission.release(0)
 

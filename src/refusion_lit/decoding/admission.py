@@ -8,8 +8,8 @@ them, serve as the store, so sharing takes no memory of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.modeling.kv_cache import KVCache
@@ -29,7 +29,7 @@ class Admitted:
         index: Its place among the prompts.
         prompt: The prompt.
         storage: Its row of the cache.
-        source: The row to copy its first entries from; may be the same.
+        source: The row to copy its first entries from, possibly the same; -1 if there are none.
         num_shared: Number of these entries.
     """
 
@@ -41,17 +41,28 @@ class Admitted:
 
 
 class Admission:
-    """Prompts that wait for a row.
+    """Prompts that wait for a row of the cache, and the prompts whose keys and values the rows hold.
 
     Args:
         prompts: The prompts with their places, admitted in order.
         num_rows: Rows of the cache.
-        prefixes: What rows hold; ``None``: nothing is shared.
+        decoder: Says how much of a common beginning may be shared; ``None``: nothing is shared.
+        held: What the rows hold from the call before.
+
+    Attributes:
+        held: Prompts whose entries are computed, by row; a finished prompt's stay until the row is used again.
     """
 
-    def __init__(self, prompts: Iterable[tuple[int, Prompt]], num_rows: int, prefixes: SharedPrefixes | None) -> None:
-        self._waiting, self._free = deque(prompts), list(range(num_rows))
-        self._num_rows, self._prefixes = num_rows, prefixes
+    def __init__(
+        self,
+        prompts: Iterable[tuple[int, Prompt]],
+        num_rows: int,
+        decoder: Decoder | None,
+        held: Mapping[int, Tokens] | None = None,
+    ) -> None:
+        self._waiting, self._free, self._num_rows = deque(prompts), set(range(num_rows)), num_rows
+        self._decoder, self.held = decoder, dict(held or {})
+        self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
 
     def __bool__(self) -> bool:
         """Return whether prompts wait."""
@@ -60,32 +71,46 @@ class Admission:
     def admit(self) -> Iterator[Admitted]:
         """Give free rows to prompts.
 
-        A prompt that can soon share with one in flight waits for it; others may overtake, as far as a batch reaches.
+        A prompt that can soon share clearly more with one in flight waits for it; others may overtake, as far as a
+        batch reaches.
         """
         delayed: list[tuple[int, Prompt]] = []
         while self._waiting and self._free and len(delayed) < self._num_rows:
             index, prompt = self._waiting.popleft()
-            if self._prefixes is None:
-                storage = self._free.pop(0)
-                yield Admitted(index, prompt, storage, storage, 0)
-            elif self._prefixes.is_imminent(prompt.token_ids):
+            num_shared, source = self._longest(self.held, prompt.token_ids)
+            if self._longest(self._pending, prompt.token_ids)[0] >= num_shared + MIN_SHARED:
                 delayed.append((index, prompt))
-            else:
-                storage, source, length = self._prefixes.admit(prompt.token_ids, self._free)
-                self._free.remove(storage)
-                yield Admitted(index, prompt, storage, source, length)
+                continue
+            # The source itself, if it is free, saves the copy; else a row from which nobody can copy.
+            storage = source if source in self._free else min(self._free, key=lambda row: (row in self.held, row))
+            self._free.remove(storage)
+            self.held.pop(storage, None)
+            self._pending[storage] = prompt.token_ids
+            yield Admitted(index, prompt, storage, source, num_shared)
         self._waiting.extendleft(reversed(delayed))
 
     def computed(self, storage: int) -> None:
-        """Record that a row's prompt is stored."""
-        if self._prefixes is not None:
-            self._prefixes.computed(storage)
+        """Record that a row's first forward has run."""
+        if storage in self._pending:
+            self.held[storage] = self._pending.pop(storage)
 
     def release(self, storage: int) -> None:
         """Take back the row of a finished prompt."""
-        self._free = sorted([*self._free, storage])
-        if self._prefixes is not None:
-            self._prefixes.pending.pop(storage, None)  # of a prompt that ended without a forward
+        self._free.add(storage)
+        self._pending.pop(storage, None)  # of a prompt that ended without a forward
+
+    def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
+        """Return how many tokens may be shared with one of the prompts, and its row; 0 and -1 if too few."""
+        if self._decoder is None:
+            return 0, -1
+        best, row = 0, -1
+        head = tokens[:MIN_SHARED]
+        for storage, other in prompts.items():
+            if other[:MIN_SHARED] == head:
+                length = self._decoder.num_shareable(len(tokens), common_length(tokens, other))
+                if length > best:
+                    best, row = length, storage
+        return (best, row) if best >= MIN_SHARED else (0, -1)
 
 
 @dataclass
@@ -95,75 +120,21 @@ class KeptCache:
     The next call must be for the same model with the same weights. Keeps as much memory as the last call needed.
     """
 
-    _cache: KVCache | None = None
-    _prefixes: SharedPrefixes | None = None
+    _content: tuple[KVCache, Decoder, Mapping[int, Tokens]] | None = None
 
-    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, dict[int, Tokens]]:
+    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
         """Return the cache and the prompts that it holds, if the same decoder filled as many rows.
 
         They are gone then: a call that is interrupted leaves a cache that holds nobody knows what.
         """
-        cache, prefixes = self._cache, self._prefixes
-        self._cache = self._prefixes = None
-        if cache is None or prefixes is None or prefixes.decoder != decoder or cache.num_rows != num_rows:
+        content, self._content = self._content, None
+        if content is None or content[1] != decoder or content[0].num_rows != num_rows:
             return None, {}
-        return cache, prefixes.held
+        return content[0], content[2]
 
-    def put(self, cache: KVCache | None, prefixes: SharedPrefixes | None) -> None:
-        """Keep a cache, unless nothing of it can be shared."""
-        self._cache, self._prefixes = cache, prefixes
-
-
-@dataclass
-class SharedPrefixes:
-    """Which rows of the cache begin with the keys and values of which prompts.
-
-    Args:
-        decoder: Says how much of a common beginning may be shared.
-
-    Attributes:
-        held: Prompts whose entries are computed, by storage row; a finished prompt's stay until the row is used again.
-        pending: Prompts whose first forward is still to come, by storage row.
-    """
-
-    decoder: Decoder
-    held: dict[int, Tokens] = field(default_factory=dict)
-    pending: dict[int, Tokens] = field(default_factory=dict)
-
-    def is_imminent(self, tokens: Tokens) -> bool:
-        """Return whether a pending prompt will share clearly more with a prompt than any held one does now."""
-        soon, _ = self._longest(self.pending, tokens)
-        return soon >= MIN_SHARED and soon >= self._longest(self.held, tokens)[0] + MIN_SHARED
-
-    def admit(self, tokens: Tokens, free: Collection[int]) -> tuple[int, int, int]:
-        """Choose a free storage row for a prompt and the row that it shares with.
-
-        Returns:
-            Its storage row, the row to copy from (possibly the same), and the number of tokens to copy.
-        """
-        length, source = self._longest(self.held, tokens)
-        # The source itself, if it is free, saves the copy; else a row from which nobody can copy.
-        is_free = length > 0 and source in free
-        storage = source if is_free else min(free, key=lambda row: (row in self.held, row))
-        self.held.pop(storage, None)
-        self.pending[storage] = tokens
-        return storage, source if length else storage, length
-
-    def computed(self, storage: int) -> None:
-        """Record that a row's first forward has run."""
-        if storage in self.pending:
-            self.held[storage] = self.pending.pop(storage)
-
-    def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
-        """Return how many tokens may be shared with one of the prompts, and which; 0 if too few."""
-        best, row = 0, -1
-        head = tokens[:MIN_SHARED]
-        for storage, other in prompts.items():
-            if other[:MIN_SHARED] == head:
-                length = self.decoder.num_shareable(len(tokens), common_length(tokens, other))
-                if length > best:
-                    best, row = length, storage
-        return (best, row) if best >= MIN_SHARED else (0, -1)
+    def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
+        """Keep a cache with what its rows hold."""
+        self._content = cache, decoder, held
 
 
 def common_length(first: Tokens, second: Tokens) -> int:

@@ -1,87 +1,96 @@
-"""Lays the branches of many prompts out as one padded batch."""
+"""Lays the forwards of many prompts out as one padded batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from refusion_lit.decoding.requests import Branch
+from refusion_lit.decoding.requests import Forward
+from refusion_lit.modeling.transfer import to_device
 from refusion_lit.modeling.visibility import Span, Visibility
 
 
 class BatchLayout:
-    """A padded batch of branches.
+    """A padded batch of forwards.
 
     Args:
-        branches: The branches, in the order of their places.
-        starts: Place of each branch's first token in the batch, laid end to end.
-        shape: Rows and length of the batch.
-        cached: Whether keys are cache entries, or the tokens of the row themselves.
+        forwards: The forwards; all of them use the cache, or none does.
 
     Attributes:
         ids: Tokens.
         positions: Their positions in the text.
-        visibility: Which entries or tokens each token sees.
-        source: Places of the branches' tokens in the batch, laid end to end; ``None`` if they are all of it in order.
+        visibility: Which cache entries each token sees or, without a cache, which tokens of its sequence.
+        source: Flat indices of the branches' tokens in the batch; ``None`` if they are all of it in order.
+        sequences: The sequences of each forward.
+        starts: Flat index of the first token of each branch, by forward.
     """
 
     ids: Int[Tensor, "sequence token"]
     positions: Int[Tensor, "sequence token"]
     visibility: Visibility
     source: Int[Tensor, " token"] | None
+    sequences: list[slice]
+    starts: list[list[int]]
 
-    def __init__(
-        self, branches: Sequence[Branch], starts: Sequence[int], shape: tuple[int, int], *, cached: bool
-    ) -> None:
-        tokens = np.array([token for branch in branches for token in branch.tokens])
-        positions = np.array([position for branch in branches for position in branch.positions])
-        source = None
+    def __init__(self, forwards: Sequence[Forward]) -> None:
+        length = max(forward.shape[1] for forward in forwards)
+        edges = list(accumulate((forward.shape[0] for forward in forwards), initial=0))
+        self.sequences = [slice(first, stop) for first, stop in pairwise(edges)]
+        self.starts = [
+            [part.start * length + start for start in forward.starts(length)]
+            for part, forward in zip(self.sequences, forwards, strict=True)
+        ]
+        self._branches = [branch for forward in forwards for branch in forward.branches]
+        self._lengths = [len(branch.tokens) for branch in self._branches]
+        shape, starts = (edges[-1], length), [start for own in self.starts for start in own]
+        tokens = np.array([token for branch in self._branches for token in branch.tokens])
+        positions = np.array([position for branch in self._branches for position in branch.positions])
+        self.source = None
         if len(tokens) < shape[0] * shape[1]:
-            lengths = [len(branch.tokens) for branch in branches]
-            source = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+            source = _ranges(starts, self._lengths)
             tokens, positions = (_scattered(values, source, shape) for values in (tokens, positions))
+            self.source = torch.from_numpy(source)
         self.ids, self.positions = (torch.from_numpy(values.reshape(shape)) for values in (tokens, positions))
-        self.visibility = _visibility(branches, starts, shape, cached=cached)
-        self.source = None if source is None else torch.from_numpy(source)
+        self.visibility = self._visibility(starts, shape, cached=forwards[0].cached)
+
+    def _visibility(self, starts: Sequence[int], shape: tuple[int, int], *, cached: bool) -> Visibility:
+        spans, num_keys = [], 0 if cached else shape[1]
+        for branch, start, length in zip(self._branches, starts, self._lengths, strict=True):
+            sequence, offset = divmod(start, shape[1])
+            first_key = branch.write_at if cached else offset
+            spans.append(Span(sequence, offset, length, first_key, branch.visible, branch.order))
+            num_keys = max(num_keys, first_key + length, *(stop for _, stop in branch.visible))
+        return Visibility(spans, shape, num_keys)
+
+    def cache_plan(
+        self, rows: Sequence[int], device: torch.device
+    ) -> tuple[list[int], int, Int[Tensor, " token"] | None, Int[Tensor, " token"], Int[Tensor, " token"]]:
+        """Return the arguments of :meth:`~refusion_lit.modeling.kv_cache.KVCache.prepare`.
+
+        Args:
+            rows: Storage row of each forward.
+            device: Device of the cache.
+        """
+        sequences = zip(rows, self.sequences, strict=True)
+        of_sequence = [row for row, part in sequences for _ in range(part.start, part.stop)]
+        of_branch = [row for row, own in zip(rows, self.starts, strict=True) for _ in own]
+        source = None if self.source is None else to_device(self.source, device)
+        row_index = to_device(np.repeat(of_branch, self._lengths), device)
+        cache_index = to_device(_ranges([branch.write_at for branch in self._branches], self._lengths), device)
+        return of_sequence, self.visibility.num_keys, source, row_index, cache_index
 
 
-def _visibility(
-    branches: Sequence[Branch], starts: Sequence[int], shape: tuple[int, int], *, cached: bool
-) -> Visibility:
-    spans = []
-    for branch, start in zip(branches, starts, strict=True):
-        sequence, offset = divmod(start, shape[1])
-        spans.append(
-            Span(
-                sequence=sequence, offset=offset, length=len(branch.tokens),
-                first_key=branch.write_at if cached else offset, context=branch.visible, order=branch.order,
-            )
-        )  # fmt: skip
-    num_keys = shape[1]
-    if cached:
-        num_keys = max(max(b.write_at + len(b.tokens), *(stop for _, stop in b.visible), 0) for b in branches)
-    return Visibility(spans, shape, num_keys)
+def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Return consecutive numbers from each start on, joined."""
+    return np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 
 
 def _scattered(values: np.ndarray, places: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     padded = np.zeros(shape[0] * shape[1], dtype=np.int64)
     padded[places] = values
     return padded
-
-
-def write_indices(
-    branches: Sequence[Branch], rows: Sequence[int]
-) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
-    """Return the storage row and the cache index that each token is written to.
-
-    Args:
-        branches: The branches.
-        rows: Storage row of each.
-    """
-    lengths = [len(branch.tokens) for branch in branches]
-    indices = [np.arange(branch.write_at, branch.write_at + n) for branch, n in zip(branches, lengths, strict=True)]
-    return torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate(indices))

@@ -42,42 +42,33 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     return reasons
 
 
-def check_context(model: LanguageModel, lengths: Mapping[str, int], max_new_tokens: int) -> None:
-    """Refuse prompts that leave no room for the response in the model's context.
+def check_context(
+    model: LanguageModel, lengths: Mapping[str, int], max_new_tokens: int, max_cache_tokens: int | None = None
+) -> None:
+    """Refuse prompts that leave no room for the response in the model's context or in a bounded cache.
 
     Args:
         model: The model.
         lengths: Number of tokens of each prompt, by its id.
         max_new_tokens: Room for the response.
+        max_cache_tokens: Bound on the cache, which must hold a single prompt and its response; ``None``: none.
 
     Raises:
         ValueError: Naming the longest prompt.
     """
+    if max_cache_tokens is not None:
+        require_at_least("max_cache_tokens", max_cache_tokens, 1)
+    if not lengths:
+        return
+    longest, length = max(lengths.items(), key=lambda item: item[1])
     context = model.max_positions
-    longest = max(lengths, key=lambda name: lengths[name], default=None)
-    if context is not None and longest is not None and lengths[longest] + max_new_tokens > context:
+    if context is not None and length + max_new_tokens > context:
         raise ValueError(
             f"prompt {longest}: expected at most {max(context - max_new_tokens, 0)} tokens (a context of {context} "
-            f"less max_new_tokens {max_new_tokens}), got {lengths[longest]}; shorten it or lower max_new_tokens."
+            f"less max_new_tokens {max_new_tokens}), got {length}; shorten it or lower max_new_tokens."
         )
-
-
-def check_cache(lengths: Mapping[str, int], max_new_tokens: int, max_cache_tokens: int | None) -> None:
-    """Refuse a bound on the cache that is too small for a single prompt and its answer.
-
-    Args:
-        lengths: Number of tokens of each prompt, by its id.
-        max_new_tokens: Room for the response.
-        max_cache_tokens: The bound; ``None``: none.
-
-    Raises:
-        ValueError: Naming the longest prompt.
-    """
-    if max_cache_tokens is None:
-        return
-    require_at_least("max_cache_tokens", max_cache_tokens, 1)
-    for longest in sorted(lengths, key=lambda name: lengths[name])[-1:]:
-        needed = lengths[longest] + max_new_tokens
-        expected = f"at least {needed} (prompt {longest} of {lengths[longest]} tokens and max_new_tokens)"
+    if max_cache_tokens is not None:
+        needed = length + max_new_tokens
+        expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
         fix = "raise it, shorten the prompt or lower max_new_tokens"
         require(max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)

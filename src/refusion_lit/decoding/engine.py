@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from refusion_lit.decoding.admission import Admission, Admitted, KeptCache, SharedPrefixes, groups_within
+from refusion_lit.decoding.admission import Admission, Admitted, KeptCache, groups_within
 from refusion_lit.decoding.base import Decoder, RowState
-from refusion_lit.decoding.checks import check_cache, check_context, check_model
+from refusion_lit.decoding.checks import check_context, check_model
 from refusion_lit.decoding.executor import Executor, Row
 from refusion_lit.decoding.output import (
     DecodingOutput,
@@ -80,26 +80,23 @@ def decode(
         require(bool(prompt.token_ids), f"prompt {prompt.id}", "at least one token", "none", "give it some text")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
     lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
-    check_context(model, lengths, sampling.max_new_tokens)
-    check_cache(lengths, sampling.max_new_tokens, max_cache_tokens)
+    check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
     decoder.check(sampling)
     num_rows = min(max_batch_size, max(len(prompts), 1))
     if decoder.forward_cost == "measure" and prompts:
         decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
-    groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
     results: dict[int, Generation] = {}
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
     started = synchronised_time(model.device)
+    groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
     for num_rows, group in groups:
         cache, held = (None, {}) if kept is None else kept.take(decoder, num_rows)
         executor = Executor(model, num_rows, all_probabilities=trace, cache=cache)
-        prefixes = SharedPrefixes(decoder, held) if share_prefixes and executor.cache is not None else None
-        run = _Run(
-            model, executor, decoder, sampling, num_rows, max_tokens_per_forward, callbacks, detokenize, trace,
-            prefixes,
-        )  # fmt: skip
+        sharing = decoder if share_prefixes and executor.cache is not None else None
+        admission = Admission(group, num_rows, sharing, held)
+        run = _Run(model, executor, admission, decoder, sampling, max_tokens_per_forward, callbacks, detokenize, trace)
         try:
-            results |= run.all(group)
+            results |= run.all()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -108,11 +105,11 @@ def decode(
             raise ValueError(f"max_batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         output.num_calls += executor.num_calls
         output.num_positions += executor.num_positions
-        output.num_shared += run.num_shared
+        output.num_shared += executor.num_shared
         output.cache_bytes = max(output.cache_bytes, executor.cache_bytes)
         output.cache_bytes_per_token = executor.cache_bytes_per_token or output.cache_bytes_per_token
-        if kept is not None:
-            kept.put(executor.cache, prefixes)
+        if kept is not None and share_prefixes and executor.cache is not None:
+            kept.put(executor.cache, decoder, admission.held)
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
@@ -149,42 +146,37 @@ class _Run:
 
     model: LanguageModel
     executor: Executor
+    admission: Admission
     decoder: Decoder
     sampling: SamplingParams
-    num_rows: int
     max_tokens: int | None
     callbacks: Sequence[GenerationCallback]
     detokenize: Callable[[list[int]], str] | None
     trace: bool
-    prefixes: SharedPrefixes | None
-    num_shared: int = 0
 
-    def all(self, prompts: Sequence[tuple[int, Prompt]]) -> dict[int, Generation]:
-        """Decode prompts given with their places, filling rows as they become free."""
-        admission = Admission(prompts, self.num_rows, self.prefixes)
+    def all(self) -> dict[int, Generation]:
+        """Decode all prompts, filling rows as they become free; return the generations by the prompts' places."""
         rows: list[_InFlight] = []
         results: dict[int, Generation] = {}
-        while admission or rows:
-            rows += [self._admit(admitted) for admitted in admission.admit()]
+        while self.admission or rows:
+            rows += [self._admit(admitted) for admitted in self.admission.admit()]
             batch = self._schedule(rows)
             if batch:
-                requests = [row.request for row in batch]
-                for row, request, readings in zip(batch, requests, self.executor.run(batch), strict=True):
-                    admission.computed(row.storage)
-                    self._advance(row, request, readings)
+                for row, readings in zip(batch, self.executor.run(batch), strict=True):
+                    self.admission.computed(row.storage)
+                    self._advance(row, readings)
             for row in [row for row in rows if row.request is None]:
                 results[row.index] = self._finish(row)
                 rows.remove(row)
-                admission.release(row.storage)
+                self.admission.release(row.storage)
         return results
 
     def _admit(self, admitted: Admitted) -> _InFlight:
-        prompt, num_shared = admitted.prompt, admitted.num_shared
+        prompt = admitted.prompt
         state = self.decoder.begin(prompt, self.sampling, self.model.special_tokens)
-        if num_shared:
-            self.executor.share(admitted.source, admitted.storage, num_shared)
-            state.num_shared = num_shared
-            self.num_shared += num_shared
+        if admitted.num_shared:
+            self.executor.share(admitted.source, admitted.storage, admitted.num_shared)
+            state.num_shared = admitted.num_shared
         row = _InFlight(
             storage=admitted.storage, prompt_id=prompt.id, index=admitted.index, state=state, steps=self._steps(state),
             result=Generation(id=prompt.id), started=synchronised_time(self.model.device),
@@ -243,9 +235,9 @@ class _Run:
                 sizes[forward.cached] = trial
         return [row for row in rows if row.index in chosen]
 
-    def _advance(self, row: _InFlight, request: Request | None, readings: list[Reading]) -> None:
+    def _advance(self, row: _InFlight, readings: list[Reading]) -> None:
         """Hand a row its readings, take its next request, and look at what it committed."""
-        state, num_before = row.state, row.state.num_committed
+        state, request, num_before = row.state, row.request, row.state.num_committed
         try:
             row.request = row.steps.send(readings)
         except StopIteration:

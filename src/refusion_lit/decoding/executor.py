@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from refusion_lit.decoding.batching import BatchLayout, write_indices
+from refusion_lit.decoding.batching import BatchLayout
 from refusion_lit.decoding.prefetch import Prefetch
 from refusion_lit.decoding.reading import LogitReader, Read
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
@@ -48,13 +47,13 @@ class Executor:
         all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
         prefetches: Prefetch drafts that are likely to be requested next; by default wherever a device-to-host transfer
             makes the host wait, that is, everywhere but on CPUs. Never for traces, which show what was requested.
-
         cache: A cache that the model made for as many rows, to go on with what it holds; ``None``: a new one.
 
     Attributes:
         cache: The cache; ``None`` if the model keeps no state (fakes).
         num_calls: Calls of the model so far.
         num_positions: Token positions computed so far, padding included.
+        num_shared: Token positions copied from other rows so far instead.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class Executor:
         self.cache = model.make_cache(num_rows) if cache is None else cache
         self._reader = LogitReader(model, all_probabilities=all_probabilities)
         self._prefetches = (self._device.type != "cpu" if prefetches is None else prefetches) and not all_probabilities
-        self.num_calls = 0
-        self.num_positions = 0
+        self.num_calls = self.num_positions = self.num_shared = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -87,6 +85,7 @@ class Executor:
         """Let a storage row begin with the first ``length`` cache entries of another one."""
         assert self.cache is not None
         self.cache.copy(source, target, length)
+        self.num_shared += length
 
     def run(self, rows: Sequence[Row]) -> list[list[Reading]]:
         """Answer the rows' requests in as few calls of the model as possible.
@@ -103,7 +102,7 @@ class Executor:
         for cached in (True, False):
             chosen = [row for row in rows if isinstance(row.request, Forward) and row.request.cached is cached]
             if chosen:
-                readings.update(zip(map(id, chosen), self._call(chosen, cached=cached), strict=True))
+                readings.update(zip(map(id, chosen), self._call(chosen), strict=True))
         return [readings[id(row)] for row in rows]
 
     def _draft_more(self, rows: Sequence[Row]) -> list[list[Reading]]:
@@ -135,37 +134,26 @@ class Executor:
             self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], reads)
         return results
 
-    def _call(self, rows: Sequence[Row], *, cached: bool) -> list[list[Reading]]:
-        """Run the forwards of rows in one call of the model."""
+    def _call(self, rows: Sequence[Row]) -> list[list[Reading]]:
+        """Run the forwards of rows in one call of the model; all of them use the cache, or none does."""
         forwards = [row.request for row in rows if isinstance(row.request, Forward)]
-        length = max(forward.shape[1] for forward in forwards)
-        firsts = list(accumulate((forward.shape[0] for forward in forwards), initial=0))
-        starts = [
-            [first * length + start for start in forward.starts(length)]
-            for first, forward in zip(firsts, forwards, strict=False)
-        ]
-        branches = [branch for forward in forwards for branch in forward.branches]
-        batch = BatchLayout(branches, [i for own in starts for i in own], (firsts[-1], length), cached=cached)
-        cache = self.cache if cached else None
+        batch = BatchLayout(forwards)
+        cache = self.cache if forwards[0].cached else None
         if cache is not None:
             for row, forward in zip(rows, forwards, strict=True):
                 if forward.keep is not None:
                     cache.compact(row.storage, list(forward.keep.indices), forward.keep.num_leading)
-            sequences = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in range(f.shape[0])]
-            owners = [row.storage for row, f in zip(rows, forwards, strict=True) for _ in f.branches]
-            row_index, cache_index = (to_device(index, self._device) for index in write_indices(branches, owners))
-            source = None if batch.source is None else to_device(batch.source, self._device)
-            cache.prepare(sequences, batch.visibility.num_keys, source, row_index, cache_index)
+            cache.prepare(*batch.cache_plan([row.storage for row in rows], self._device))
         ids, positions = (to_device(values, self._device) for values in (batch.ids, batch.positions))
         hidden = self._model.hidden_states(ids, positions, batch.visibility, cache)
         self.num_calls += 1
         self.num_positions += batch.ids.numel()
         results: list[list[Reading]] = []
         reads: list[Read] = []
-        for row, forward, first, own in zip(rows, forwards, firsts, starts, strict=False):
-            row.forward, row.hidden = forward, hidden[first : first + forward.shape[0]]
+        for row, forward, part, starts in zip(rows, forwards, batch.sequences, batch.starts, strict=True):
+            row.forward, row.hidden = forward, hidden[part]
             row.prefetched = [{} for _ in forward.branches] if self._prefetches else None
-            readings, more = self._reads_of(row, forward, own, length)
+            readings, more = self._reads_of(row, forward, starts, hidden.shape[1])
             results.append(readings)
             reads += more
         self._reader.read(hidden.flatten(0, 1), reads)

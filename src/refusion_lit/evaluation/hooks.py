@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder, check_context, check_model
-from refusion_lit.decoding.checks import check_cache
 from refusion_lit.evaluation.fingerprints import described
 from refusion_lit.evaluation.loop import DecodingSetup, Evaluation
 from refusion_lit.evaluation.options import DecodingOptions
@@ -133,8 +132,7 @@ class EvaluationHooks(L.LightningModule):
         prompts = data.test_prompts() if data else []
         contents = {prompt.example.id: (list(prompt.prompt_ids), prompt.example.response) for prompt in prompts}
         lengths = {name: len(ids) for name, (ids, _) in contents.items()}
-        check_context(self.model, lengths, self.sampling.max_new_tokens)
-        check_cache(lengths, self.sampling.max_new_tokens, self.decoding.max_cache_tokens)
+        check_context(self.model, lengths, self.sampling.max_new_tokens, self.decoding.max_cache_tokens)
         return Evaluation(
             self.decoding_setup(),
             decoders,

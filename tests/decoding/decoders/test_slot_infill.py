@@ -35,26 +35,25 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
     ],
 )
 def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float], num_accepted: int) -> None:
-    infill = infill_of([([5, 6, 7, 8], prefix)])
-    infill.accept(infill.slots[0], scores, 0.5)
-    assert infill.slots[0].num_accepted == num_accepted
+    slot = OpenSlot(100, 0, [5, 6, 7, 8], prefix)
+    slot.accept(scores, 0.5)
+    assert slot.num_accepted == num_accepted
 
 
 @pytest.mark.parametrize(
-    ("prefixes", "cached", "expected"),
+    ("prefixes", "expected"),
     [
-        ([2, 3], 0, 1),  # the fewest, less the one whose output is needed next
-        ([2, 4], 1, 1),
-        ([3, 4], 1, 2),
-        ([1, 4], 0, 0),
-        ([4, 4], 2, 4),  # all complete
+        ([2, 3], 1),  # the fewest, less the one whose output is needed next
+        ([2, 4], 1),
+        ([3, 4], 2),
+        ([1, 4], 0),
+        ([4, 4], 4),  # all complete
     ],
 )
-def test_entries_of_the_common_length_are_final(prefixes: list[int], cached: int, expected: int) -> None:
+def test_entries_of_the_common_length_are_final(prefixes: list[int], expected: int) -> None:
     infill = infill_of([([5, 6, 7, 8], prefix) for prefix in prefixes])
-    infill.num_cached = cached
     infill.close_round()
-    assert infill.num_cached == expected
+    assert [slot.num_cached for slot in infill.slots] == [expected, expected]
     assert infill.is_done == (prefixes == [4, 4])
 
 
@@ -66,9 +65,9 @@ def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_nobody() -> Non
     assert infill.slots[1].num_accepted == 2
     assert infill.found_eos
     assert not infill.is_done
-    assert infill.num_cached == 2
-    infill.accept(infill.slots[0], [], 0.5)
-    infill.accept(infill.slots[1], [], 0.5)
+    assert infill.slots[0].num_cached == 2
+    for slot in infill.slots:
+        slot.accept([], 0.5)
     infill.close_round()
     assert infill.is_done
     assert infill.kept_indices() == [10, 11, 12, 13, 14, 15]

@@ -21,9 +21,9 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
     draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
     is_first = True
     while not infill.is_done:
-        cached = infill.num_cached
         branches = []
         for slot in infill.slots:
+            cached = slot.num_cached
             untested = range(0) if slot.is_complete else range(slot.num_accepted, infill.slot_size)
             offsets = [offset - cached - 1 for offset in untested]
             scores = [(offset, slot.tokens[cached + 1 + offset]) for offset in offsets]

@@ -115,11 +115,11 @@ class ReFusion(Decoder):
         plan, state.planned = state.planned, None
         if plan is None:
             plan = yield from self._plan(state)
-        chosen, drafts = yield from self._choose(state, plan)
-        passes = yield from self._verify(state, chosen, drafts)
-        if not self._accept_prefix(state, chosen, drafts, passes):
+        chosen, tokens = yield from self._choose(state, plan)
+        passes = yield from self._verify(state, chosen, tokens)
+        if not self._accept_prefix(state, chosen, tokens, passes):
             state.planned = None
-            yield from self._fill(state, chosen, drafts, passes)
+            yield from self._fill(state, chosen, tokens, passes)
         is_last = state.next_block == state.num_serial_blocks
         state.finished = not state.remaining and (is_last or state.prefix_ends)
 
@@ -134,27 +134,27 @@ class ReFusion(Decoder):
         state.context_length = seen + len(prompt)
         return Plan(state.remaining, len(prompt), 1, readings[-1])
 
-    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
-        """Choose slots in text order and draft all their tokens; the head runs only where the choice needs it."""
+    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
+        """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         assert plan.slots == state.remaining
         size, reading, draw = self.slot_size, plan.reading, self._draw(state)
         state.num_plans += 1
         if self.certainty == "first":
             chosen = self._certain(reading.probabilities)
-            drafts = [[reading.tokens[i]] for i in chosen]
-            rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
-            if rest:
+            tokens = [reading.tokens[i] for i in chosen]
+            if size > 1:
+                rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
                 draft_at = (*[()] * (plan.num_branches - 1), rest)
-                further = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
-                for i, draft in enumerate(drafts):
-                    draft.extend(further[i * (size - 1) : (i + 1) * (size - 1)])
+                others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
+                parts = [others[i * (size - 1) : (i + 1) * (size - 1)] for i in range(len(chosen))]
+                tokens = [token for first, part in zip(tokens, parts, strict=True) for token in (first, *part)]
         else:
             groups = [slice(i * size, (i + 1) * size) for i in range(len(plan.slots))]
             certainty = {"mean": lambda values: sum(values) / size, "min": min, "product": prod}[self.certainty]
             chosen = self._certain([certainty(reading.probabilities[group]) for group in groups])
-            drafts = [reading.tokens[groups[i]] for i in chosen]
+            tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
         state.num_chosen = len(chosen)
-        return [plan.slots[i] for i in chosen], drafts
+        return [plan.slots[i] for i in chosen], tokens
 
     def _certain(self, certainties: Sequence[float]) -> list[int]:
         """Return the chosen slots in text order; ties go to the earlier slot."""
@@ -164,10 +164,9 @@ class ReFusion(Decoder):
         certain = [i for i in ranked if certainties[i] > self.slot_threshold]
         return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
 
-    def _verify(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]]) -> Steps[list[bool]]:
+    def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
         """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
         size = self.slot_size
-        tokens = [token for draft in drafts for token in draft]
         tested = [offset for offset in range(len(tokens)) if offset % size]
         branch = Branch(
             tokens=tokens,
@@ -185,12 +184,9 @@ class ReFusion(Decoder):
             passes[offset] = score > self.token_threshold
         return passes
 
-    def _accept_prefix(
-        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
-    ) -> bool:
+    def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
-        tokens = [token for draft in drafts for token in draft]
-        length = passes.index(False) if False in passes else len(passes)
+        length = [*passes, False].index(False)
         eos = state.first_eos(tokens[:length])
         num_accepted = length // self.slot_size * self.slot_size if eos is None else eos + 1
         if num_accepted == 0:
@@ -203,18 +199,16 @@ class ReFusion(Decoder):
         state.remaining = state.left(chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
         return True
 
-    def _fill(
-        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
-    ) -> Steps[None]:
+    def _fill(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> Steps[None]:
         """Fill all chosen slots in parallel, and commit them."""
         size, slots = self.slot_size, []
         packed = self.infill_layout != "reference" and self.infill == "mask"
-        for index, (slot, draft) in enumerate(zip(chosen, drafts, strict=True)):
-            own = passes[index * size : (index + 1) * size]
-            prefix = own.index(False) if False in own else size
+        for index, slot in enumerate(chosen):
+            part = slice(index * size, (index + 1) * size)
+            prefix = [*passes[part], False].index(False)
             # The first slot has seen nothing but the context, so its entries are final.
             cached = prefix if packed and index == 0 else 0
-            slots.append(OpenSlot(state.prompt_length + slot * size, index, draft, prefix, num_cached=cached))
+            slots.append(OpenSlot(state.prompt_length + slot * size, index, tokens[part], prefix, num_cached=cached))
         max_ahead = {"single_forward": inf, "auto": self.fixed_cost}.get(self.infill_layout, 0)
         infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively

@@ -24,7 +24,7 @@ class OpenSlot:
         tokens: Its tokens; those from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
         ends: Whether its accepted prefix ends with an EOS.
-        num_cached: Tokens of the accepted prefix whose cache entries are final (packed layout).
+        num_cached: First tokens whose cache entries are final; they are not fed again.
     """
 
     start: int
@@ -39,6 +39,17 @@ class OpenSlot:
         """Whether nothing is left to accept."""
         return self.ends or self.num_accepted == len(self.tokens)
 
+    def accept(self, scores: Sequence[float], threshold: float) -> None:
+        """Extend the accepted prefix: by one token in any case, then while proposals are probable enough.
+
+        Args:
+            scores: Probability of each proposal but the first.
+            threshold: Proposals above it are accepted.
+        """
+        if not self.is_complete:
+            rejected = next((i for i, score in enumerate(scores) if not score > threshold), len(scores))
+            self.num_accepted += 1 + rejected
+
 
 @dataclass(slots=True)
 class SlotInfill:
@@ -51,7 +62,6 @@ class SlotInfill:
         packed: Whether the slots share one row, or are a row each.
         max_ahead: Packed only: a verification also proposes the next round for every length that it may accept, if
             that takes at most this many positions. The next round is then a single forward.
-        num_cached: Tokens of every slot's accepted prefix whose cache entries are final (reference layout).
         found_eos: Whether a slot ended with an EOS.
         scratch: First cache index after all slots, for proposals made ahead.
     """
@@ -61,7 +71,6 @@ class SlotInfill:
     context_length: int
     packed: bool = False
     max_ahead: float = 0
-    num_cached: int = 0
     found_eos: bool = False
     slot_size: int = field(init=False)
     scratch: int = field(init=False)
@@ -72,10 +81,6 @@ class SlotInfill:
         self.scratch = self.context_length + (max(slot.index for slot in self.slots) + 1) * self.slot_size
         if self.packed:
             self.drop_after_end()
-
-    def cached(self, slot: OpenSlot) -> int:
-        """Return how many of a slot's tokens need not be fed again."""
-        return slot.num_cached if self.packed else self.num_cached
 
     def cache_index(self, slot: OpenSlot) -> int:
         """Return the cache index of a slot's first token."""
@@ -90,7 +95,7 @@ class SlotInfill:
         shift: int = 0,
     ) -> Branch:
         """Return the branch that feeds a slot's tokens after those that are cached."""
-        first, cached = self.cache_index(slot), self.cached(slot)
+        first, cached = self.cache_index(slot), slot.num_cached
         return Branch(
             tokens=tokens,
             positions=range(slot.start + cached, slot.start + cached + len(tokens)),
@@ -101,27 +106,14 @@ class SlotInfill:
             score_at=score_at,
         )
 
-    def accept(self, slot: OpenSlot, scores: Sequence[float], threshold: float) -> None:
-        """Extend a slot's accepted prefix: by one token in any case, then while proposals are probable enough.
-
-        Args:
-            slot: A slot; nothing happens if it is complete.
-            scores: Probability of each proposal but the first.
-            threshold: Proposals above it are accepted.
-        """
-        if slot.is_complete:
-            return
-        rejected = next((i for i, score in enumerate(scores) if not score > threshold), len(scores))
-        slot.num_accepted += 1 + rejected
-
     def close_round(self) -> None:
         """Look for an EOS, drop the slots after it, and count what is cached for good."""
         self.drop_after_end()
-        if self.packed:
-            return
-        # A slot that ended delays no other slot: tokens after its EOS are fed, but never kept.
-        fewest = min(self.slot_size if slot.ends else slot.num_accepted for slot in self.slots) - self.num_cached
-        self.num_cached += fewest if self.is_done else fewest - 1
+        # Rows have one length, and feed the last common token again for its output. A slot that ended delays no other
+        # slot: tokens after its EOS are fed, but never kept.
+        common = min(self.slot_size if slot.ends else slot.num_accepted for slot in self.slots)
+        for slot in self.slots:
+            slot.num_cached = slot.num_accepted if self.packed else common - (not self.is_done)
 
     def drop_after_end(self) -> None:
         """Complete the first slot with an EOS in its accepted prefix; drop the slots after it."""
@@ -171,7 +163,7 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
     fed = [s for s in infill.slots if not (infill.packed and s.is_complete and s.num_cached == s.num_accepted)]
     branches = []
     for slot in fed:
-        cached = infill.cached(slot)
+        cached = slot.num_cached
         num_known = size if slot.ends and not infill.packed else slot.num_accepted
         num_masks = 0 if slot.ends else size - num_known
         tokens = slot.tokens[cached:num_known] + [mask] * num_masks
@@ -179,7 +171,8 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
         branches.append(infill.branch(slot, tokens, draft_at=masks))
     readings = yield Forward(phase="infill_propose", branches=tuple(branches), draw=draw, packed=infill.packed)
     for slot, reading in zip(fed, readings, strict=True):
-        slot.num_cached = slot.num_accepted
+        if infill.packed:
+            slot.num_cached = slot.num_accepted
         if not slot.is_complete:
             slot.tokens[slot.num_accepted :] = reading.tokens
 
@@ -189,17 +182,15 @@ def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[boo
     fed = [slot for slot in infill.slots if not (infill.packed and slot.is_complete)]
     branches = []
     for slot in fed:
-        cached = infill.cached(slot)
         # A proposal is tested at the token before it; the first one needs no test.
         tested = () if slot.is_complete else range(slot.num_accepted + 1, infill.slot_size)
-        scores = [(offset - cached - 1, slot.tokens[offset]) for offset in tested]
-        branches.append(infill.branch(slot, slot.tokens[cached:], score_at=scores))
+        scores = [(offset - slot.num_cached - 1, slot.tokens[offset]) for offset in tested]
+        branches.append(infill.branch(slot, slot.tokens[slot.num_cached :], score_at=scores))
     ahead = _masks_ahead(infill, fed) if infill.packed else {}
     phase = "infill_verify+propose" if ahead else "infill_verify"
     readings = yield Forward(phase=phase, branches=(*branches, *ahead.values()), draw=draw, packed=infill.packed)
     for slot, reading in zip(fed, readings, strict=False):
-        infill.accept(slot, reading.scores, token_threshold)
-        slot.num_cached = slot.num_accepted
+        slot.accept(reading.scores, token_threshold)
     infill.close_round()
     if not ahead or infill.is_done:
         return False
