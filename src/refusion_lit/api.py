@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, GenerationCallback, decode, default_decoder
-from refusion_lit.decoding.admission import KeptCache
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.traces import Trace, trace_of
@@ -71,13 +70,7 @@ class TextModel:
         sampling: SamplingParams,
         *,
         batch_size: int = 1,
-        max_tokens_per_forward: int | None = None,
-        callbacks: Sequence[GenerationCallback] = (),
-        allow_mismatch: bool = False,
-        trace: bool = False,
-        share_prefixes: bool = True,
-        max_cache_tokens: int | None = None,
-        kept: KeptCache | None = None,
+        **options: Any,  # noqa: ANN401 - options of decode
     ) -> DecodingOutput:
         """Decode prompts; the model is in evaluation mode meanwhile.
 
@@ -86,15 +79,7 @@ class TextModel:
             decoder: The strategy.
             sampling: Length limit, sampling options and stop strings.
             batch_size: Maximum number of prompts decoded concurrently. Changes no token.
-            max_tokens_per_forward: Maximum number of positions a call computes, padding included; ``None``: no bound.
-                Changes no token.
-            callbacks: Notified when tokens are committed and prompts finish.
-            allow_mismatch: Only warn if the model was not trained for the decoder.
-            trace: Record a trace of every forward.
-            share_prefixes: Compute what prompts have in common at their beginning once. Changes no token.
-            max_cache_tokens: Maximum number of cache entries of all prompts in flight; ``None``: no bound. Changes no
-                token.
-            kept: Keeps the cache for the next call, whose prompts may begin as these do. Changes no token.
+            options: Other options of :func:`refusion_lit.decoding.decode`.
 
         Raises:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
@@ -108,14 +93,8 @@ class TextModel:
                 prompts,
                 sampling,
                 max_batch_size=batch_size,
-                max_tokens_per_forward=max_tokens_per_forward,
-                callbacks=callbacks,
                 detokenize=self.detokenize,
-                allow_mismatch=allow_mismatch,
-                trace=trace,
-                share_prefixes=share_prefixes,
-                max_cache_tokens=max_cache_tokens,
-                kept=kept,
+                **options,
             )
         finally:
             self.backbone.train(was_training)
@@ -174,7 +153,7 @@ class TextModel:
             decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
-                default) and the options of :meth:`decode`.
+                default), ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
 
         Raises:
             ValueError: As for :meth:`decode`.

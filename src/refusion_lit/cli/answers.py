@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import load_model_of, sampling_of
+from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import Generation, GenerationCallback
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
@@ -59,15 +59,10 @@ def write_answers(options: Namespace) -> None:
         try:
             model.generate_ids(
                 [encoded[request.id] for request in waiting],
-                decoder=options.decoder,
                 sampling=sampling,
-                batch_size=options.batch_size,
-                max_tokens_per_forward=options.max_tokens_per_forward,
-                max_cache_tokens=options.max_cache_tokens,
-                share_prefixes=options.share_prefixes,
                 ids=[request.id for request in waiting],
                 callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
-                allow_mismatch=options.allow_mismatch,
+                **decoding_of(options),
             )
         finally:
             progress.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
+from refusion_lit.cli.parser import OneLineParser, add_model_options, decoding_of, load_model_of, sampling_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
 
 
@@ -52,14 +52,9 @@ def run(args: list[str]) -> int:
     model = load_model_of(options)
     model.generate(
         [options.prompt],
-        decoder=options.decoder,
         sampling=sampling,
-        batch_size=options.batch_size,
-        max_tokens_per_forward=options.max_tokens_per_forward,
-        max_cache_tokens=options.max_cache_tokens,
-        share_prefixes=options.share_prefixes,
         callbacks=[Stream(model.detokenize, sampling.stop)],
-        allow_mismatch=options.allow_mismatch,
+        **decoding_of(options),
     )
     return 0
 

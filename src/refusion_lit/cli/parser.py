@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -128,6 +128,14 @@ def sampling_of(options: Namespace) -> SamplingParams:
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling
+
+
+def decoding_of(options: Namespace) -> dict[str, Any]:
+    """Return the options of ``generate`` that say how prompts are decoded, after :func:`load_model_of`."""
+    names = (
+        "decoder", "batch_size", "max_tokens_per_forward", "max_cache_tokens", "share_prefixes", "allow_mismatch",
+    )  # fmt: skip
+    return {name: options[name] for name in names}
 
 
 def load_model_of(options: Namespace) -> TextModel:
