@@ -83,12 +83,9 @@ def dependency_curve(
         rows = [case.masked(mask, None), *(case.masked(mask, revealed) for revealed in case.others)]
         batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         predictions = torch.cat([_predict(model, batch, case.target - shift, mask) for batch in batches])
-        before, after = predictions[0], predictions[1:]
-        log_ratio = after.clamp_min(_MIN_PROBABILITY).log() - before.clamp_min(_MIN_PROBABILITY).log()
-        kl = (after * log_ratio).sum(-1)
-        variation = 0.5 * (after - before).abs().sum(-1)
-        for revealed, *values in zip(case.others, kl.tolist(), variation.tolist(), strict=True):
-            totals[revealed - case.target + max_distance] += torch.tensor([*values, 1.0], dtype=torch.float64)
+        changes = _changes(predictions[0], predictions[1:])
+        for revealed, change in zip(case.others, changes, strict=True):
+            totals[revealed - case.target + max_distance] += torch.cat((change, change.new_ones(1)))
     distances = [d for d in range(-max_distance, max_distance + 1) if totals[d + max_distance, 2] > 0]
     measured = [totals[d + max_distance].tolist() for d in distances]
     return DependencyCurve(
@@ -133,6 +130,12 @@ def _cases(
             others = sorted(p for p in hidden - {target} if abs(p - target) <= max_distance)
             if others:
                 yield _Case([*prompt, *response], frozenset(hidden | {target}), target, others)
+
+
+def _changes(before: Float[Tensor, " vocab"], after: Float[Tensor, "row vocab"]) -> Float[Tensor, "row 2"]:
+    """Return the Kullback-Leibler divergence and the total variation distance of each distribution from ``before``."""
+    log_ratio = after.clamp_min(_MIN_PROBABILITY).log() - before.clamp_min(_MIN_PROBABILITY).log()
+    return torch.stack(((after * log_ratio).sum(-1), 0.5 * (after - before).abs().sum(-1)), -1)
 
 
 def _prediction_shift(traits: ModelTraits) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.utils.errors import reason_of
@@ -12,14 +15,14 @@ from refusion_lit.utils.files import atomic_directory, write_atomically
 from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def run(args: list[str]) -> int:
-    """Write the directory with its model card, and upload it with ``--push_to_hub``.
+    from refusion_lit.modeling.backbone import Backbone
 
-    Raises:
-        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the directory is not empty, or
-            the upload fails.
-    """
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``export``."""
     parser = OneLineParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
@@ -31,44 +34,33 @@ def run(args: list[str]) -> int:
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
     parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
-    options = parser.parse(args)
+    return parser
 
-    output, source = Path(options.output), options.ckpt_path
+
+def run(args: list[str]) -> int:
+    """Write the directory with its model card, and upload it with ``--push_to_hub``.
+
+    Raises:
+        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the directory is not empty, or
+            the upload fails.
+    """
+    options = build_parser().parse(args)
+    output = Path(options.output)
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     require(is_free, "output", "a new or empty directory", str(output), "choose another one")
 
-    from refusion_lit.checkpoints.models import load_checkpoint, load_model
-    from refusion_lit.checkpoints.stored import is_checkpoint_file
     from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.layouts import layout_named
     from refusion_lit.modeling.saving import save_adapters, save_model
-    from refusion_lit.modeling.weights import weights_digest
-    from refusion_lit.reports.drafter_card import drafter_card
-    from refusion_lit.reports.model_card import model_card
 
     if options.layout is not None:
         layout_named(options.layout, "layout")
         require(not options.adapter_only, "layout", "none with adapter_only", options.layout, "drop one of them")
-    if options.adapter_only:
-        expected = "the checkpoint of a run with model.backbone.lora or drafter"
-        require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
-        backbone, tokenizer, metadata = load_checkpoint(source)
-        template = metadata.prompt_template
-    else:
-        backbone, tokenizer, template = load_model(source)
-    name = options.push_to_hub or options.output
-    results = [Path(path) for path in as_list(options.results)]
-    if results:
-        tested = load_model(source)[0] if options.adapter_only else backbone  # a test merges adapters
-        _check_results(results, weights_digest(tested))
-    drafter = backbone.drafter if options.adapter_only else None
-    if drafter is None:
-        card = model_card(name, backbone.traits, _run_of(source), results, adapters=backbone.adapters)
-    else:
-        card = drafter_card(name, drafter.origin)
+    backbone, tokenizer, template = _load(options)
+    card = _card(options, backbone)
     with atomic_directory(output) as directory:
-        if drafter is not None:
-            save_drafter(drafter, backbone.model, directory)
+        if options.adapter_only and backbone.drafter is not None:
+            save_drafter(backbone.drafter, backbone.model, directory)
         elif options.adapter_only:
             save_adapters(backbone, tokenizer, directory)
         else:
@@ -79,6 +71,36 @@ def run(args: list[str]) -> int:
         _upload(options.output, options.push_to_hub, private=options.private)
         sys.stdout.write(f"uploaded to {options.push_to_hub}\n")
     return 0
+
+
+def _load(options: Namespace) -> tuple[Backbone, PreTrainedTokenizerBase, str]:
+    """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
+    from refusion_lit.checkpoints.models import load_checkpoint, load_model
+    from refusion_lit.checkpoints.stored import is_checkpoint_file
+
+    source = options.ckpt_path
+    if not options.adapter_only:
+        return load_model(source)
+    expected = "the checkpoint of a run with model.backbone.lora or drafter"
+    require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
+    backbone, tokenizer, metadata = load_checkpoint(source)
+    return backbone, tokenizer, metadata.prompt_template
+
+
+def _card(options: Namespace, backbone: Backbone) -> str:
+    """Return the model card; with ``--results``, only if they are of these weights."""
+    from refusion_lit.checkpoints.models import load_model
+    from refusion_lit.modeling.weights import weights_digest
+    from refusion_lit.reports.drafter_card import drafter_card
+    from refusion_lit.reports.model_card import model_card
+
+    name, results = options.push_to_hub or options.output, [Path(path) for path in as_list(options.results)]
+    if results:
+        tested = load_model(options.ckpt_path)[0] if options.adapter_only else backbone  # a test merges adapters
+        _check_results(results, weights_digest(tested))
+    if options.adapter_only and backbone.drafter is not None:
+        return drafter_card(name, backbone.drafter.origin)
+    return model_card(name, backbone.traits, _run_of(options.ckpt_path), results, adapters=backbone.adapters)
 
 
 def _check_results(directories: Sequence[Path], weights: str | None) -> None:
