@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
+from refusion_lit.tasks.hub import HubDataset
 from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
@@ -94,7 +94,7 @@ class InstructionFiles(Task):
         Raises:
             ValueError: If a file or split cannot be read; the message names it.
         """
-        sources = self._dataset_splits if self.dataset is not None else self._sources("train") or []
+        sources = self._hub.splits if self.dataset is not None else self._sources("train") or []
         for source in sources:
             yield from self._rows(source)
 
@@ -102,7 +102,7 @@ class InstructionFiles(Task):
         """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None and self.dataset is not None:
-            return [split] if split in self._dataset_splits else None
+            return [split] if split in self._hub.splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_held_out(self, example: Example) -> bool:
@@ -129,22 +129,12 @@ class InstructionFiles(Task):
         return self._samples[split]
 
     def _rows(self, source: str) -> Iterator[Row]:
-        if self.dataset is None:
-            return read_rows(source)
-        if source not in self._dataset_splits:
-            raise ValueError(
-                f"task.dataset: expected a split of {self.dataset}, got {source!r}; it has "
-                f"{', '.join(self._dataset_splits)}. Choose from these in task.train, task.validation and task.test."
-            )
-        with _hub_errors(self.dataset):
-            loaded = _hub().load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
-        name = f"{self.dataset}/{source}"
-        return (Row(name, number, dict(values)) for number, values in enumerate(loaded, start=1))
+        return read_rows(source) if self.dataset is None else self._hub.rows(source)
 
     @cached_property
-    def _dataset_splits(self) -> list[str]:
-        with _hub_errors(self.dataset):
-            return _hub().get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
+    def _hub(self) -> HubDataset:
+        assert self.dataset is not None
+        return HubDataset(self.dataset, self.dataset_name, self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
         if row.values is None:
@@ -187,26 +177,3 @@ def _unique_labels(sources: list[str], option: str) -> list[str]:
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")
     names = [Path(source).name for source in sources]
     return names if len(set(names)) == len(names) else sources
-
-
-@contextmanager
-def _hub_errors(dataset: str | None) -> Iterator[None]:
-    """Turn errors of the hub into a one-line ``ValueError``."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        if str(error).startswith("task."):
-            raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"task.dataset: the hub data set {dataset!r} cannot be loaded ({reason}). "
-            "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
-        ) from error
-
-
-def _hub() -> Any:  # noqa: ANN401 - a module
-    try:
-        import datasets  # pyright: ignore[reportMissingImports] - an extra
-    except ImportError as error:
-        raise ValueError("task.dataset: needs the package datasets; install refusion-lit[data].") from error
-    return datasets
