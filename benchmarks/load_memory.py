@@ -1,8 +1,9 @@
 """Measures the peak memory of loading a random model of about 1 GB in each published layout, in bfloat16.
 
-Run ``python benchmarks/load_memory.py --output FILE``. Each model is stored in four shards and loaded in a process of
-its own; the figures are that process's resident memory at its peak, less what it had before loading, over the size of
-the weights.
+Each model is stored in four shards and loaded in a process of its own; the figures are that process's resident memory
+at its peak, less what it had before loading, over the size of the weights.
+
+usage: python -m benchmarks.load_memory
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common import write
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -48,7 +51,7 @@ def weights_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return layout.published_options(json.loads(config.to_json_string(use_diff=False))), weights
 
 
-def write(layout: Layout, directory: Path) -> int:
+def save(layout: Layout, directory: Path) -> int:
     """Write a model in a layout; return the size of its weights in bytes."""
     config, weights = weights_of(layout)
     words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
@@ -88,24 +91,25 @@ def _resident(field: str) -> int:
 def main() -> None:
     """Measure all layouts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", help="where to write the JSON")
     parser.add_argument("--load", nargs=2, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load is not None:
         load(*options.load)
         return
-    results = {}
+    started, layouts = time.perf_counter(), {}
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            num_bytes = write(layout, Path(folder))
-            command = [sys.executable, __file__, "--load", folder, name]
+            num_bytes = save(layout, Path(folder))
+            command = [sys.executable, "-m", "benchmarks.load_memory", "--load", folder, name]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         found = json.loads(done.stdout.splitlines()[-1])
         ratio = (found["peak"] - found["before"]) / num_bytes
-        results[name] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
+        layouts[name] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
         sys.stdout.write(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times\n")
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    config = {"sizes": _SIZES, "num_shards": _NUM_SHARDS, "dtype": "bfloat16"}
+    seconds = time.perf_counter() - started
+    write("load_memory", config, {"layouts": layouts}, output=options.output, seconds=seconds, seed=0)
 
 
 if __name__ == "__main__":
