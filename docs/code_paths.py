@@ -2,47 +2,69 @@
 
 usage: python docs/code_paths.py
 
-A file counts, with all its lines, if one of its functions runs between the start and the end of the way. Loading a
-model (modeling/loading, checkpoints, tokenizers) and the lean body are counted apart; what runs while modules are
-imported is left out.
+A file counts, with all its lines, if one of its functions runs between the start and the end of the way. What runs
+while modules are imported or the model is loaded is left out, and so is the lean body. Lines are code, text (docstrings
+and comments that fill a line) or blank. The columns: all lines, code, text, and the code of the functions that run.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "refusion_lit"
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
-ASIDE = ("modeling/lean/", "modeling/load", "checkpoints/", "data/tokenizers.py", "modeling/checks.py")
+LEAN_BODY = "modeling/lean/"
+LEFT_OUT = ("<module>", "load_model_of", "configure_optimizers", "on_before_optimizer_step")
+"""Functions whose calls are left out, with all that they call."""
 BACKBONE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 
 
-def files_of(way: Callable[[], object]) -> list[str]:
-    """Return the package's files in which a function runs."""
-    found: set[str] = set()
-    importing = 0
+def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
+    """Return the functions that run, by file of the package."""
+    found: dict[str, set[CodeType]] = {}
+    depth = 0
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        nonlocal importing
-        if frame.f_code.co_name == "<module>":
-            importing += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not importing and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
-            found.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+        nonlocal depth
+        code = frame.f_code
+        if code.co_name in LEFT_OUT:
+            depth += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and not depth and code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
+            found.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), set()).add(code)
 
     sys.setprofile(watch)
     try:
         way()
     finally:
         sys.setprofile(None)
-    return sorted(found)
+    return found
+
+
+def line_counts(file: str, functions: Iterable[CodeType]) -> list[int]:
+    """Return a file's lines: all, code, text, and the code of some of its functions."""
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    text = {number for number, line in enumerate(lines, 1) if line.lstrip().startswith("#")}
+    spans: dict[int, range] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                text.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            case ast.FunctionDef() | ast.Lambda():
+                first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+                spans[first] = range(first, (node.end_lineno or 0) + 1)
+    code = {number for number, line in enumerate(lines, 1) if line.strip()} - text
+    running = {line for function in functions for line in spans.get(function.co_firstlineno, ())}
+    return [len(lines), len(code), len(text), len(code & running)]
 
 
 def command_to_text() -> Callable[[], object]:
@@ -90,12 +112,13 @@ def main() -> None:
     for name, make in (("command to text", command_to_text), ("token ids to text", ids_to_text),
                        ("examples to loss", examples_to_loss)):  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            files = files_of(make())
-        lines = {file: len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files}
-        counted = [file for file in files if not file.startswith(ASIDE)]
-        print(f"{name}: {len(counted)} files, {sum(lines[file] for file in counted)} lines")
-        for file in files:
-            print(f"  {lines[file]:4d} {file}{'' if file in counted else ' (counted apart)'}")
+            functions = functions_of(make())
+        lines = {file: line_counts(file, functions[file]) for file in sorted(functions) if LEAN_BODY not in file}
+        total, code, text, running = (sum(column) for column in zip(*lines.values(), strict=True))
+        print(f"{name}: {len(lines)} files, {total} lines: {code} of code ({running} in functions that run), "
+              f"{text} of docstrings and comments, {total - code - text} blank")  # fmt: skip
+        for file, numbers in lines.items():
+            print("".join(f"{n:6d}" for n in numbers), file)
 
 
 if __name__ == "__main__":
