@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,7 +78,7 @@ def decode(
         require_at_least("max_tokens_per_forward", max_tokens_per_forward, 1)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     for prompt in prompts:
-        require(bool(prompt.token_ids), f"prompt {prompt.id}", "at least one token", "none", "give it some text")
+        require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
     lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
     check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
@@ -85,24 +86,18 @@ def decode(
     num_rows = min(max_batch_size, max(len(prompts), 1))
     if decoder.forward_cost == "measure" and prompts:
         decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
+    groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
     results: dict[int, Generation] = {}
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
     started = synchronised_time(model.device)
-    groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
     for num_rows, group in groups:
         cache, held = (None, {}) if kept is None else kept.take(decoder, num_rows)
         executor = Executor(model, num_rows, all_probabilities=trace, cache=cache)
         sharing = decoder if share_prefixes and executor.cache is not None else None
         admission = Admission(group, num_rows, sharing, held)
         run = _Run(model, executor, admission, decoder, sampling, max_tokens_per_forward, callbacks, detokenize, trace)
-        try:
+        with _memory_errors(executor, num_rows):
             results |= run.all()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            used = f"{num_rows} and no memory left (the cache takes {executor.cache_bytes / 2**20:.0f} MB)"
-            fix = "lower it (batch_size), or set max_cache_tokens."
-            raise ValueError(f"max_batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         output.num_calls += executor.num_calls
         output.num_positions += executor.num_positions
         output.num_shared += executor.num_shared
@@ -113,6 +108,19 @@ def decode(
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
+
+
+@contextmanager
+def _memory_errors(executor: Executor, num_rows: int) -> Iterator[None]:
+    """Turn a lack of memory into an error that names the options to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        used = f"{num_rows} and no memory left (the cache takes {executor.cache_bytes / 2**20:.0f} MB)"
+        fix = "lower it (batch_size), or set max_cache_tokens."
+        raise ValueError(f"max_batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
 
 
 @dataclass(slots=True, kw_only=True)

@@ -80,16 +80,12 @@ class LogitReader:
     Args:
         model: Computes logits.
         all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
-
-    Attributes:
-        num_rows_at_a_time: Positions whose logits are held at the same time.
     """
 
     def __init__(self, model: LanguageModel, *, all_probabilities: bool = False) -> None:
         self._model = model
         self._all_probabilities = all_probabilities
         self._vocab_size = model.special_tokens.vocab_size
-        self.num_rows_at_a_time = max(1, _MAX_LOGITS // max(self._vocab_size, 1))
         self._banned = frozenset(model.special_tokens.banned_token_ids)
         self._banned_on_device: dict[tuple[int, ...], Tensor] = {}
 
@@ -160,7 +156,7 @@ class LogitReader:
         self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
     ) -> Iterator[Float[Tensor, "position vocab"]]:
         """Yield logits in chunks: bounded memory for the head, and on CPUs a softmax that stays in the cache."""
-        for some in _split(rows, self.num_rows_at_a_time):
+        for some in _split(rows, max(1, _MAX_LOGITS // self._vocab_size)):
             logits = self._logits(hidden, some, careful=careful)
             if draw.guidance is not None:
                 unconditional = self._logits(hidden, some + guide, careful=True)
