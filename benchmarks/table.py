@@ -122,6 +122,11 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     if "startup" in results:
         rows = [[name, f"{case['seconds']:.2f}"] for name, case in results["startup"]["cases"].items()]
         yield "## startup\n\n" + table(["command", "seconds"], rows)
+    yield from memory(results)
+
+
+def memory(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Return the parts on the memory of the loss and of loading."""
     if "loss_memory" in results:
         ways = results["loss_memory"]["ways"].items()
         rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]
