@@ -16,8 +16,7 @@ from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from refusion_lit.api import TextModel
     from refusion_lit.modeling.backbone import Backbone
 
 
@@ -56,15 +55,17 @@ def run(args: list[str]) -> int:
     if options.layout is not None:
         layout_named(options.layout, "layout")
         require(not options.adapter_only, "layout", "none with adapter_only", options.layout, "drop one of them")
-    backbone, tokenizer, template = _load(options)
+    model = _load(options)
+    backbone = model.backbone
     card = _card(options, backbone)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
             save_drafter(backbone.drafter, backbone.model, directory)
         elif options.adapter_only:
-            save_adapters(backbone, tokenizer, directory)
+            save_adapters(backbone, model.tokenizer, directory)
         else:
-            save_model(backbone, tokenizer, directory, prompt_template=template, layout=options.layout)
+            template = model.prompt_template
+            save_model(backbone, model.tokenizer, directory, prompt_template=template, layout=options.layout)
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if options.push_to_hub:
@@ -73,18 +74,19 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _load(options: Namespace) -> tuple[Backbone, PreTrainedTokenizerBase, str]:
+def _load(options: Namespace) -> TextModel:
     """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
+    from refusion_lit.api import TextModel
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
     from refusion_lit.checkpoints.stored import is_checkpoint_file
 
     source = options.ckpt_path
     if not options.adapter_only:
-        return load_model(source)
+        return TextModel(*load_model(source))
     expected = "the checkpoint of a run with model.backbone.lora or drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     backbone, tokenizer, metadata = load_checkpoint(source)
-    return backbone, tokenizer, metadata.prompt_template
+    return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
 def _card(options: Namespace, backbone: Backbone) -> str:
