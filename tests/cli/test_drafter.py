@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,38 @@ def test_the_text_is_the_models_own_in_fewer_forwards(checkpoint: str, draft: Pa
     exported = texts(refusion_lit.load(base, draft=draft), SelfSpeculative())
     assert [text for text, _ in trained] == [text for text, _ in expected] == [text for text, _ in exported]
     assert sum(n for _, n in trained) < sum(n for _, n in expected)
+
+
+TRANSFORMERS_ALONE = """
+import json, sys, torch
+sys.modules["refusion_lit"] = None  # importing it fails
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+base, draft, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(base).eval()
+calls = []
+model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
+for prompt in prompts:
+    output = model.generate(
+        torch.tensor([prompt]), custom_generate=draft, trust_remote_code=True, draft=draft, max_new_tokens=24
+    )
+    print(json.dumps([output[0, len(prompt):].tolist(), len(calls)]))
+    calls.clear()
+"""
+
+
+def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: Path) -> None:
+    model = refusion_lit.load(base, draft=draft)
+    prompts = [model.encode(query) for query in QUERIES]
+    program = [sys.executable, "-W", "ignore", "-c", TRANSFORMERS_ALONE, str(base), str(draft), json.dumps(prompts)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    decoder = SelfSpeculative(layout="two_forwards")
+    rows = model.generate(QUERIES, decoder=decoder, max_new_tokens=24)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[r.token_ids, r.num_forwards] for r in rows]
+    assert [row.token_ids for row in rows] == [
+        row.token_ids for row in model.generate(QUERIES, decoder=Autoregressive(), max_new_tokens=24)
+    ]
 
 
 def test_generate_and_trace_take_a_drafter(

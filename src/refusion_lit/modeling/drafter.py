@@ -7,6 +7,7 @@ exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from refusion_lit.modeling.custom_generate import self_speculative
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
@@ -146,7 +148,7 @@ class Drafter(nn.Module):
 
 
 def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
-    """Write a drafter without its model: options, the model's name and digest, and weights in bfloat16.
+    """Write a drafter without its model: options, the model's name and digest, weights in bfloat16, and its decoder.
 
     Args:
         drafter: The drafter.
@@ -157,6 +159,8 @@ def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
+    (directory / "custom_generate").mkdir()
+    shutil.copyfile(self_speculative.__file__, directory / "custom_generate" / "generate.py")
 
 
 def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Drafter:

@@ -43,5 +43,14 @@ model = refusion_lit.load({base!r}, draft={name!r})
 print(model.generate(["..."], decoder=SelfSpeculative())[0].text)
 ```
 
+The directory holds its decoder in `custom_generate/generate.py`, for transformers alone: greedy, one prompt at a time.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({base!r})
+output = model.generate(input_ids, custom_generate={name!r}, trust_remote_code=True, draft={name!r}, max_new_tokens=64)
+```
+
 The adapters are no plain low-rank update: merged into the model, or applied to every token, they would change its text.
 """
