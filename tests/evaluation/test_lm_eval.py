@@ -230,6 +230,23 @@ def test_estimates_that_a_model_cannot_give_are_refused() -> None:
         check(backbone, "monte_carlo_masked", allow_mismatch=True)
 
 
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_texts_beyond_the_context_are_refused_before_any_is_scored(adapter: RefusionLitModel, kind: str) -> None:
+    scored: list[object] = []
+    adapter.model.backbone.register_forward_hook(lambda *_: scored.append(0))
+    adapter.cache_hook.add_partial = lambda *_: scored.append(0)
+    arguments = [("1+2=", "3"), ("1", "9" * 600)] if kind == "loglikelihood" else [("1+2=3",), ("9" * 600,)]
+    requests = [
+        Instance(request_type=kind, doc={}, arguments=pair, idx=0, metadata=("t", i, 1))  # type: ignore[arg-type]
+        for i, pair in enumerate(arguments)
+    ]
+    with pytest.raises(ValueError, match=r"^prompt t/1#0: expected at most 512 tokens .*, got 601; shorten it"):
+        getattr(adapter, kind)(requests)
+    assert scored == []
+    getattr(adapter, kind)(requests[:1])
+    assert (len(scored) > 0) == (kind == "loglikelihood")
+
+
 def test_what_cannot_be_decoded_is_refused_before_anything_is(
     adapter: RefusionLitModel, data: dict[str, object]
 ) -> None:

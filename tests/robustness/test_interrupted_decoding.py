@@ -16,6 +16,7 @@ from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.evaluation.loop import DecodingSetup
 from refusion_lit.evaluation.predictions import PredictionsFile
+from refusion_lit.modeling.kv_cache import KVCache
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
 
@@ -126,6 +127,75 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
     assert "cannot be written (File too large)" in said
     assert main([*args, "--model.resume=true"]) == 0
     assert _figures(tmp_path / "r" / "v") == _figures(unbroken)
+
+
+def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to_lower(
+    tmp_path: Path, unbroken: Path
+) -> None:
+    def fill_up() -> None:
+        decode, count = DecodingSetup.decode, 0
+
+        def limited(self: DecodingSetup, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
+            nonlocal count
+            count += 1
+            if count == 5:
+                size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
+                self.model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
+            return decode(self, decoder, prompts, callbacks)
+
+        DecodingSetup.decode = limited
+
+    args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
+    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    said = (tmp_path / "log").read_text()
+    assert said.count("refusion-lit: error:") == 1
+    assert "max_batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
+    assert "; lower it (batch_size), or set max_cache_tokens." in said
+    names = ("predictions_refusion.jsonl", "predictions_other.jsonl")
+    assert [len(_lines(run / name)) for name in names] == [4, 4]
+    assert main(["test", f"--resume={run}", "--model.decoding.max_batch_size=1"]) == 0
+    for name in names:
+        assert _lines(run / name) == _lines(unbroken / name)
+
+
+@pytest.mark.parametrize("command", ["test", "predict"])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "--model.sampling.max_new_tokens=500",
+            "expected at most 12 tokens (a context of 512 less max_new_tokens 500)",
+        ),
+        ("--model.decoding.max_cache_tokens=50", "max_cache_tokens: expected at least "),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, option: str, message: str
+) -> None:
+    assert main([*_args(command, tmp_path, "v"), option]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("refusion-lit: error:") == 1
+    assert not list(tmp_path.rglob("predictions*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max_new_tokens=510"], "prompt 1: expected at most 2 tokens (a context of 512 less max_new_tokens 510)"),
+        (["--max_new_tokens=16", "--max_cache_tokens=20"], "max_cache_tokens: expected at least "),
+    ],
+)
+def test_generate_refuses_prompts_that_do_not_fit_before_any_is_decoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "output.jsonl"
+    prompts.write_text("1>\n12+34,56+78>\n")
+    args = ["generate", f"--ckpt_path={MODEL}", f"--prompts={prompts}", f"--output={output}", *options]
+    assert main(args) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:

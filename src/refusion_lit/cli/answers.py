@@ -40,6 +40,8 @@ def write_answers(options: Namespace) -> None:
     Raises:
         ValueError: If an option, a prompt or the model is wrong, or the file cannot be written.
     """
+    from refusion_lit.decoding.checks import check_cache, check_context
+
     _check_output(options)
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requests:
@@ -52,6 +54,9 @@ def write_answers(options: Namespace) -> None:
     sampling = sampling_of(options)
     model = load_model_of(options)
     encoded = {request.id: model.encode(request.prompt) for request in requests}
+    lengths = {name: len(tokens) for name, tokens in encoded.items()}
+    check_context(model.backbone, lengths, sampling.max_new_tokens)
+    check_cache(lengths, sampling.max_new_tokens, options.max_cache_tokens)
     progress = AnswerProgress()
     with _writer(options, requests, encoded, model, sampling) as (waiting, write):
         decoder = type(options.decoder).__name__

@@ -131,23 +131,24 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:  # noqa: ARG002
-        """Return log-likelihoods of continuations in nats, by the estimate named in ``likelihood``."""
+        """Return log-likelihoods of continuations in nats, by the estimate named in ``likelihood``.
+
+        Raises:
+            ValueError: If the model cannot give the estimate or a text is too long; before anything is estimated.
+        """
+        pairs = [self._split(*request.args) for request in requests]
+        self._check_lengths(requests, pairs)
         answers = []
-        for request in requests:
-            context, text = request.args
-            moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
-            context, text = context[: len(context) - len(moved)], moved + text
-            before = self._encode(context) if context else []
-            whole = self._encode(context + text)
-            # Where the two are not cut at the same place, the continuation begins at the first token that differs.
-            same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-            answers.append(self._loglikelihood(whole[:same], whole[same:]))
+        for request, pair in zip(requests, pairs, strict=True):
+            answers.append(self._loglikelihood(*pair))
             self.cache_hook.add_partial("loglikelihood", request.args, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
         """Return log-likelihoods of whole texts in nats, behind an end-of-sequence token."""
-        return [self._loglikelihood([], self._encode(request.args[0]))[0] for request in requests]
+        pairs = [self._split("", request.args[0]) for request in requests]
+        self._check_lengths(requests, pairs)
+        return [self._loglikelihood(*pair)[0] for pair in pairs]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render turns with the tokenizer's chat template."""
@@ -209,13 +210,25 @@ class RefusionLitModel(LM):
             return list(self.model.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
         return encode_text(self.model.tokenizer, text)
 
-    def _loglikelihood(self, context: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
+    def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context, at least one, and of the text after it."""
+        moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
+        context, text = context[: len(context) - len(moved)], moved + text
+        before = self._encode(context) if context else []
+        whole = self._encode(context + text)
+        # Where the two are not cut at the same place, the continuation begins at the first token that differs.
+        same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        return whole[:same] or [self.model.backbone.special_tokens.eos_token_ids[0]], whole[same:]
+
+    def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
+        lengths = {name: len(known) + len(text) for name, (known, text) in zip(_names(requests), pairs, strict=True)}
+        check_context(self.model.backbone, lengths, 0)
+        likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
+
+    def _loglikelihood(self, known: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
         if not text:
             return 0.0, True
         backbone = self.model.backbone
-        known = list(context) or [backbone.special_tokens.eos_token_ids[0]]
-        check_context(backbone, {"of loglikelihood": len(known) + len(text)}, 0)
-        likelihood.check(backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
         if self.likelihood == "autoregressive":
             return likelihood.autoregressive(backbone, known, text)
         options = {"num_draws": self.num_draws, "batch_size": self.batch_size, "seed": self.seed}
