@@ -5,6 +5,7 @@ Training's batches and losses are in :mod:`refusion_lit.objectives.batch`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -152,6 +153,11 @@ class SamplingParams:
         top_k: Number of most probable tokens to keep; ``None`` keeps all. At temperature 0 as ``top_p``.
         seed: Sampling noise is a function of seed, prompt id, round and position alone.
         stop: Strings that end a response; text is cut before the first of them.
+        min_entropy: End a response that repeats itself: one that has more than ``entropy_window`` tokens, the last of
+            which have token counts of an entropy, in nats, below this. They are left out. BD3-LM (arXiv 2503.09573) has
+            4 nats over 256 tokens, prompt included, and looks at the end of each block; here the committed response is
+            looked at. ``None``: no such end.
+        entropy_window: Number of tokens whose entropy is computed, at least 2.
     """
 
     max_new_tokens: int = 128
@@ -160,6 +166,8 @@ class SamplingParams:
     top_k: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
+    min_entropy: float | None = None
+    entropy_window: int = 256
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -169,6 +177,11 @@ class SamplingParams:
         require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "use 1 to keep every token")
         holds = self.top_k is None or self.top_k >= 1
         require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
+        require_at_least("entropy_window", self.entropy_window, 2)
+        most, least = math.log(self.entropy_window), self.min_entropy
+        holds = least is None or 0 < least <= most
+        require(holds, "min_entropy", f"a number above 0 and at most {most:.2f}, the entropy of {self.entropy_window} "
+                "different tokens, or null", least, "lower it, or raise entropy_window")  # fmt: skip
 
     def greedy(self) -> SamplingParams:
         """Return the same parameters at temperature 0."""

@@ -84,6 +84,8 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
     parser.add_argument("--top_k", type=int | None, default=None, help="number of most probable tokens to sample from")
     stop = "string that ends a response; several as [A, B]"
     parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)
+    low = "end a response whose last 256 tokens have a lower entropy, in nats"
+    parser.add_argument("--min_entropy", type=float | None, default=None, help=low)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     add_loading_options(parser)
 
@@ -123,7 +125,7 @@ def sampling_of(options: Namespace) -> SamplingParams:
     for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
         if options.get(name) is not None:
             require_at_least(name, options[name], 1)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_entropy", "seed")
     sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(as_list(options.stop)))
     if options.decoder is not None:
         options.decoder.check(sampling)

@@ -135,7 +135,7 @@ class _InFlight(Row):
         started: When it was admitted, in seconds.
         waiting_since: Number of the last call that it took part in.
         num_forwards_before: Its forwards up to the last commit.
-        stopped_at: Tokens up to the first stop string, if there is one.
+        stopped_at: Tokens that remain if a stop string or a low entropy ends the response.
     """
 
     index: int
@@ -259,9 +259,8 @@ class _Run:
         row.num_forwards_before = state.num_forwards
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
-        if self.sampling.stop:
-            assert self.detokenize is not None
-            row.stopped_at = stop_length(state.final_prefix(), self.sampling.stop, self.detokenize)
+        if self.sampling.stop or self.sampling.min_entropy is not None:
+            row.stopped_at = stop_length(state.final_prefix(), self.sampling, self.detokenize)
             if row.stopped_at is not None:
                 row.steps.close()
                 row.request = None

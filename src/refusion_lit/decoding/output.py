@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from refusion_lit.types import SamplingParams
 
 if TYPE_CHECKING:
     from refusion_lit.decoding.base import RowState
@@ -51,8 +55,8 @@ class Generation:
         id: The prompt's id.
         token_ids: Response tokens up to and including the end of sequence.
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
-        finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
-            end, which no correct decoder leaves).
+        finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
+            remain before the end, which no correct decoder leaves).
         num_forwards: Forwards in which the prompt took part.
         num_positions: Token positions computed for it, padding excluded, those shared with other prompts included.
         seconds: Time from its first forward to its end.
@@ -109,8 +113,29 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def stop_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str]) -> int | None:
+def stop_length(
+    tokens: list[int], sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None
+) -> int | None:
+    """Return how many tokens of a response remain if a stop string or a low entropy ends it, else ``None``."""
+    lengths = (_repetition_start(tokens, sampling), _shown_length(tokens, sampling.stop, detokenize))
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None:
+    """Return where the last tokens begin if there are more than those and the entropy of their counts is too low."""
+    window = sampling.entropy_window
+    if sampling.min_entropy is None or len(tokens) <= window:
+        return None
+    counts = Counter(tokens[-window:]).values()
+    entropy = math.log(window) - sum(count * math.log(count) for count in counts) / window
+    return len(tokens) - window if entropy < sampling.min_entropy else None
+
+
+def _shown_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str] | None) -> int | None:
     """Return how many tokens it takes to show a stop string, if their text shows one."""
+    if not stop:
+        return None
+    assert detokenize is not None
     for length in (len(tokens), *range(1, len(tokens) + 1)):
         text = detokenize(tokens[:length])
         is_shown = any(string in text for string in stop)
