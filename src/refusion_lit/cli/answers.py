@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.decoding import Generation, GenerationCallback
+from refusion_lit.decoding import Generation, GenerationCallback, check_context
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
@@ -40,8 +40,6 @@ def write_answers(options: Namespace) -> None:
     Raises:
         ValueError: If an option, a prompt or the model is wrong, or the file cannot be written.
     """
-    from refusion_lit.decoding.checks import check_cache, check_context
-
     _check_output(options)
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requests:
@@ -55,8 +53,7 @@ def write_answers(options: Namespace) -> None:
     model = load_model_of(options)
     encoded = {request.id: model.encode(request.prompt) for request in requests}
     lengths = {name: len(tokens) for name, tokens in encoded.items()}
-    check_context(model.backbone, lengths, sampling.max_new_tokens)
-    check_cache(lengths, sampling.max_new_tokens, options.max_cache_tokens)
+    check_context(model.backbone, lengths, sampling.max_new_tokens, options.max_cache_tokens)
     progress = AnswerProgress()
     with _writer(options, requests, encoded, model, sampling) as (waiting, write):
         decoder = type(options.decoder).__name__
