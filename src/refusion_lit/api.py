@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ class TextModel:
         Raises:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
+        fix = "create one, as in decoder=ReFusion()"
+        require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
         was_training = self.backbone.training
         self.backbone.eval()
         try:
@@ -158,6 +161,8 @@ class TextModel:
         Raises:
             ValueError: As for :meth:`decode`.
         """
+        holds = not isinstance(queries, str) and all(isinstance(query, str) for query in queries)
+        require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
@@ -171,11 +176,31 @@ class TextModel:
         ids: Sequence[str] | None = None,
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
-        """Continue prompts given as token ids; for arguments see :meth:`generate`."""
+        """Continue prompts given as token ids; for arguments see :meth:`generate`.
+
+        Raises:
+            ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
+        """
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-        encoded = [Prompt(token_ids=tuple(tokens), id=name) for tokens, name in zip(prompts, names, strict=True)]
+        require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
+        encoded = [self._prompt(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
         return self.decode(encoded, decoder or self.default_decoder, sampling, **options).rows
+
+    def _prompt(self, tokens: Sequence[int], name: str) -> Prompt:
+        """Return a prompt of token ids, refusing what the tokenizer does not know."""
+        option, size = f"prompt {name}", len(self.tokenizer)
+        try:
+            token_ids = tuple(index(token) for token in tokens)
+        except TypeError as error:
+            raise ValueError(
+                f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
+            ) from error
+        for token in token_ids:
+            # A vocabulary with gaps has ids beyond its size.
+            known = 0 <= token < size or (token >= size and self.tokenizer.convert_ids_to_tokens(token) is not None)
+            require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
+        return Prompt(token_ids=token_ids, id=name)
 
 
 def load(

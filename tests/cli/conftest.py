@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of its import
@@ -26,6 +28,14 @@ TINY = [
     "--data.batch_size=8",
     "--num_threads=1",
 ]
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int | None], None]]:
+    """Return a function that lets writes beyond a size in bytes fail in every file; ``None`` ends that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -201,6 +205,38 @@ class FakeHub:
         self.sent["files"] = {path.name for path in Path(folder_path).iterdir()}
 
 
+_HOLDS_A_FILE = """
+import sys
+from pathlib import Path
+from refusion_lit.evaluation.predictions import PredictionsFile
+file = PredictionsFile(Path(sys.argv[1]), {"prompts": {"num_prompts": 9}})
+file.write([{"id": "0", "response": "another process's"}])
+print("ready", flush=True)
+sys.stdin.read()
+file.close()
+"""
+
+
+def test_a_file_of_answers_is_written_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    generate = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34>", "--max_new_tokens=24", f"--output={output}"]
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS_A_FILE, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        before = output.read_text()
+        for extra in ([], ["--overwrite"], ["--resume"]):
+            assert main([*generate, *extra]) == 2
+            error = capsys.readouterr().err
+            assert f"output: another process is writing {output}; wait for it, or choose another file." in error
+        assert output.read_text() == before
+        other.stdin.close()
+    assert main(generate) == 0
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["12+34>"]
+
+
 def test_export_writes_a_card_from_the_run_and_uploads(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +275,28 @@ def test_a_failed_upload_leaves_the_directory_and_says_how_to_go_on(
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}", "--push_to_hub=a/b"]) == 2
     assert "push_to_hub: the upload to 'a/b' failed (no network)" in capsys.readouterr().err
     assert (directory / "model.safetensors").is_file()
+
+
+def test_the_files_of_an_export_have_the_usual_permissions(checkpoint: str, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'exported'}"]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+    assert "model.safetensors" in {path.name for path in files}
+
+
+def test_a_failed_export_leaves_nothing(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int | None], None]
+) -> None:
+    small_disk(20_000)
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'a' / 'exported'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"output: {tmp_path / 'a' / 'exported'} cannot be written (" in error
+    assert "File too large" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_path: Path) -> None:

@@ -108,6 +108,28 @@ def test_a_run_that_cannot_start_leaves_nothing(
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith("version_")]
 
 
+def test_a_run_that_fails_without_a_result_leaves_nothing(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    # Found when config and events are written.
+    too_long = ["--data.task.min_terms=64", "--data.task.max_terms=64", "--model.sampling.max_new_tokens=200"]
+    assert main([*args, *too_long]) == 2
+    assert "(a context of" in capsys.readouterr().err
+    assert not list((tmp_path / "quickstart").iterdir())
+    own = tmp_path / "quickstart" / "version_0"
+    own.mkdir()
+    (own / "config.yaml").write_text("a: 1\n")  # what was there before stays, whatever it is
+    assert main([*args, *too_long, "--run_version=version_0"]) == 2
+    assert (own / "config.yaml").is_file()
+
+
+def test_a_run_that_fails_keeps_its_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(tmp_path, "--model.optimizer=SGD", "--model.optimizer.lr=1e30", "--model.schedule.warmup_steps=0") == 2
+    assert "expected a finite loss and gradient" in capsys.readouterr().err
+    assert (tmp_path / "quickstart" / "version_0" / "metrics.csv").is_file()
+
+
 def test_validate_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--config", QUICKSTART, "--resume"]) == 2
     assert "resume: expected fit, test or predict, got 'validate'" in capsys.readouterr().err

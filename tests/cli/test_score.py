@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def test_only_own_files_are_overwritten(gsm8k: list[str], tmp_path: Path, capsys
     assert (tmp_path / "p.scored.jsonl").read_text() == "mine"
     assert main([*gsm8k, "--overwrite"]) == 0
     assert main(gsm8k) == 0
+
+
+def test_a_full_disk_is_named_and_keeps_the_old_scores(
+    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int | None], None]
+) -> None:
+    assert main(gsm8k) == 0
+    output = tmp_path / "p.scored.jsonl"
+    before = output.read_text()
+    capsys.readouterr()
+    small_disk(100)
+    assert main(gsm8k) == 2
+    assert capsys.readouterr().err == f"refusion-lit: error: {output}: File too large\n"
+    assert output.read_text() == before
+    small_disk(None)
+    assert main(gsm8k) == 0  # it is still known as its own
 
 
 def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

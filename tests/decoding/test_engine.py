@@ -321,7 +321,10 @@ def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
 @pytest.mark.parametrize(
     ("traits", "reason"),
     [
-        (ModelTraits(attention="bidirectional", predictions=("mask",)), "attends causally, .* trained bidirectional"),
+        (
+            ModelTraits(attention="bidirectional", predictions=("mask",)),
+            "causal attention, .* trained with bidirectional",
+        ),
         (ModelTraits(predictions=("next_token",)), "needs the predictions mask, .* trained for next_token"),
         (ModelTraits(predictions=("mask",)), "needs the predictions next_token_in_slot, .* trained for mask"),
         (ModelTraits(predictions=()), "trained for none"),

@@ -15,11 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY, checkpoint, trained  # noqa: F401 - fixtures
+from refusion_lit import load
 from refusion_lit.cli import main
 from robustness.test_safe_loading import RunsCode
 
 DOCUMENT = (REPOSITORY / "docs" / "bad_input.md").read_text(encoding="utf-8").partition("## While it runs")[0]
-ROWS = {name: message.replace("\\|", "|") for name, message in re.findall(r"^\| (.+?) \| `(.+)` \|$", DOCUMENT, re.M)}
+COMMANDS, _, PYTHON = DOCUMENT.partition("## From Python")
+ROWS, CALLS = (
+    {name: message.replace("\\|", "|") for name, message in re.findall(r"^\| (.+?) \| `(.+)` \|$", part, re.M)}
+    for part in (COMMANDS, PYTHON)
+)
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 GENERATE = ["generate", "--max_new_tokens=24", "--decoder.slot_size=8"]
 TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -241,6 +246,13 @@ def _with_nan(values: dict) -> None:
 def _short_context(values: dict) -> None:
     metadata = values["refusion_lit"]
     metadata["architecture"] = json.dumps(json.loads(metadata["architecture"]) | {"max_position_embeddings": 16})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_call_from_python(call: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(CALLS[call])) as error:
+        eval(f"load(MODEL).{call.strip('`')}", {"load": load, "MODEL": MODEL})
+    assert "\n" not in str(error.value)
 
 
 def test_the_tables_and_the_cases_have_the_same_rows() -> None:

@@ -10,13 +10,16 @@ from refusion_lit.traces import animate, print_statistics, trace_statistics
 from traces.samples import plan_and_verify
 
 PLAIN = """\
-forward 1/4 plan: 0 accepted, 4 drafted, 0 rejected, 0 re-planned
+(drafted) ~rejected~ · masked
+plan: drafts the first tokens of all masked slots, to choose the slots that are filled next
+verify: scores the drafted tokens from left to right; those that are certain enough are accepted
+forward 1/4, plan: 4 drafted
     (abcd)··
-forward 2/4 verify: 2 accepted, 0 drafted, 2 rejected, 0 re-planned
+forward 2/4, verify: 2 accepted, 2 rejected
     ~ab~cd··
-forward 3/4 plan: 0 accepted, 4 drafted, 0 rejected, 2 re-planned
+forward 3/4, plan: 4 drafted, 2 re-planned
     (eb)cd(gh)
-forward 4/4 verify: 2 accepted, 0 drafted, 0 rejected, 0 re-planned
+forward 4/4, verify: 2 accepted
     ebcd(gh)
 """
 
@@ -34,6 +37,7 @@ def test_the_animation_waits_once_a_forward_and_shows_each() -> None:
     assert waits == [0.5] * 4
     for number in range(1, 5):
         assert f"forward {number}/4" in file.getvalue()
+    assert file.getvalue().count("This forward drafts the first tokens of all masked slots") == 2
 
 
 def test_text_cannot_control_the_terminal() -> None:

@@ -11,20 +11,20 @@ from refusion_lit.version import __version__
 _USAGE = """\
 usage: refusion-lit COMMAND [OPTIONS]
 
-  fit        train a model                        refusion-lit fit --config configs/quickstart.yaml
-  validate   validation loss of a checkpoint
-  test       decode a test set with every decoder named in the config, and print them side by side
-  predict    write predictions as JSON lines
-  generate   answer prompts from a checkpoint, a directory or a hub id
-  chat       talk to a model and see in which order it decodes
-  trace      watch a decode, forward by forward; writes an HTML page
-  report     compare finished tests: a page, plots, tables for papers
-  score      score a predictions file again       refusion-lit score predictions.jsonl --task Gsm8k --task.test FILE
-  evaluate   run tasks of the lm-evaluation-harness
-  export     turn a checkpoint into a Hugging Face directory
-  import-gguf   turn a GGUF file (llama.cpp) into a Hugging Face directory
-  sweep      run a grid, a list or a random sample of options, and gather the results
-  init       copy the example configs into a directory
+  fit          train a model                        refusion-lit fit --config configs/quickstart.yaml
+  validate     validation loss of a checkpoint
+  test         decode a test set with every decoder named in the config, and print them side by side
+  predict      write predictions as JSON lines
+  generate     answer prompts from a checkpoint, a directory or a hub id
+  chat         talk to a model and see in which order it decodes
+  trace        watch a decode, forward by forward; writes an HTML page
+  report       compare finished tests: a page, plots, tables for papers
+  score        score a predictions file again       refusion-lit score FILE --task Gsm8k --task.test DATA
+  evaluate     run tasks of the lm-evaluation-harness
+  export       turn a checkpoint into a Hugging Face directory
+  import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
+  sweep        run a grid, a list or a random sample of options, and gather the results
+  init         copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """

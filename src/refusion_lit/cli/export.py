@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
+from refusion_lit.cli.output_directory import check_new, filled
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import atomic_directory, write_atomically
+from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
@@ -45,8 +46,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     output = Path(options.output)
-    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
+    check_new(output)
 
     from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.layouts import layout_named
@@ -58,7 +58,7 @@ def run(args: list[str]) -> int:
     model = _load(options)
     backbone = model.backbone
     card = _card(options, backbone)
-    with atomic_directory(output) as directory:
+    with filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
             save_drafter(backbone.drafter, backbone.model, directory)
         elif options.adapter_only:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from refusion_lit.cli.output_directory import check_new, filled
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.utils.files import atomic_directory
-from refusion_lit.utils.require import require
 
 
 def build_parser() -> OneLineParser:
@@ -27,13 +26,12 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     output = Path(options.output)
-    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
+    check_new(output)
 
     from refusion_lit.modeling.gguf import load_gguf
 
     model, tokenizer = load_gguf(options.file)
-    with atomic_directory(output) as directory:
+    with filled(output) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     size = sum(weight.numel() for weight in model.parameters()) / 1e6

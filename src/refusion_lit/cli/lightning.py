@@ -27,7 +27,6 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.reports.environment import write_environment
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.signals import SaveOnSignal
-from refusion_lit.utils.locks import Lock
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -65,11 +64,11 @@ class RefusionCLI(LightningCLI):
     Attributes:
         run_directory: Where this process's run lands, as soon as it is chosen; ``None`` with loggers of the user's own.
             It belongs to the class, as the constructor does the whole work and may raise.
-        run_lock: The lock of that directory; ``None`` on processes that do not write to it.
+        claim: The right to write that directory; ``None`` on processes that do not write to it.
     """
 
     run_directory: ClassVar[Path | None] = None
-    run_lock: ClassVar[Lock | None] = None
+    claim: ClassVar[run_directory.Claim | None] = None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
@@ -181,7 +180,7 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name"
             holds = _continues(config, directory)
             require(holds, "run_version", "a new run", f"{directory}, which holds checkpoints", fix)
-        RefusionCLI.run_lock = run_directory.prepare(directory)
+        RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:

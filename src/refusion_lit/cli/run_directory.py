@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,39 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
-def prepare(directory: Path) -> Lock | None:
+@dataclass(frozen=True)
+class Claim:
+    """The right to write a run's directory, held by one process.
+
+    Attributes:
+        directory: The directory.
+        is_new: Whether this run has created it.
+        lock: What keeps other processes out.
+    """
+
+    directory: Path
+    is_new: bool
+    lock: Lock
+
+    def release(self, *, failed: bool) -> None:
+        """Give the right up; remove a new directory if the run has failed and left no result in it."""
+        release_lock(self.lock)
+        if failed and self.is_new and all(map(_is_beginning, self.directory.rglob("*"))):
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def claim(directory: Path) -> Claim | None:
     """Create and lock a run's directory before any work, and keep the losses of an interrupted run from the logger.
 
     Returns:
-        The lock, to be released with :func:`release`; ``None`` on processes that do not write the directory.
+        The claim; ``None`` on processes that do not write the directory.
 
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
     if not is_first_process():
         return None
+    is_new = not directory.exists()
     try:
         lock = try_lock(directory / ".lock")
     except OSError as error:
@@ -66,18 +89,18 @@ def prepare(directory: Path) -> Lock | None:
         ) from error
     fix = "wait for it, or choose another name"
     require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
+    assert lock is not None
     metrics = directory / "metrics.csv"
     if metrics.is_file():
         number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
         metrics.rename(directory / f"metrics_before_{number}.csv")
-    return lock
+    return Claim(directory, is_new, lock)
 
 
-def release(directory: Path, lock: Lock) -> None:
-    """Release a run's directory, and remove it if a failed run has left nothing in it."""
-    release_lock(lock)
-    with suppress(OSError):
-        directory.rmdir()
+def _is_beginning(path: Path) -> bool:
+    """Return whether a run writes this before its first result: config, environment, headers, or an empty file."""
+    names = (CONFIG, "environment.json", "hparams.yaml", "events.out.tfevents.*", "*.meta.json")
+    return path.is_dir() or path.stat().st_size == 0 or any(path.match(name) for name in names)
 
 
 def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:

@@ -41,7 +41,8 @@ def run(args: list[str]) -> int:
         warnings.filterwarnings("ignore", message=pattern)
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
-    RefusionCLI.run_directory = RefusionCLI.run_lock = None
+    RefusionCLI.run_directory = RefusionCLI.claim = None
+    failed = True
     try:
         cli = RefusionCLI(
             SlotDiffusionModule,
@@ -51,7 +52,9 @@ def run(args: list[str]) -> int:
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
         )
+        failed = False
     except SIGTERMException as stopped:
+        failed = False
         message = getattr(stopped, "message", f"stopped by SIGTERM; {_how_to_resume(args[0])}")
         return _fail(message, int(stopped.code or 143))
     except MisconfigurationException as error:  # Lightning's word for a user's error
@@ -63,10 +66,11 @@ def run(args: list[str]) -> int:
     except SystemExit as stopped:
         if not isinstance(stopped.__context__, KeyboardInterrupt):
             raise
+        failed = False
         return _fail(f"interrupted; {_how_to_resume(args[0])}", 130)
     finally:
-        if RefusionCLI.run_directory is not None and RefusionCLI.run_lock is not None:
-            run_directory.release(RefusionCLI.run_directory, RefusionCLI.run_lock)
+        if RefusionCLI.claim is not None:
+            RefusionCLI.claim.release(failed=failed)
     _say_what_next(cli)
     return 0
 

@@ -33,7 +33,8 @@ class ModelRequirements:
         """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
         reasons = []
         if traits.attention != self.attention:
-            reasons.append(f"it attends {self.attention}ly, the model was trained {traits.attention}")
+            own, trained = (kind.replace("_", "-") for kind in (self.attention, traits.attention))
+            reasons.append(f"it uses {own} attention, the model was trained with {trained} attention")
         elif self.block_size != traits.block_size and self.block_size is not None:
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         if traits.predictions is not None:

@@ -88,8 +88,12 @@ def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprin
     Raises:
         OSError: If it cannot be written.
     """
-    meta_path(file).unlink(missing_ok=True)  # a kill between the two writes must not leave another file's
-    write_atomically(file, "".join(map(as_line, lines)))
+    with atomic_writer(file) as written:
+        written.write("".join(map(as_line, lines)).encode())
+        written.flush()
+        os.fsync(written.fileno())
+        # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
+        meta_path(file).unlink(missing_ok=True)
     write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 

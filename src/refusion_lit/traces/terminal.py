@@ -13,6 +13,7 @@ from rich.text import Text
 
 from refusion_lit.traces.display import visible
 from refusion_lit.traces.document import Trace
+from refusion_lit.traces.phases import explain
 from refusion_lit.traces.summary import TraceStatistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 
@@ -51,6 +52,8 @@ def animate(
     """
     history = timeline(trace)
     if not console.is_terminal:
+        lines = ["(drafted) ~rejected~ · masked", *_explanations(trace)]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         for number in range(1, trace.num_forwards + 1):
             console.print(_plain(trace, history, number), markup=False, highlight=False, soft_wrap=True)
         return
@@ -88,10 +91,25 @@ def _heading(trace: Trace, history: Timeline, number: int) -> str:
         return f"before the first of {trace.num_forwards} forwards"
     changes = history.changes[number - 1]
     statuses = [change.status for change in changes]
-    counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("accepted", "drafted", "rejected"))
-    num_replanned = sum(change.status == "drafted" and change.num_drafts > 1 for change in changes)
+    counts = {name: statuses.count(name) for name in ("accepted", "drafted", "rejected")}
+    counts["re-planned"] = sum(change.status == "drafted" and change.num_drafts > 1 for change in changes)
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     phase = visible(trace.rounds[number - 1].phase)
-    return f"forward {number}/{trace.num_forwards} {phase}: {counts}, {num_replanned} re-planned"
+    return f"forward {number}/{trace.num_forwards}, {phase}: {shown or 'no token changes'}"
+
+
+def _about(trace: Trace, number: int) -> str:
+    """Return what a forward does; empty for a phase that is not explained."""
+    if number == 0:
+        return "Every token of the response is masked."
+    does = explain(trace.rounds[number - 1].phase)
+    return f"This forward {does}." if does else ""
+
+
+def _explanations(trace: Trace) -> list[str]:
+    """Return a line for each phase of a trace that says what its forwards do."""
+    phases = dict.fromkeys(entry.phase for entry in trace.rounds)
+    return [f"{visible(phase)}: {explain(phase)}" for phase in phases if explain(phase)]
 
 
 def _plain(trace: Trace, history: Timeline, number: int) -> str:
@@ -121,7 +139,7 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
             text.append(_piece(trace, change), "red strike")
         else:
             text.append(_piece(trace, change), "italic underline" if change.num_drafts > 1 else "italic")
-    return Group(Text(_heading(trace, history, number), "bold"), text, _legend())
+    return Group(Text(_heading(trace, history, number), "bold"), Text(_about(trace, number), "dim"), text, _legend())
 
 
 def _legend() -> Text:

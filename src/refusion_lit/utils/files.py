@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,7 +47,9 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """Yield a directory to fill, which gets its name when the block ends without an error, and is removed otherwise.
+    """Yield a directory to fill, which gets its name when the block ends without an error.
+
+    Otherwise it is removed with everything in it, and so are the parent directories that were created for it.
 
     Args:
         path: The directory to create; it may exist if it is empty.
@@ -57,6 +59,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """
     target = Path(path).absolute()
     unfinished = target.with_name(f".{target.name}.unfinished")
+    missing = [parent for parent in target.parents if not parent.exists()]
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir(parents=True)
     try:
@@ -68,6 +71,9 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         unfinished.replace(target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
         raise
 
 
