@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
 from refusion_lit.cli.check import check_arguments
 from refusion_lit.cli.description import describe
 from refusion_lit.cli.generate import build_parser
@@ -156,6 +157,14 @@ def test_the_nearest_name_is_suggested_or_none(word: str, known: list[str], expe
 )
 def test_edits_are_counted(first: str, second: str, edits: int) -> None:
     assert edit_distance(first, second) == edit_distance(second, first) == edits
+
+
+def test_an_argument_without_dashes_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["import-gguf", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0] == "usage: refusion-lit import-gguf --output TEXT [--OPTION VALUE ...] FILE"
+    assert "--file" not in shown
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,10 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             ["test", "--config", ABLATION],
             "ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to test",
         ),
+        (
+            ["test", "--config", QUICKSTART, "--ckpt_path=some/one"],
+            "error: ckpt_path: expected a directory or a hub",
+        ),
         (["test", "--config", ABLATION, "--ckpt_path=best"], "got 'best', which only a training knows"),
         (
             ["fit", "--config", ABLATION],

@@ -134,6 +134,15 @@ def test_without_a_terminal_there_are_lines_only(tmp_path: Path, capsys: pytest.
     assert "━" not in error
 
 
+def test_a_training_without_a_loss_to_show_ends_with_a_plain_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = [option for option in TINY if "progress_bar" not in option]
+    few = ["--trainer.max_steps=1", "--trainer.log_every_n_steps=5"]
+    assert main(["fit", "--config", QUICKSTART, *tiny, *few, f"--runs_dir={tmp_path}"]) == 0
+    assert re.search(r"^trained to step 1 in 0:00:\d\d$", capsys.readouterr().err, re.M)
+
+
 def test_other_processes_show_nothing() -> None:
     bar = RunProgress()
     bar.disable()

@@ -49,7 +49,7 @@ def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.Ca
     with (tmp_path / "out" / "results.csv").open() as file:
         good, mismatched, bad = csv.DictReader(file)
     assert good["mismatch"] == ""
-    assert "bidirectionally" in mismatched["mismatch"]
+    assert "bidirectional attention" in mismatched["mismatch"]
     assert (good["model.decoders.refusion.slot_size"], good["decoder"], good["status"]) == ("4", "refusion", "finished")
     folder = Path(good["folder"])
     figures = json.loads((folder / "test" / "results.json").read_text())

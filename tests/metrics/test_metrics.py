@@ -12,7 +12,7 @@ from rich.console import Console
 from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.metrics import DecodingMetrics, TermMeans
 from refusion_lit.objectives.batch import LossOutput
-from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.tables import FIGURES, decoder_table
 
 TERMS = {"ar": 1.0, "mdm": 0.5}
 
@@ -152,3 +152,18 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     assert ("tokens/forward" in head) == (width >= 60)
     assert ("p95" in head) == (width == 200)
     assert ("widen the terminal" in " ".join(stream.getvalue().split())) == (width < 200)
+
+
+def test_a_table_in_a_file_has_every_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
+    metrics = DecodingMetrics()
+    metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
+    decoder_table({"a_decoder_with_a_name": metrics.compute(), "other": metrics.compute()}, 7)
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("┃"))
+    assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["decoder", *(title for _, title, _ in FIGURES)]
+    rows = [line for line in lines if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["a_decoder_with_a_name", "other"]
+    assert "widen" not in "".join(lines)

@@ -54,7 +54,8 @@ def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
 
 
 def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0]), "b": predictions([0.5])})
+    decoders = {"a": predictions([1.0, 0.0]), "b": predictions([0.5]), "c": predictions([0.0])}
+    run = write_run(tmp_path / "run", decoders, mismatches={"c": ["the model was not trained for it"]})
     results = json.loads((run / "results.json").read_text())
     results["config"]["data"] = {"task": {"class_path": "x.Gsm8k", "init_args": {"dataset": "openai/gsm8k"}}}
     (run / "results.json").write_text(json.dumps(results))
@@ -68,7 +69,9 @@ def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> 
         ("Gsm8k, test split", "openai/gsm8k", "score", "score with b", 0.5),
         ("Gsm8k, test split", "openai/gsm8k", "tokens_per_forward", "tokens per forward with b", 5.0),
     ]
-    assert "model-index" not in model_card("me/out", ModelTraits(), None)
+    unfit = write_run(tmp_path / "unfit", {"c": predictions([0.0])}, mismatches={"c": ["not trained for it"]})
+    for runs in ([], [unfit]):
+        assert "model-index" not in model_card("me/out", ModelTraits(), None, runs)
 
 
 @pytest.mark.parametrize(

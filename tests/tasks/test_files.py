@@ -79,6 +79,8 @@ def test_bad_files_are_named_with_line(tmp_path: Path, content: bytes, message: 
 def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"query": "a", "response": "b"}\n{broken\n{"query": "c"}\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: .*; fix the line, or set malformed: skip in the task\."):
+        InstructionFiles(train=str(path), validation_fraction=0).examples("train")
     task = InstructionFiles(train=str(path), validation_fraction=0, malformed="skip")
     assert len(task.examples("train")) == 1
     assert task.num_malformed["train"] == 2

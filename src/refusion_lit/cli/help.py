@@ -51,10 +51,11 @@ def print_help_of(parser: Any, args: Sequence[str]) -> None:  # noqa: ANN401 - a
 
 
 def _command_page(options: Options, command: str, summary: str, hidden: Sequence[str]) -> str:
-    required = [f"--{name} {_metavar(option)}" for name, option in options.items() if option.required]
-    positional = [f"{name.upper()}" for name, option in options.items() if option.positional]
+    positional = [name for name, option in options.items() if option.positional]
+    named = {name: option for name, option in options.items() if option.required and not option.positional}
+    required = [f"--{name} {_metavar(option)}" for name, option in named.items()]
     usage = " ".join(["usage: refusion-lit", command, *(required if "config" not in options else ["--config FILE"])])
-    lines = [f"{usage} [--OPTION VALUE ...]{''.join(f' {name}' for name in positional)}", "", summary]
+    lines = [f"{usage} [--OPTION VALUE ...]{''.join(f' {name.upper()}' for name in positional)}", "", summary]
     group = None
     for name, option in sorted(options.items(), key=lambda item: _group(item[0]) != ""):
         if option.kinds == ("group",) or _group(name) in hidden or (not option.help and option.default is None):

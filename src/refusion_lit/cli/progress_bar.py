@@ -99,7 +99,8 @@ class RunProgress(ProgressBar):
         self._stop()
         if self._enabled:
             seconds = time.monotonic() - self._started[0]
-            line = f"trained to step {trainer.global_step} in {clock(seconds)}: {self._losses(trainer)}"
+            line = f"trained to step {trainer.global_step} in {clock(seconds)}"
+            line = ": ".join(filter(None, (line, self._losses(trainer))))
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002

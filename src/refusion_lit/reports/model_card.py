@@ -72,20 +72,21 @@ def _front_matter(name: str, config: Mapping[str, Any], tests: Sequence[Mapping[
     source = _lookup(config, "model", "backbone", "source")
     if source and not Path(source).exists():  # a local path means nothing on another machine
         values["base_model"] = source
-    if tests:
-        values["model-index"] = [{"name": Path(name).name, "results": list(map(_index, tests))}]
+    entries = [entry for entry in map(_index, tests) if entry["metrics"]]
+    if entries:
+        values["model-index"] = [{"name": Path(name).name, "results": entries}]
     return f"---\n{yaml.safe_dump(values, sort_keys=False).strip()}\n---"
 
 
 def _index(test: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a test as an entry of the hub's ``model-index``."""
+    """Return the results of a test as an entry of the hub's ``model-index``, of the decoders that fit the model."""
     task = _lookup(test, "config", "data", "task")
     name = _class_name(task) or "unknown task"
     metrics = [
         {"type": figure, "name": f"{title} with {decoder}", "value": round(float(figures[figure]), 4)}
         for decoder, figures in test["results"].items()
         for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward"))
-        if figure in figures
+        if figure in figures and not (test.get("mismatches") or {}).get(decoder)
     ]
     return {
         "task": {"type": "text-generation", "name": "Text generation"},

@@ -138,7 +138,7 @@ class InstructionFiles(Task):
 
     def _example(self, row: Row, identity: str) -> Example:
         if row.values is None:
-            raise ValueError(f"{row.location}: {row.error}; fix the line, or set data.task.malformed: skip.")
+            raise ValueError(f"{row.location}: {row.error}; fix the line, or set malformed: skip in the task.")
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
@@ -148,7 +148,7 @@ class InstructionFiles(Task):
             query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
             raise ValueError(
-                f"{row.location}: expected a response, got an empty one; remove it, or set data.task.malformed: skip."
+                f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip in the task."
             )
         return Example(id=identity, query=query, response=response)
 

@@ -107,8 +107,8 @@ def _about(trace: Trace, number: int) -> str:
 
 
 def _explanations(trace: Trace) -> list[str]:
-    """Return a line for each phase of a trace that says what its forwards do."""
-    phases = dict.fromkeys(entry.phase for entry in trace.rounds)
+    """Return a line for each phase of a trace that says what its forwards do; of ``a+b`` one for ``a`` and ``b``."""
+    phases = dict.fromkeys(phase for entry in trace.rounds for phase in entry.phase.split("+"))
     return [f"{visible(phase)}: {explain(phase)}" for phase in phases if explain(phase)]
 
 
