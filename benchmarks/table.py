@@ -122,7 +122,8 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     if "startup" in results:
         cases = results["startup"]["cases"].items()
         rows = [[name, f"{case['processor_seconds']:.2f}", f"{case['seconds']:.2f}"] for name, case in cases]
-        yield "## startup\n\n" + table(["command", "seconds of the processor", "seconds"], rows)
+        note = "Seconds on the clock include the time that the machine gave to other work.\n\n"
+        yield "## startup\n\n" + note + table(["command", "seconds of the processor", "seconds on the clock"], rows)
     yield from memory(results)
 
 
@@ -192,7 +193,7 @@ def main(directory: str = str(RESULTS)) -> None:
         "\n".join(
             f"- {name}: {machine(result)}"
             for name, result in results.items()
-            if "processor" in result["environment"].get("hardware", {})
+            if "processor" in result.get("environment", {}).get("hardware", {})
         ),
         *sections(results),
     ]
