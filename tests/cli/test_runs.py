@@ -56,6 +56,15 @@ def test_without_a_run_a_new_one_starts(tmp_path: Path, capsys: pytest.CaptureFi
     assert steps(tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt") == 4
 
 
+def test_a_config_without_callbacks_leaves_a_last_checkpoint(tmp_path: Path) -> None:
+    assert fit(tmp_path, "--trainer.callbacks=null") == 0
+    run = tmp_path / "quickstart" / "version_0"
+    assert [path.name for path in run.rglob("*.ckpt")] == ["last.ckpt"]
+    assert steps(run / "checkpoints" / "last.ckpt") == 4
+    assert fit(tmp_path, "--trainer.callbacks=null", "--resume", "--trainer.max_steps=6") == 0
+    assert steps(run / "checkpoints" / "last.ckpt") == 6
+
+
 def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(runs, "--run_version=other", "--ckpt_path=last", "--trainer.max_steps=2") == 0
     assert "training starts at the beginning" in capsys.readouterr().err

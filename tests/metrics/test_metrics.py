@@ -154,9 +154,7 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     assert ("widen the terminal" in " ".join(stream.getvalue().split())) == (width < 200)
 
 
-def test_a_table_in_a_file_has_every_column(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_in_a_file_is_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
     metrics = DecodingMetrics()
     metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])

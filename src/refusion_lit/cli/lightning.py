@@ -136,6 +136,10 @@ class RefusionCLI(LightningCLI):
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
             callbacks = [*callbacks, RunProgress()]
+        saves = any(isinstance(each, ModelCheckpoint) for each in own)
+        if self.subcommand == "fit" and config["enable_checkpointing"] is not False and not saves:
+            # After each validation, instead of Lightning's default, which leaves no last.ckpt.
+            callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_top_k=0)]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
         for callback in trainer.checkpoint_callbacks:

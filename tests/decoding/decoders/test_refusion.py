@@ -454,3 +454,12 @@ def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:
     [row] = decode(model, ReFusion(slot_size=2, num_serial_blocks=4), [prompt], SamplingParams(max_new_tokens=10)).rows
     assert row.num_tokens == 10
     assert max(place for call in model.calls for place, _ in call.fed) == 2 + 12 - 1
+
+
+@pytest.mark.parametrize("num_new_tokens", [1, 8, 9, 128])
+def test_the_default_number_of_blocks_adapts_where_a_given_one_is_refused(num_new_tokens: int) -> None:
+    sampling = SamplingParams(max_new_tokens=num_new_tokens)
+    ReFusion(slot_size=8).check(sampling)
+    num_slots = -(-num_new_tokens // 8)
+    with pytest.raises(ValueError, match=f"num_serial_blocks: expected at most {num_slots} "):
+        ReFusion(slot_size=8, num_serial_blocks=num_slots + 1).check(sampling)
