@@ -391,6 +391,25 @@ def test_any_optimizer_and_schedule_by_class_path(tmp_path: Path) -> None:
     assert {row.split(",")[column] for row in rows} - {""} == {"0.125"}
 
 
+@pytest.mark.parametrize("args", [["--help"], ["fit", "--help=all"], ["generate", "--help"]])
+def test_a_reader_that_leaves_early_ends_a_command_silently(args: list[str]) -> None:
+    command = [sys.executable, "-m", "refusion_lit.cli", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_full_disk_behind_standard_output_is_named() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "refusion_lit.cli", "--help"], stdout=full, stderr=subprocess.PIPE,
+                              check=False)  # fmt: skip
+    message = b"refusion-lit: error: standard output or a log file: No space left on device\n"
+    assert (done.returncode, done.stderr.startswith(message)) == (2, True)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"refusion-lit {refusion_lit.__version__}"

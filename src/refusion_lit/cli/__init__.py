@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from signal import SIGPIPE
 
 from refusion_lit.version import __version__
 
@@ -51,21 +53,18 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments; the process's own by default.
 
     Returns:
-        The exit code: 0, 2 for a user's error, 130 when interrupted.
+        The exit code: 0, 2 for a user's error, 130 when interrupted, 141 when the reader of a pipe has left.
     """
     argv = list(args if args is not None else sys.argv[1:])
     if args is None:
         from refusion_lit.cli.messages import show_warnings
 
         show_warnings()
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return 0 if argv else 2
-    if argv[0] == "--version":
-        print(f"refusion-lit {__version__}")
-        return 0
     try:
-        return _run(argv[0], argv[1:])
+        try:
+            return _run(argv[0] if argv else "", argv[1:])
+        finally:
+            sys.stdout.flush()  # while an error can still be told
     except ValueError as error:
         from refusion_lit.utils.errors import NothingToDoError
 
@@ -74,13 +73,22 @@ def main(args: Sequence[str] | None = None) -> int:
             print(message, file=sys.stderr)
             return 0
         return _fail(message)
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + SIGPIPE
     except OSError as error:
-        return _fail(f"{error.filename or 'file'}: {error.strerror or error}")
+        return _fail(f"{error.filename or 'standard output or a log file'}: {error.strerror or error}")
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
 
 
 def _run(command: str, rest: list[str]) -> int:
+    if command in ("", "-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if command else 2
+    if command == "--version":
+        print(f"refusion-lit {__version__}")
+        return 0
     if command in _OWN:
         return import_module(_OWN[command]).run(rest)
     if command in _TRAINER:
