@@ -133,7 +133,7 @@ def memory(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         ways = results["loss_memory"]["ways"].items()
         rows = [[name, way["extra_megabytes"], way["seconds"]] for name, way in ways]
         yield "## loss memory\n\n" + table(["way", "extra megabytes", "seconds"], rows)
-    if "load_memory" in results:
+    if "layouts" in results.get("load_memory", {}):
         layouts = results["load_memory"]["layouts"].items()
         rows = [[name, layout["gigabytes"], layout["peak_over_weights"]] for name, layout in layouts]
         yield "## memory of loading\n\n" + table(["layout", "gigabytes of weights", "peak over weights"], rows)
