@@ -142,6 +142,11 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         "--model.sampling.max_new_tokens=8",
         "--model.decoders.refusion.num_serial_blocks=1",
     ],
+    "a bound on the cache below the longest prompt": lambda p: [
+        *p.prompts("12+34>\n", "prompts.txt"),
+        "--max_cache_tokens=20",
+    ],
+    "a bound on the cache below the longest test prompt": lambda p: p.test("--model.decoding.max_cache_tokens=5"),
     "a special token's name, not in the alphabet": lambda p: p.prompts("12<|mask|>+34>\n", "prompts.txt"),
     "a response file in no directory": lambda p: p.generate(MODEL, f"--output={p.folder}/none/out.jsonl"),
     "a response file that holds something else": lambda p: p.generate(MODEL, f"--output={p.text('notes.txt', 'mine')}"),
