@@ -131,10 +131,11 @@ def test_an_export_in_the_familys_layout_is_the_published_checkpoint(name: str, 
 
 
 def test_an_export_in_our_layout_keeps_traits_ends_and_decoder(tmp_path: Path) -> None:
-    for name in ("llada-tiny", "fast-dllm-v2-tiny"):
+    for name in ("llada-tiny", "dream-tiny", "fast-dllm-v2-tiny"):
         model = published_model(name)
         save_model(model.backbone, model.tokenizer, tmp_path / name)
         again = refusion_lit.load(tmp_path / name)
+        assert again.tokenizer("12+ 3")["input_ids"] == model.tokenizer("12+ 3")["input_ids"]
         assert again.backbone.traits == model.backbone.traits
         assert again.backbone.special_tokens == model.backbone.special_tokens
         assert again.default_decoder == model.default_decoder
@@ -194,6 +195,9 @@ def test_layouts_without_a_golden_are_renamings_too(
     model = refusion_lit.load(tmp_path / "theirs", overrides=overrides)
     assert (model.backbone.traits, model.default_decoder) == (traits, decoder)
     assert model.backbone.special_tokens.mask_token_id == 3
+    (row,) = model.generate_ids([[4, 5, 6]], max_new_tokens=64)
+    assert row.token_ids
+    assert not {0, 3} & set(row.token_ids)
     again = dict(model.backbone.model.named_parameters())
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
     save_model(model.backbone, model.tokenizer, tmp_path / "back", layout=layout)
@@ -205,6 +209,7 @@ def test_layouts_without_a_golden_are_renamings_too(
     }
 
 
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # transformers 5.15 reads the files in an old way
 def test_dreams_slow_tokenizer_is_read_without_its_code(tmp_path: Path) -> None:
     folder = copied("dream-tiny", tmp_path / "dream")
     (folder / "tokenizer.json").unlink()

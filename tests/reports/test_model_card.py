@@ -112,7 +112,9 @@ def test_a_card_says_what_the_model_predicts(attention: AttentionKind, predictio
     [
         (ModelTraits(predictions=("mask", "next_token_in_slot")), "ReFusion()"),
         (ModelTraits(predictions=("next_token",)), "Autoregressive()"),
+        (ModelTraits(predictions=("mask", "next_token")), "WeDLM()"),
         (ModelTraits(attention="bidirectional", predictions=("mask",)), "LLaDA()"),
+        (ModelTraits(attention="bidirectional", predictions=("mask_shifted",)), "LLaDA(shifted=True)"),
         (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "BlockDiffusion(block_size=4)"),
     ],
 )

@@ -121,6 +121,10 @@ class TrainedBPE(TokenizerSource):
         return wrapped
 
 
+_GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+"""Classes of tokenizers that are all in ``tokenizer.json``, by the names of transformers 5 and 4."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTokenizer(TokenizerSource):
     """The tokenizer of a Hugging Face directory or hub id; it gets a mask token if it has none.
@@ -183,11 +187,13 @@ class PretrainedTokenizer(TokenizerSource):
 
     def _load(self, layout: Layout | None) -> PreTrainedTokenizerBase:
         """Load the tokenizer; that of a known layout without the Python code that comes with it."""
-        if layout is None:
+        stored = get_tokenizer_config(self.source, revision=self.revision)
+        # AutoTokenizer takes the tokenizer of any Qwen model for Qwen's, whatever tokenizer.json says about spaces.
+        is_generic = stored.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in stored
+        if layout is None and not is_generic:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
             return AutoTokenizer.from_pretrained(self.source, **options)
-        stored = get_tokenizer_config(self.source, revision=self.revision)
-        if "auto_map" in stored and layout.slow_tokenizer is not None:
+        if layout is not None and "auto_map" in stored and layout.slow_tokenizer is not None:
             # The same files (vocabulary and merges) under the class that the authors' one was derived from.
             tokenizer_class: Any = getattr(transformers, layout.slow_tokenizer)
         else:

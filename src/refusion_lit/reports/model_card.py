@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from refusion_lit.decoding.defaults import default_decoder
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.environment import described_environment
@@ -22,7 +24,6 @@ _PREDICTIONS = {
     "next_token": "the token after each token",
     "next_token_in_slot": "the token after each token of a slot",
 }
-_DECODERS = {"bidirectional": "LLaDA", "block_causal": "BlockDiffusion"}
 
 
 def model_card(
@@ -107,12 +108,10 @@ def _summary(traits: ModelTraits) -> str:
 
 
 def _loading(name: str, traits: ModelTraits) -> str:
-    decoder = "ReFusion"
-    if traits.attention != "causal":
-        decoder = _DECODERS[traits.attention]
-    elif traits.predictions is not None and "mask" not in traits.predictions:
-        decoder = "Autoregressive"
-    options = f"block_size={traits.block_size}" if decoder == "BlockDiffusion" else ""
+    made: Any = default_decoder(traits)
+    decoder = type(made).__name__
+    changed = [(field.name, getattr(made, field.name)) for field in fields(made)]
+    options = ", ".join(f"{key}={value!r}" for key, value in changed if value != getattr(type(made)(), key))
     return f"""## Loading
 
 ```python
@@ -123,7 +122,7 @@ model = refusion_lit.load({name!r})
 print(model.generate(["..."], decoder={decoder}({options}), max_new_tokens=64)[0].text)
 ```
 
-or `refusion-lit generate --ckpt_path {name} --decoder {decoder} --prompt "..."`.{_in_transformers(name, traits)}"""
+or `refusion-lit generate --ckpt_path {name} --prompt "..."`.{_in_transformers(name, traits)}"""
 
 
 def _in_transformers(name: str, traits: ModelTraits) -> str:
@@ -160,9 +159,9 @@ These are low-rank adapters for `{adapters.base}`, in peft's layout.
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-tokenizer = AutoTokenizer.from_pretrained({name!r})
+tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
 base = AutoModelForCausalLM.from_pretrained({adapters.base!r}{arguments}){resizing if adapters.new_token_ids else ""}
 model = PeftModel.from_pretrained(base, {name!r})
 ```
