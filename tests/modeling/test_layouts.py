@@ -32,7 +32,7 @@ QWEN: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_size": 16,
     "intermediate_size": 24,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "num_key_value_heads": 1,
