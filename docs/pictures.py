@@ -81,6 +81,24 @@ def window() -> None:
     picture("wedlm.svg", 700, 266, "Two forwards of WeDLM", parts)
 
 
+def blocks() -> None:
+    """Draw two forwards of CARD with blocks of four masks."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed the block but its last mask", [prompt, ("mask", [f"M@{i}" for i in range(3, 6)])]),
+        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
+                                                         ("draft", ["c@5", "d@6"])]),
+        row(114, "3  feed up to the last mask", [("known", ["?@2"]), ("draft", ["a@3"])]),
+        row(166, "4  the block is full", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
+        row(218, "5  feed it once more, and masks", [("known", ["a@3", "b@4", "c@5", "d@6"]),
+                                                     ("mask", [f"M@{i}" for i in range(7, 10)])]),
+        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. The token before a mask "
+                     "predicts it.", 12),
+        text(8, 290, "Grey: prompt. Dashed: mask. Yellow: filled, never changed. Green: computed for the cache.", 12),
+    ]  # fmt: skip
+    picture("card.svg", 700, 302, "Two forwards of CARD", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -121,5 +139,6 @@ if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
     decoding()
     window()
+    blocks()
     training()
     attention()

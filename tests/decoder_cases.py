@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import refusion_lit.decoding.decoders
 from fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
+    CARD,
     BlockDiffusion,
     Decoder,
     DecodingOutput,
@@ -71,6 +72,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"threshold": None, "order": "entropy", "cache": "prefix", "block_length": 8, "steps": 8, "shifted": True},
         {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
+    CARD: [{"block_size": 4, "threshold": 0.5, "max_rounds": 2}, {"block_size": 5, "max_rounds": None}],
     WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6, "look_ahead": False}],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""

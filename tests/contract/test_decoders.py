@@ -20,6 +20,7 @@ import refusion_lit.decoding
 from decoder_cases import DECODERS, LastState, check_output, hash_models, prompts, setups, temperatures, traits_for
 from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
+    CARD,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -328,6 +329,14 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
     return num
 
 
+def card_forwards(decoder: CARD, case: Case) -> int:
+    """Count forwards block by block: all at once if sure enough, else one token each until the last round."""
+    sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
+    if case.certainty > decoder.threshold:
+        return len(sizes)
+    return sum(min(size, decoder.max_rounds or size) for size in sizes)
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -335,6 +344,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     LLaDA: llada_forwards,
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
+    CARD: card_forwards,
 }
 
 # Options as values.

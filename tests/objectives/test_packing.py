@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.packing import pack
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -29,6 +29,7 @@ OBJECTIVES: list[Objective] = [
     BlockMasked(block_size=4),
     BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     DualStream(block_size=4),
+    SoftTail(),
 ]
 each_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 SAMPLES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6)

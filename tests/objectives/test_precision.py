@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.types import SpecialTokens
 
@@ -25,6 +25,7 @@ from refusion_lit.types import SpecialTokens
         BlockMasked(),
         BlockMasked(t_min=0.6),
         DualStream(),
+        SoftTail(),
     ],
     ids=repr,
 )

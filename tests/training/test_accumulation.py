@@ -18,7 +18,7 @@ from refusion_lit.data.sampler import TrainingLoader
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.tasks import Additions
 from refusion_lit.utils.keys import stable_key
@@ -115,9 +115,10 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         Masked(),
         BlockMasked(block_size=4),
         DualStream(block_size=4),
+        SoftTail(),
         Hybrid(mdm_weight=0.3),
     ],
-    ids=["hybrid", "autoregressive", "masked", "block", "dual", "weighted"],
+    ids=["hybrid", "autoregressive", "masked", "block", "dual", "tail", "weighted"],
 )
 def test_four_batches_of_two_are_one_of_eight_and_the_last_step_may_be_short(
     tmp_path: Path, objective: Objective

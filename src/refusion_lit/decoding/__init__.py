@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.card import CARD
 from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from refusion_lit.decoding.engine import decode
 
 __all__ = [
+    "CARD",
     "Autoregressive",
     "BlockDiffusion",
     "Branch",

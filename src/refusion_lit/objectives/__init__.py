@@ -7,5 +7,6 @@ from refusion_lit.objectives.dual_stream import DualStream
 from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
+from refusion_lit.objectives.soft_tail import SoftTail
 
-__all__ = ["Autoregressive", "BlockMasked", "DualStream", "GatedDraft", "Hybrid", "Masked", "Objective"]
+__all__ = ["Autoregressive", "BlockMasked", "DualStream", "GatedDraft", "Hybrid", "Masked", "Objective", "SoftTail"]
