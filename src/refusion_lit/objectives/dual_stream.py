@@ -102,7 +102,7 @@ class DualStream(Objective):
             labels=torch.cat((own.gather(1, order), following), 1),
             weights=torch.cat((weights.gather(1, order), follows.float()), 1),
             terms=torch.cat((none, ~none), 1).long(),
-            counts=torch.stack((weights.sum(), follows.sum())).float(),
+            counts=torch.stack((weights.double().sum(), follows.sum().double())),
             visible=three_part_ranges(num_tokens, size, lengths, causal=True),
             is_masked=torch.cat((is_masked.gather(1, order), none), 1),
             is_real=torch.cat((is_real, is_real), 1),

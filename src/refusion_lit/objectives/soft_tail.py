@@ -98,7 +98,7 @@ class SoftTail(Objective):
             labels=labels,
             weights=weights.float(),
             terms=torch.zeros_like(labels),
-            counts=total[None].float(),
+            counts=total[None].double(),
             is_masked=is_masked,
             is_real=positions < ends[:, None],
         )
