@@ -1,0 +1,109 @@
+"""Is the measured cost of a forward as good as the best fixed one? Tokens a second by ``forward_cost`` and batch size.
+
+usage: python -m benchmarks.forward_cost [--repeats 5] [--batch_sizes '[1, 4, 16, 64]'] [--smollm2 true]
+
+ReFusion on the small trained model of the reference outputs; with ``smollm2``, SelfSpeculative on SmolLM2-135M with
+the drafter of experiments/lossless (``nox -s real_model -- convert`` makes runs/smollm2/base). Rounds are interleaved
+in one process; seconds are processor time of this process (one thread). Texts do not depend on the option.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from benchmarks.batches import prompts_of
+from benchmarks.common import ROOT, Work, aim, golden_model, golden_runs, interleaved, write
+from benchmarks.decode import _options
+from benchmarks.peers import ours
+from jsonargparse import auto_cli
+
+import refusion_lit
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import Prompt
+
+COSTS: tuple[Any, ...] = ("measure", 0, 8, 32, 128)
+QUESTIONS = ROOT / "experiments" / "lossless" / "own.jsonl"
+
+
+def main(
+    repeats: int = 5,
+    threads: int = 1,
+    batch_sizes: tuple[int, ...] = (1, 4, 16, 64),
+    smollm2: bool = False,
+    output: str | None = None,
+) -> None:
+    """Measure.
+
+    Args:
+        repeats: Rounds of the interleaved timing.
+        threads: Threads of torch.
+        batch_sizes: Prompts decoded at the same time.
+        smollm2: Measure SmolLM2 instead of the small model.
+        output: Where to write the JSON.
+    """
+    torch.set_num_threads(threads)
+    started = time.perf_counter()
+    model, decoder, prompts, num_tokens = _smollm2() if smollm2 else _small()
+    cases: dict[str, dict[str, Any]] = {}
+    aims = []
+    for batch_size in batch_sizes:
+        some = prompts(batch_size)
+        works: dict[str, Work] = {
+            str(cost): ours(model, replace(decoder, forward_cost=cost), some, num_tokens, batch_size)  # type: ignore[call-arg]
+            for cost in COSTS
+        }
+        interleaved(works, repeats, clock=time.process_time)
+        assert len({work.outcome["text"] for work in works.values()}) == 1, "texts differ"
+        rates = {
+            name: round(work.outcome["num_tokens"] / statistics.median(work.seconds), 1) for name, work in works.items()
+        }
+        best = max(rate for name, rate in rates.items() if name != "measure")
+        aims.append(
+            aim(f"measure over the best fixed cost, batch {batch_size}", rates["measure"] / best, 0.97, at_least=True)
+        )
+        cases[str(batch_size)] = {"tokens_per_second": rates, "runs": {n: work.summary() for n, work in works.items()}}
+        print(batch_size, rates, flush=True)
+    name = "forward_cost_smollm2" if smollm2 else "forward_cost"
+    config = {
+        "repeats": repeats,
+        "threads": threads,
+        "num_tokens": num_tokens,
+        "costs": COSTS,
+        "decoder": repr(decoder),
+    }
+    results = {"cases": cases, "measured": model.forward_costs, "aims": aims}
+    write(name, config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+
+
+def _small() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
+    setting = golden_runs("clean")["settings"][0]
+    return (
+        golden_model("clean"),
+        ReFusion(**_options(setting)),
+        lambda size: prompts_of(max(size, 16)),
+        setting["gen_length"],
+    )
+
+
+def _smollm2() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
+    import json
+
+    model = refusion_lit.load(ROOT / "runs" / "smollm2" / "base", draft=ROOT / "experiments" / "lossless" / "drafter")
+    rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    texts = [model.encode(row["prompt"]) for row in rows]
+
+    def prompts(batch_size: int) -> list[Prompt]:
+        number = max(batch_size, 4)
+        return [Prompt(token_ids=tuple(texts[i % len(texts)]), id=str(i)) for i in range(number)]
+
+    return model.backbone, SelfSpeculative(), prompts, 32
+
+
+if __name__ == "__main__":
+    auto_cli(main)
