@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive, block_mask
-from refusion_lit.modeling.checks import body_of, check_compilable, check_packed, check_supported
+from refusion_lit.modeling.checks import check_compilable, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.interface import LanguageModel
@@ -52,7 +52,7 @@ class Backbone(nn.Module, LanguageModel):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        check_supported(model)
+        check_supported(model, body_of(model))
         if compile:
             check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
@@ -256,3 +256,9 @@ class Backbone(nn.Module, LanguageModel):
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."
         )
+
+
+def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
+    """Return a model's transformer without its head."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_submodule(model.base_model_prefix)

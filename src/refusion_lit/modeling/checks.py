@@ -17,14 +17,12 @@ _HEAD_CHANGES = (
 )
 
 
-def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
-    """Return a model's transformer without its head."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.get_submodule(model.base_model_prefix)
-
-
-def check_supported(model: Any) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
+def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
     """Refuse models whose logits or attention the adapter would change.
+
+    Args:
+        model: The model.
+        body: Its transformer without the head.
 
     Raises:
         ValueError: With the reason.
@@ -39,7 +37,7 @@ def check_supported(model: Any) -> None:  # noqa: ANN401 - a transformers model,
                 f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
                 "but logits are computed from the head alone here; use a model with a plain head."
             )
-    if "position_ids" not in inspect.signature(body_of(model).forward).parameters:
+    if "position_ids" not in inspect.signature(body.forward).parameters:
         raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; use another model.")
     layer_types = getattr(config, "layer_types", None) or []
     if not layer_types and getattr(config, "sliding_window", None) is not None:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.architecture import config_of_source, config_of_type
-from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.checks import body_of, check_compilable
+from refusion_lit.modeling.backbone import Backbone, body_of
+from refusion_lit.modeling.checks import check_compilable
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.layouts import Layout
 from refusion_lit.modeling.layouts.weights import load_published
