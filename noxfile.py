@@ -74,6 +74,8 @@ def bench(session: nox.Session) -> None:
         "shared_prefixes",
         "host_time",
         "batches",
+        "linear",
+        "forward_cost",
         "overhead",
         "startup",
         "training",
