@@ -26,6 +26,9 @@ _ALONE = 8
 _CHUNK = 64
 """Queries of a chunk, at most; its mask has as many rows."""
 
+_MANY = 256
+"""So many queries read a head's keys faster side by side; for fewer, copying them there costs more than it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
@@ -51,7 +54,7 @@ class _Segment:
         """Return outputs of the rows' places."""
         own = query[self.tokens].unflatten(0, (-1, self.num_queries))
         keys, values = (stored[:, self.keys][self.stored_rows] for stored in (keys, values))
-        if self.num_queries > _CHUNK:  # many queries read a head's keys faster where these lie side by side
+        if self.num_queries >= _MANY:
             keys, values = (states.transpose(1, 2).contiguous().transpose(1, 2) for states in (keys, values))
         return attend_rows(own, keys, values, self.mask, is_causal=self.is_causal).flatten(0, 1)
 
