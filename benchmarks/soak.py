@@ -5,8 +5,8 @@ usage: python -m benchmarks.soak [--minutes 60] [--model tests/goldens/models/ad
 Every round decodes new prompts with every decoder at random options, batch sizes, temperatures and bounds on the cache
 in one process; half of the rounds' prompts begin alike. Resident memory is read every minute, after malloc was told to
 return what it keeps of freed memory: that is up to 20 MB with this model, more or less with every round, and unrelated
-to what is held (``kept_megabytes``). The first tenth of the time is warm-up. Written to benchmarks/results/soak.json:
-the curve, and the slope of a straight line through it, in MB an hour.
+to what is held (``kept_megabytes``). The first tenth of the time and the first 3000 decodes are warm-up. Written to
+benchmarks/results/soak.json: the curve, and the slope of a straight line through it, in MB an hour.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--model", default="tests/goldens/models/additions-clean")
+    parser.add_argument("--warmup_decodes", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default=str(RESULTS / "soak.json"))
     args = parser.parse_args()
@@ -66,7 +67,7 @@ def main() -> None:
     rng = random.Random(args.seed)
     queries = Additions(num_train=1000, num_validation=1, num_test=1).examples("train")
     preface = "".join(example.query for example in queries[:6])  # long enough to be shared
-    curve: list[tuple[float, float]] = []
+    curve: list[tuple[float, float, int]] = []
     kept: list[float] = []
     start = last = time.monotonic()
     num_decodes = num_tokens = 0
@@ -86,9 +87,11 @@ def main() -> None:
             before = resident_bytes()
             ctypes.CDLL(None).malloc_trim(0)
             last = time.monotonic()
-            curve.append(((last - start) / 60, resident_bytes() / 2**20))
+            curve.append(((last - start) / 60, resident_bytes() / 2**20, num_decodes))
             kept.append((before - resident_bytes()) / 2**20)
-    steady = [(m, mb) for m, mb in curve if m >= args.minutes / 10]
+    steady = [(m, mb) for m, mb, decodes in curve if m >= args.minutes / 10 and decodes >= args.warmup_decodes]
+    if len(steady) < 10:
+        raise SystemExit(f"minutes: {num_decodes} decodes are too few; run it longer or where less else runs.")
     slope = float(np.polyfit([m / 60 for m, _ in steady], [mb for _, mb in steady], 1)[0])
     result = {
         "minutes": args.minutes,
@@ -98,7 +101,8 @@ def main() -> None:
         "lowest_megabytes": round(min(mb for _, mb in steady), 1),
         "highest_megabytes": round(max(mb for _, mb in steady), 1),
         "kept_megabytes": round(max(kept), 1),
-        "curve": [[round(m, 2), round(mb, 1)] for m, mb in curve],
+        "processor_minutes": round(time.process_time() / 60, 1),
+        "curve": [[round(m, 2), round(mb, 2), decodes] for m, mb, decodes in curve],
         "environment": environment(args.seed, sys.argv),
     }
     path = Path(args.output)
