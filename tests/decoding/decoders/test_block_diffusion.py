@@ -91,7 +91,8 @@ class Reference:
             torch.tensor([ids]), torch.arange(length)[None], torch.tensor([visible]), None
         )
         logits = self.model.logits(hidden[0, position])
-        probability = logits.softmax(-1)
+        dtype = self.decoder.confidence_dtype
+        probability = (logits if dtype is None else logits.to(getattr(torch, dtype))).softmax(-1)
         allowed = [i for i in range(self.special.vocab_size) if i not in self.special.banned_token_ids]
         token = max(allowed, key=lambda i: float(logits[i]))
         return token, float(probability[token])
@@ -155,6 +156,7 @@ def decoders(draw: st.DrawFn) -> BlockDiffusion:
         num_steps=draw(st.integers(1, 9)) if rule == "ancestral" else None,
         sub_block_size=draw(st.sampled_from([None, *(d for d in range(1, size + 1) if size % d == 0)])),
         shifted=draw(st.booleans()),
+        confidence_dtype=draw(st.sampled_from([None, None, "bfloat16"])),
         fused=draw(st.booleans()),
     )
 
