@@ -102,6 +102,7 @@ class DualStream(Objective):
             labels=torch.cat((own.gather(1, order), following), 1),
             weights=torch.cat((weights.gather(1, order), follows.float()), 1),
             terms=torch.cat((none, ~none), 1).long(),
+            # Weights are no integers: a sum in float32 would depend on how a step is cut into micro-batches.
             counts=torch.stack((weights.double().sum(), follows.sum().double())),
             visible=three_part_ranges(num_tokens, size, lengths, causal=True),
             is_masked=torch.cat((is_masked.gather(1, order), none), 1),
