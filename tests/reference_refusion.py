@@ -162,6 +162,7 @@ class SlowReFusion:
             "threshold": certain,
             "top_k": ranking[: options.k],
             "capped": certain[: options.k],
+            "sequential": sorted(self.remaining)[: options.k or 1],
         }[options.selection]
         return sorted(chosen or ranking[:1]), drafts
 

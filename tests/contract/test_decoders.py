@@ -238,12 +238,15 @@ def num_forwards(decoder: Decoder, case: Case) -> int | None:
     return next((NUM_FORWARDS[cls](decoder, case) for cls in type(decoder).__mro__ if cls in NUM_FORWARDS), None)
 
 
-def refusion_forwards(decoder: ReFusion, case: Case) -> int:
+def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
+    if decoder.selection == "random":
+        return None  # how much is decoded behind an end depends on the order
     size = decoder.slot_size
     per_block = ceil(ceil(case.budget / size) / (decoder.num_serial_blocks or min(2, ceil(case.budget / size))))
     certainty = case.certainty**size if decoder.certainty == "product" else case.certainty
-    at_once = decoder.k or per_block
-    if decoder.selection != "top_k" and not certainty > decoder.slot_threshold:
+    at_once = 1 if decoder.selection == "sequential" else per_block
+    at_once = decoder.k or at_once
+    if decoder.selection not in ("top_k", "sequential") and not certainty > decoder.slot_threshold:
         at_once = 1
     # Blocks are decoded whole, but for what an end drops, be it beyond the budget.
     num_slots = ceil(ceil(case.length / size) / per_block) * per_block

@@ -26,7 +26,7 @@ def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
 @st.composite
 def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped"]))
+    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped", "sequential"]))
     return draw(st.sampled_from([ReFusion, RecomputeKV]))(
         slot_size=size,
         num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
@@ -217,12 +217,32 @@ class Driven:
         ({"selection": "capped", "k": 2, "slot_threshold": 0.25}, [0.5, 0.25, 0.75, 0.625], [2, 3]),
         ({"selection": "capped", "k": 2, "slot_threshold": 0.7}, [0.5, 0.25, 0.75, 0.625], [2]),
         ({"selection": "capped", "k": 2, "slot_threshold": 0.8}, [0.5, 0.25, 0.75, 0.625], [2]),
+        ({"selection": "sequential"}, [0.5, 0.25, 0.75, 0.625], [0]),
+        ({"selection": "sequential", "k": 3}, [0.5, 0.25, 0.75, 0.625], [0, 1, 2]),
+        ({"selection": "random", "k": 4}, [0.5, 0.25, 0.75, 0.625], [0, 1, 2, 3]),
     ],
 )
 def test_slots_are_chosen(options: dict[str, Any], probabilities: list[float], chosen: list[int]) -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1, **options)
     driven = Driven(decoder, 8)
     assert driven.plan(probabilities) == chosen
+
+
+def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
+    model = HashModel(0, ends=frozenset(), end_bias=-99.0)
+    decoder = ReFusion(slot_size=2, num_serial_blocks=1, selection="random", token_threshold=1.0)
+
+    def orders(seed: int, size: int) -> list[list[int]]:
+        found = [prompt_of((3, 4, 5), str(i)) for i in range(12)]
+        sampling = SamplingParams(max_new_tokens=8, seed=seed)
+        rows = decode(model, decoder, found, sampling, max_batch_size=size, trace=True).rows
+        return [[(p - 3) // 2 for record in row.trace for p in record.accepted if p % 2 == 1] for row in rows]
+
+    first = orders(0, 12)
+    assert all(sorted(order) == [0, 1, 2, 3] for order in first)
+    assert len({tuple(order) for order in first}) > 4, "prompts have orders of their own"
+    assert orders(0, 5) == first
+    assert orders(1, 12) != first
 
 
 @pytest.mark.parametrize(
@@ -297,7 +317,7 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
         ({"token_threshold": -0.1}, r"^token_threshold: expected a probability in \[0, 1\], got -0.1"),
         ({"token_threshold": float("nan")}, "^token_threshold: expected a probability"),
         ({"certainty": "median"}, "^certainty: expected one of first, mean, min, product, got 'median'"),
-        ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, got 'best'"),
+        ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, sequential, random, got 'best'"),
         ({"infill": "none"}, "^infill: expected one of mask, autoregressive, got 'none'"),
         ({"selection": "top_k"}, "^k: expected an integer of at least 1 .*, got None"),
         ({"selection": "capped", "k": 0}, "^k: expected an integer of at least 1 .*, got 0"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
 from refusion_lit.decoding.decoders.autoregressive_infill import infill_autoregressively
@@ -17,7 +17,11 @@ from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_by_masks
 from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+
+Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
+"""Rules by which a round chooses slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,9 @@ class ReFusion(Decoder):
         certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
         selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
-            least one slot is always chosen.
-        k: Number of slots for ``top_k`` and ``capped``.
+            least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
+            ignore certainty; they measure what the order is worth.
+        k: Number of slots for all selections but ``threshold``; 1 by default for ``sequential`` and ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
         fused: Append the masks of the next plan to a verification. If the drafts are accepted, the next round needs no
             forward to plan. Exact: changes the number of forwards, never the text.
@@ -57,7 +62,7 @@ class ReFusion(Decoder):
     slot_threshold: float = 0.9
     token_threshold: float = 0.9
     certainty: Literal["first", "mean", "min", "product"] = "first"
-    selection: Literal["threshold", "top_k", "capped"] = "threshold"
+    selection: Selection = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
     fused: bool = True
@@ -74,13 +79,13 @@ class ReFusion(Decoder):
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
-        require_choice("selection", self.selection, ("threshold", "top_k", "capped"))
+        require_choice("selection", self.selection, get_args(Selection))
         require_choice("infill", self.infill, ("mask", "autoregressive"))
         require_choice("infill_layout", self.infill_layout, ("reference", "packed", "single_forward", "auto"))
-        needs_k = self.selection != "threshold"
-        expected = f"an integer of at least 1 with selection {self.selection!r}" if needs_k else "null"
-        holds = self.k is not None and self.k >= 1 if needs_k else self.k is None
-        require(holds, "k", expected, self.k, "set k exactly with selection 'top_k' or 'capped'")
+        takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
+        expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
+        holds = not needs_k if self.k is None else takes_k and self.k >= 1
+        require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
@@ -140,7 +145,7 @@ class ReFusion(Decoder):
         size, reading, draw = self.slot_size, plan.reading, self._draw(state)
         state.num_plans += 1
         if self.certainty == "first":
-            chosen = self._certain(reading.probabilities)
+            chosen = self._chosen(state, reading.probabilities)
             tokens = [reading.tokens[i] for i in chosen]
             if size > 1:
                 rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
@@ -151,16 +156,21 @@ class ReFusion(Decoder):
         else:
             groups = [slice(i * size, (i + 1) * size) for i in range(len(plan.slots))]
             certainty = {"mean": lambda values: sum(values) / size, "min": min, "product": prod}[self.certainty]
-            chosen = self._certain([certainty(reading.probabilities[group]) for group in groups])
+            chosen = self._chosen(state, [certainty(reading.probabilities[group]) for group in groups])
             tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
         state.num_chosen = len(chosen)
         return [plan.slots[i] for i in chosen], tokens
 
-    def _certain(self, certainties: Sequence[float]) -> list[int]:
-        """Return the chosen slots in text order; ties go to the earlier slot."""
+    def _chosen(self, state: ReFusionState, certainties: Sequence[float]) -> list[int]:
+        """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
         ranked = most_certain(certainties)
-        if self.selection == "top_k":
-            return sorted(ranked[: self.k])
+        if self.selection == "sequential":
+            ranked.sort()
+        elif self.selection == "random":
+            key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
+            ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
+        if self.selection in ("top_k", "sequential", "random"):
+            return sorted(ranked[: self.k or 1])
         certain = [i for i in ranked if certainties[i] > self.slot_threshold]
         return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
 
