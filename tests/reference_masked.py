@@ -114,6 +114,7 @@ def llada(
     shift: int = 0,
     guidance: float = 0.0,
     eos: str = "",
+    kernel: int | None = None,
 ) -> list[int]:
     """LLaDA's ``generate`` with low-confidence remasking; ``eos`` is "forbid", "zero" or nothing."""
     canvas: list[int | None] = [None] * length
@@ -133,7 +134,12 @@ def llada(
                     token = draw(row)
                     if eos == "zero":
                         row[EOS] = -math.inf
-                    best.append((-float(row.softmax(-1)[token]), place, token))
+                    certainty = float(row.softmax(-1)[token])
+                    if kernel is not None:
+                        here, half = len(prompt) + place, kernel // 2
+                        known = [True] * len(prompt) + [token is not None for token in canvas]
+                        certainty *= math.tanh(sum(known[i] for i in range(len(known)) if abs(i - here) <= half))
+                    best.append((-certainty, place, token))
             quota = block // per_block + (1 if step < block % per_block else 0)
             for _, place, token in sorted(best)[:quota]:
                 canvas[place] = token

@@ -51,6 +51,9 @@ class LLaDA(Decoder):
         stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+        kernel_size: Convolutional decoding (arXiv 2509.15188): with ``low_confidence``, multiply a mask's confidence by
+            tanh(n), where n is the number of unmasked positions, prompt included, among the ``kernel_size`` centred at
+            it (one more if that is even). Masks far from the text then come late, without blocks. ``None``: off.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
@@ -66,6 +69,7 @@ class LLaDA(Decoder):
     eos_confidence_zero: bool = False
     stop_at_eos: bool = False
     confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    kernel_size: int | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +91,12 @@ class LLaDA(Decoder):
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
+
+        if self.kernel_size is not None:
+            require_at_least("kernel_size", self.kernel_size, 1)
+            holds = self.order == "low_confidence" and self.block_length is None
+            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence'",
+                    self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
@@ -159,6 +169,9 @@ class LLaDA(Decoder):
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
+        if self.kernel_size is not None:
+            nearness = (math.tanh(known_around(state, place, self.kernel_size)) for place in places)
+            confidences = [confidence * factor for confidence, factor in zip(confidences, nearness, strict=True)]
         return most_certain(confidences, quota)
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
@@ -188,6 +201,13 @@ def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int) -> Br
     canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
     tokens = [*state.prompt.token_ids, *canvas]
     return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
+
+
+def known_around(state: RowState, place: int, kernel_size: int) -> int:
+    """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
+    start, stop = place - kernel_size // 2, place + kernel_size // 2 + 1
+    num_prompt = min(max(-start, 0), state.prompt_length)
+    return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
