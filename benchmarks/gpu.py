@@ -186,7 +186,7 @@ def main(
                 left_out.append(name)
                 continue
             replay = Replay(schedule, prompt_length, SHAPES[model]["vocab_size"] - 1)
-            acting = {body: replayed(with_body(backbone, body), replay) for body in bodies}
+            acting: dict[Body, LanguageModel] = {body: replayed(with_body(backbone, body), replay) for body in bodies}
             same, others = works_of(backbone, acting, replay, size, prompt_length, num_tokens)
             works = {**same, **others}
             interleaved(works, repeats)

@@ -231,10 +231,12 @@ def test_estimates_that_a_model_cannot_give_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
-def test_texts_beyond_the_context_are_refused_before_any_is_scored(adapter: RefusionLitModel, kind: str) -> None:
+def test_texts_beyond_the_context_are_refused_before_any_is_scored(
+    adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     scored: list[object] = []
     adapter.model.backbone.register_forward_hook(lambda *_: scored.append(0))
-    adapter.cache_hook.add_partial = lambda *_: scored.append(0)
+    monkeypatch.setattr(adapter.cache_hook, "add_partial", lambda *_: scored.append(0))
     arguments = [("1+2=", "3"), ("1", "9" * 600)] if kind == "loglikelihood" else [("1+2=3",), ("9" * 600,)]
     requests = [
         Instance(request_type=kind, doc={}, arguments=pair, idx=0, metadata=("t", i, 1))  # type: ignore[arg-type]
