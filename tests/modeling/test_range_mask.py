@@ -131,3 +131,16 @@ def test_flex_attention_gets_the_blocks_of_keys_that_are_seen() -> None:
     made, expected = block_mask(ranges), block_mask(ranges_mask(ranges, 300))
     assert torch.equal(made.to_dense(), expected.to_dense())
     assert made.to_dense()[:, 0, 0].tolist() == [[1, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("name", ["masked", "block"])
+def test_decoding_s_body_takes_ranges(name: str) -> None:
+    model, corrupted = model_of().eval(), batch_of(OBJECTIVES[name], [(100, 210), (3, 60)])
+    inputs = corrupted.input_ids, corrupted.position_ids
+    with torch.no_grad():
+        found = model.hidden_states(*inputs, corrupted.visible)
+        with Largest() as largest:
+            model.hidden_states(*inputs, corrupted.visible)
+        expected = model.hidden_states(*inputs, corrupted.attention_mask)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert largest.size < corrupted.input_ids.shape[1] ** 2
