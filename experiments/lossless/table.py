@@ -48,7 +48,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
 def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
     """Decode all prompts with and without drafts; return counts, and how many texts are the same."""
     sampling, result, reference = SamplingParams(max_new_tokens=max_new_tokens), {}, []
-    for name in (REFERENCE, "SelfSpeculative, two forwards"):
+    for name in (REFERENCE, "SelfSpeculative", "SelfSpeculative, two forwards"):
         decoder = DECODERS[name]
         rows = model.decode(prompts, decoder, sampling, batch_size=16).rows
         texts = [row.token_ids for row in rows]
