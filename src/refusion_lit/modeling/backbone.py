@@ -107,10 +107,12 @@ class Backbone(nn.Module, LanguageModel):
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         head = self.head
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type) or not self.lean:
+        if not (self.lean and self.packed.takes(head.weight)):
             return head(hidden)
-        is_plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
-        return Linear(head.weight, head.bias, self.packed)(hidden) if is_plain else head(hidden)
+        is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)
+        if is_traced or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+            return head(hidden)
+        return Linear(head.weight, head.bias, self.packed)(hidden)
 
     def attach(self, drafter: Drafter) -> None:
         """Let a drafter draft: its masks get the ids after the embedding's last row.

@@ -39,16 +39,23 @@ class PackedWeights:
         """Return the number of copies."""
         return len(self._copies)
 
+    @staticmethod
+    def takes(weight: Float[Tensor, "output input"]) -> bool:
+        """Whether a weight may have a copy: not on other devices, nor in other types, nor a small one."""
+        return (
+            weight.numel() >= _FEWEST_ELEMENTS
+            and weight.device.type == "cpu"
+            and weight.dtype in _FASTEST_FOR
+            and not weight.is_inference()
+            and _is_supported(weight.dtype)
+        )
+
     def of(self, weight: Float[Tensor, "output input"]) -> Tensor | None:
-        """Return a weight's copy; ``None`` where it has none: on other devices, in other types, for small weights."""
-        if weight.device.type != "cpu" or weight.dtype not in _FASTEST_FOR or weight.is_inference():
-            return None
+        """Return the copy of a weight that :meth:`takes` allows; ``None`` if the memory for it is used up."""
         found = self._copies.get(weight)
         state = (weight.data_ptr(), weight._version)
         if found is not None and found[0] == state:
             return found[1]
-        if weight.numel() < _FEWEST_ELEMENTS or not _is_supported(weight.dtype):
-            return None
         others = sum(_num_bytes(other) for other in self._copies if other is not weight)
         if others + _num_bytes(weight) > _MOST_BYTES:
             return None
@@ -72,7 +79,8 @@ class Linear:
         self, weight: Float[Tensor, "output input"], bias: Tensor | None = None, packed: PackedWeights | None = None
     ) -> None:
         self.weight, self.bias = weight, bias
-        self._packed, self._copy = packed, None
+        self._packed = packed if packed is not None and packed.takes(weight) else None
+        self._copy: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return weight and bias."""
@@ -80,19 +88,20 @@ class Linear:
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
-        copy = self._copy_for(x)
+        copy = None if self._packed is None else self._copy_for(x)
         return F.linear(x, self.weight, self.bias) if copy is None else _product(x, copy, self.bias)
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
         """Add y to states in place; for layers without a bias."""
-        copy = self._copy_for(x)
+        copy = None if self._packed is None else self._copy_for(x)
         if copy is None:
             hidden.addmm_(x, self.weight.t())
         else:
             hidden.add_(_product(x, copy, None))
 
     def _copy_for(self, x: Tensor) -> Tensor | None:
-        if self._packed is None or x.numel() // x.shape[-1] not in _FASTEST_FOR.get(x.dtype, ()):
+        assert self._packed is not None
+        if x.numel() // x.shape[-1] not in _FASTEST_FOR[self.weight.dtype]:
             return None
         if self._copy is None:
             self._copy = self._packed.of(self.weight)
