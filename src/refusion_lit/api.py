@@ -123,7 +123,7 @@ class TextModel:
 
         Args:
             query: The text.
-            decoder: The strategy; by default :attr:`default_decoder`.
+            decoder: The strategy; by default :attr:`default_decoder`, fitted to the length limit.
             sampling: Length limit, sampling options and stop strings.
             token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
             prompt_id: Keys the sampling noise.
@@ -133,7 +133,7 @@ class TextModel:
             ValueError: As for :meth:`decode`.
         """
         ids = tuple(self.encode(query) if token_ids is None else token_ids)
-        decoder = decoder or self.default_decoder
+        decoder = decoder or self.default_decoder.fitted(sampling)
         row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
         slot_size = getattr(decoder, "slot_size", None) or 1
         name = type(decoder).__name__
@@ -185,7 +185,7 @@ class TextModel:
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
         encoded = [self._prompt(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
-        return self.decode(encoded, decoder or self.default_decoder, sampling, **options).rows
+        return self.decode(encoded, decoder or self.default_decoder.fitted(sampling), sampling, **options).rows
 
     def _prompt(self, tokens: Sequence[int], name: str) -> Prompt:
         """Return a prompt of token ids, refusing what the tokenizer does not know."""

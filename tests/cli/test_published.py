@@ -30,6 +30,23 @@ def test_generate_needs_the_path_alone(name: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [8, 30, 37])
+def test_the_default_decoder_adapts_to_the_length(name: str, length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"--ckpt_path={MODELS[name]}", f"--prompt={PROMPT}", f"--max_new_tokens={length}"]
+    assert main(["generate", *options]) == 0
+    (row,) = published_model(name).generate([PROMPT], max_new_tokens=length)
+    assert 0 < row.num_tokens <= length
+    assert capsys.readouterr().out == f"{row.text}\n"
+
+
+def test_a_given_block_length_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--decoder=LLaDA", "--decoder.block_length=32"]
+    options = [f"--ckpt_path={MODELS['llada-tiny']}", f"--prompt={PROMPT}", "--max_new_tokens=30", *given]
+    assert main(["generate", *options]) == 2
+    assert "block_length: expected a divisor of max_new_tokens (30), got 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> None:
     task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false"]
     assert main(["test", f"--ckpt_path={MODELS[name]}", *task, f"--runs_dir={tmp_path}", "--num_threads=1"]) == 0

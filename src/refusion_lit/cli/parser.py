@@ -141,7 +141,9 @@ def decoding_of(options: Namespace) -> dict[str, Any]:
 
 
 def load_model_of(options: Namespace) -> TextModel:
-    """Load the model that the options name; its own decoder becomes ``options.decoder`` where none is named.
+    """Load the model that the options name.
+
+    Where no decoder is named, the model's own, fitted to ``max_new_tokens``, becomes ``options.decoder``.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -155,6 +157,6 @@ def load_model_of(options: Namespace) -> TextModel:
     own = {name: options[name] for name in ("layout", "attention", "block_size")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
     model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
-    if "decoder" in options and options.decoder is None:
-        options.decoder = model.default_decoder
+    if "max_new_tokens" in options and options.decoder is None:
+        options.decoder = model.default_decoder.fitted(sampling_of(options))
     return model

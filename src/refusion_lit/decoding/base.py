@@ -181,6 +181,10 @@ class Decoder(ABC):
             ValueError: Naming the option, what was expected and what was got.
         """
 
+    def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
+        """Return the decoder with options that go with a length limit, where it is a default that nobody chose."""
+        return self
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return how many leading prompt tokens may be taken from the cache of another prompt.
 

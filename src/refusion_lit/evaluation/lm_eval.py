@@ -90,13 +90,16 @@ class RefusionLitModel(LM):
                 trust_remote_code=trust_remote_code,
                 overrides=overrides,
             )
-        self.decoder = decoder or self.model.default_decoder
+        self.decoder = decoder
         self.likelihood: Likelihood = likelihood
         self.num_draws, self.batch_size, self.max_gen_toks = num_draws, int(batch_size), max_gen_toks
         self.seed, self.allow_mismatch = seed, allow_mismatch
         self._has_template = False
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def _decoder_for(self, sampling: SamplingParams) -> Decoder:
+        return self.decoder or self.model.default_decoder.fitted(sampling)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
         """Answer prompts; those of a task with the same options share forwards.
@@ -107,7 +110,8 @@ class RefusionLitModel(LM):
         groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
         prompts, names, answers = [], _names(requests), [""] * len(requests)
         for index, request in enumerate(requests):
-            self.decoder.check(sampling := self._sampling(request.args[1]))
+            sampling = self._sampling(request.args[1])
+            self._decoder_for(sampling).check(sampling)
             prompts.append(self._encode(request.args[0]))
             check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
             groups[_task(request), sampling].append(index)
@@ -115,7 +119,7 @@ class RefusionLitModel(LM):
             started = time.perf_counter()
             found = self.model.generate_ids(
                 [prompts[i] for i in indices],
-                decoder=self.decoder,
+                decoder=self._decoder_for(sampling),
                 sampling=sampling,
                 batch_size=self.batch_size,
                 ids=[names[i] for i in indices],
@@ -255,7 +259,7 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
     assert results is not None
     settings = {
-        "decoder": repr(model.decoder),
+        "decoder": repr(model.decoder or model.model.default_decoder),
         "batch_size": model.batch_size,
         "likelihood": model.likelihood,
         "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,

@@ -127,7 +127,7 @@ class SlotDiffusionModule(ValidationHooks):
         """The decoders by name; the model's own one where none is named."""
         if self._decoders:
             return self._decoders
-        decoder = self.text_model().default_decoder
+        decoder = self.text_model().default_decoder.fitted(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
 
     @property

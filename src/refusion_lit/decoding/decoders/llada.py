@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
@@ -113,6 +113,13 @@ class LLaDA(Decoder):
         num_blocks = length // block
         steps = self.steps or length
         require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "change steps")
+
+    def fitted(self, sampling: SamplingParams) -> LLaDA:
+        """Return the decoder with the longest blocks, of at most ``block_length``, that fill the response."""
+        length = sampling.max_new_tokens
+        if self.block_length is None or length % self.block_length == 0:
+            return self
+        return replace(self, block_length=max(n for n in range(1, self.block_length) if length % n == 0))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas of ``max_new_tokens``."""

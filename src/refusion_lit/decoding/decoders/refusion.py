@@ -94,6 +94,12 @@ class ReFusion(Decoder):
         fix = "use fewer serial blocks, smaller slots or more new tokens"
         require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
 
+    def fitted(self, sampling: SamplingParams) -> ReFusion:
+        """Return the decoder with no more serial blocks than slots."""
+        if self.num_serial_blocks is None:
+            return self
+        return replace(self, num_serial_blocks=min(self.num_serial_blocks, self._num_slots(sampling)))
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
