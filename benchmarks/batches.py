@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import Work, golden_model, golden_runs, interleaved, write
-from benchmarks.decode import _options
+from benchmarks.decode import refusion_options
 from benchmarks.peers import library, ours
 from jsonargparse import auto_cli
 
@@ -48,7 +48,7 @@ def main(
     torch.set_num_threads(threads)
     started = time.perf_counter()
     setting = golden_runs(MODEL)["settings"][0]
-    model, options, num_tokens = golden_model(MODEL), _options(setting), setting["gen_length"]
+    model, options, num_tokens = golden_model(MODEL), refusion_options(setting), setting["gen_length"]
     cases: dict[str, dict[str, Any]] = {}
     for batch_size in batch_sizes:
         prompts = prompts_of(max(2 * batch_size, 16))

@@ -44,7 +44,7 @@ PROMPT_LENGTH = 32
 LIBRARY_BODY = "{} on transformers' body"
 
 
-def _options(setting: dict[str, Any]) -> dict[str, Any]:
+def refusion_options(setting: dict[str, Any]) -> dict[str, Any]:
     return {
         "slot_size": setting["slot_size"],
         "num_serial_blocks": setting["serial_num_blocks"],
@@ -70,7 +70,7 @@ def golden(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dic
     for number, setting in enumerate(reference["settings"]):
         runs = [run for run in reference["runs"] if run["setting"] == number][:num_prompts]
         prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
-        length, options = setting["gen_length"], _options(setting)
+        length, options = setting["gen_length"], refusion_options(setting)
         same = {name: ours(model, ReFusion(**options, **more), prompts, length) for name, more in variants.items()}
         by_library = LIBRARY_BODY.format(main)
         same[by_library] = ours(with_library_body(model), ReFusion(**options, **variants[main]), prompts, length)
@@ -112,7 +112,7 @@ def batch(
     prompts = prompts[:num_prompts]
     main = next(iter(variants))
     by_library, compiled = LIBRARY_BODY.format(main), f"{main} compiled"
-    decoders = {name: (model, ReFusion(**_options(setting), **more)) for name, more in variants.items()}
+    decoders = {name: (model, ReFusion(**refusion_options(setting), **more)) for name, more in variants.items()}
     decoders[by_library] = (with_library_body(model), decoders[main][1])
     decoders[compiled] = (Backbone(model.model, model.traits, model.special_tokens, compile=True), decoders[main][1])
     cases = []

@@ -9,6 +9,7 @@ in one process; seconds are processor time of this process (one thread). Texts d
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from benchmarks.batches import prompts_of
 from benchmarks.common import ROOT, Work, aim, golden_model, golden_runs, interleaved, write
-from benchmarks.decode import _options
+from benchmarks.decode import refusion_options
 from benchmarks.peers import ours
 from jsonargparse import auto_cli
 
@@ -85,15 +86,13 @@ def _small() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
     setting = golden_runs("clean")["settings"][0]
     return (
         golden_model("clean"),
-        ReFusion(**_options(setting)),
+        ReFusion(**refusion_options(setting)),
         lambda size: prompts_of(max(size, 16)),
         setting["gen_length"],
     )
 
 
 def _smollm2() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
-    import json
-
     model = refusion_lit.load(ROOT / "runs" / "smollm2" / "base", draft=ROOT / "experiments" / "lossless" / "drafter")
     rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     texts = [model.encode(row["prompt"]) for row in rows]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from refusion_lit.noise import KeyedNoise
@@ -125,6 +125,20 @@ def mask_probability(
     in_range = bool(((mask_ratio > 0) & (mask_ratio <= 1)).all())
     require(in_range, "mask_ratio", "values in (0, 1]", mask_ratio.tolist(), "pass ratios in that range")
     return mask_ratio.double()
+
+
+def random_subset(
+    order: Int[Tensor, "*rows place"], candidates: Bool[Tensor, "*rows place"], count: Shaped[Tensor, "*rows"]
+) -> Bool[Tensor, "*rows place"]:
+    """Choose exactly so many candidates along the last axis, or all if there are fewer.
+
+    Args:
+        order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest ones are chosen.
+        candidates: Places that may be chosen.
+        count: How many.
+    """
+    ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
+    return candidates & (ranks < count[..., None])
 
 
 def response_positions(batch: ResponseBatch) -> tuple[Int[Tensor, " token"], Bool[Tensor, "batch token"]]:

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.objectives.base import (
+    Objective,
+    mask_probability,
+    random_subset,
+    required_mask_id,
+    response_positions,
+)
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.objectives.text_order import shift_left
@@ -21,7 +27,6 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _MIN_RATIO = 1e-8
-_ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +125,8 @@ class DualStream(Objective):
         else:
             ratio = mask_probability(noise, _MIN_RATIO, mask_ratio)[:, None].expand(-1, num_blocks)
         maskable = _in_blocks(F.pad(in_response, (0, num_blocks * size - num_tokens)), size)
-        keys = _in_blocks(noise.bits("token_order", num_blocks * size), size).where(maskable, _ORDER_LIMIT)
-        rank = keys.argsort(dim=-1, stable=True).argsort(dim=-1)
-        is_masked = rank < (maskable.sum(-1) * ratio).round()[..., None]
+        order = _in_blocks(noise.bits("token_order", num_blocks * size), size)
+        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round())
         weights = (1 / ratio if self.weighting == "inverse_ratio" else torch.ones_like(ratio)).float()
         weights = repeat(weights, "sample block -> sample (block within)", within=size)[:, :num_tokens]
         is_masked = rearrange(is_masked, "sample block within -> sample (block within)")[:, :num_tokens]

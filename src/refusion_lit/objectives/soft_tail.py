@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.base import Objective, required_mask_id, response_positions
+from refusion_lit.objectives.base import (
+    Objective,
+    mask_probability,
+    random_subset,
+    required_mask_id,
+    response_positions,
+)
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.text_order import shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
-
-_ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +79,13 @@ class SoftTail(Objective):
     ) -> CorruptedBatch:
         """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)
-        if mask_ratio is None:
-            ratio = noise.uniform("mask_ratio", 1)[:, 0]
-        else:
-            in_range = bool(((mask_ratio > 0) & (mask_ratio <= 1)).all())
-            require(in_range, "mask_ratio", "values in (0, 1]", mask_ratio.tolist(), "pass ratios in that range")
-            ratio = mask_ratio.double()
+        ratio = mask_probability(noise, 0.0, mask_ratio)
         positions, in_response = response_positions(batch)
         num_masks = (batch.response_lengths * ratio).floor().long().clamp(min=1)
         width = (num_masks * self.tail).floor().long().minimum(batch.response_lengths)
         ends = batch.prompt_lengths + batch.response_lengths
         in_tail = in_response & (positions >= (ends - width)[:, None])
-        is_masked = _chosen(noise.bits("token_mask", len(positions)), in_tail, num_masks)
+        is_masked = random_subset(noise.bits("token_mask", len(positions)), in_tail, num_masks)
 
         labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
         is_labelled = labels != IGNORE_INDEX
@@ -102,14 +101,6 @@ class SoftTail(Objective):
             is_masked=is_masked,
             is_real=positions < ends[:, None],
         )
-
-
-def _chosen(
-    order: Int[Tensor, "batch token"], candidates: Bool[Tensor, "batch token"], num: Int[Tensor, " batch"]
-) -> Bool[Tensor, "batch token"]:
-    """Choose the ``num`` candidates of each row that come first in the order."""
-    ranks = order.where(candidates, _ORDER_LIMIT).argsort(1).argsort(1)
-    return candidates & (ranks < num[:, None])
 
 
 def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[Tensor, "batch token"]:
