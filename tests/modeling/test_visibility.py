@@ -23,6 +23,7 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
     made = ragged(seed, sizes, list(range(len(sizes))))
     visibility, expected = made.visibility, made.mask
     assert torch.equal(visibility.mask(), expected)
+    assert torch.equal(visibility.additive_mask().exp().bool(), expected)
     starts, stops = visibility.ranges()[..., None].unbind(-2)
     keys = torch.arange(visibility.num_keys)
     assert torch.equal(((starts <= keys) & (keys < stops)).any(-2), expected)
@@ -67,3 +68,12 @@ def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
 def test_a_prompt_is_causal_and_nothing_else_is(span: Span, is_causal: bool) -> None:
     assert Visibility([span], (1, 3), 8).is_causal is is_causal
     assert not Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8).is_causal
+
+
+def test_single_tokens_behind_all_other_keys_need_no_matrix() -> None:
+    last = [Span(row, 0, 1, 7, ((0, 7),)) for row in range(2)]
+    assert Visibility(last, (2, 1), 8).is_full
+    assert not Visibility(last, (2, 1), 9).is_full
+    assert not Visibility([last[0], Span(1, 0, 1, 6, ((0, 6),))], (2, 1), 8).is_full
+    assert not Visibility([Span(0, 0, 1, 7, ((1, 7),))], (1, 1), 8).is_full
+    assert not Visibility([Span(0, 0, 2, 6, ((0, 6),))], (1, 2), 8).is_full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -38,8 +38,9 @@ class BatchLayout:
     starts: list[list[int]]
 
     def __init__(self, forwards: Sequence[Forward]) -> None:
-        length = max(forward.shape[1] for forward in forwards)
-        edges = list(accumulate((forward.shape[0] for forward in forwards), initial=0))
+        shares = [forward.shape for forward in forwards]
+        length = max(share[1] for share in shares)
+        edges = list(accumulate((share[0] for share in shares), initial=0))
         self.sequences = [slice(first, stop) for first, stop in pairwise(edges)]
         self.starts = [
             [part.start * length + start for start in forward.starts(length)]
@@ -48,8 +49,8 @@ class BatchLayout:
         self._branches = [branch for forward in forwards for branch in forward.branches]
         self._lengths = [len(branch.tokens) for branch in self._branches]
         shape, starts = (edges[-1], length), [start for own in self.starts for start in own]
-        tokens = np.array([token for branch in self._branches for token in branch.tokens])
-        positions = np.array([position for branch in self._branches for position in branch.positions])
+        tokens = np.array(list(chain.from_iterable(branch.tokens for branch in self._branches)))
+        positions = np.array(list(chain.from_iterable(branch.positions for branch in self._branches)))
         self.source = None
         if len(tokens) < shape[0] * shape[1]:
             source = _ranges(starts, self._lengths)
@@ -64,7 +65,9 @@ class BatchLayout:
             sequence, offset = divmod(start, shape[1])
             first_key = branch.write_at if cached else offset
             spans.append(Span(sequence, offset, length, first_key, branch.visible, branch.order))
-            num_keys = max(num_keys, first_key + length, *(stop for _, stop in branch.visible))
+            num_keys = max(num_keys, first_key + length)
+            for _, stop in branch.visible:
+                num_keys = max(num_keys, stop)
         return Visibility(spans, shape, num_keys)
 
     def cache_plan(

@@ -202,6 +202,7 @@ class _Group:
 
     def __init__(self, reader: LogitReader, hidden: Tensor, reads: list[Read]) -> None:
         self._reader, self._hidden, self._draw = reader, hidden, reads[0].draw
+        self._is_plain = is_plain(self._draw)
         # Silent drafts first, then other drafts, then given tokens.
         self._reads = sorted(reads, key=lambda r: 2 if r.given is not None else int(reader.wants_probability(r)))
         index = [i for read in self._reads for i in read.index]
@@ -215,7 +216,7 @@ class _Group:
 
     def launch(self) -> Tensor:
         """Queue all work on the device; return tokens, values, statistics and what is prefetched as one vector."""
-        careful = not is_plain(self._draw)
+        careful = not self._is_plain
         parts = self._read(careful=careful)
         firsts = accumulate((len(read.index) for read in self._reads), initial=0)
         reads = zip(firsts, self._reads, strict=False)
@@ -233,7 +234,7 @@ class _Group:
         num_drafts, num_rows = self._num_drafts, self._num_rows
         if self._prefetched is not None:
             self._prefetched.fill(numbers[num_drafts * (1 + len(self._draw.statistics)) + num_rows :])
-        if is_plain(self._draw) and self._is_broken(numbers):
+        if self._is_plain and self._is_broken(numbers):
             numbers = to_host(self._flat(self._read(careful=True)))
         tokens, values, start = numbers[:num_drafts], numbers[num_drafts : num_drafts + num_rows], 0
         for read in self._reads:
@@ -256,7 +257,7 @@ class _Group:
     def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:
         """Return all parts as one vector of a type that holds ids exactly."""
         values = parts[1]
-        is_single = is_plain(self._draw) and (values is None or values.dtype != torch.float64)
+        is_single = self._is_plain and (values is None or values.dtype != torch.float64)
         dtype = torch.float32 if is_single else torch.float64
         return torch.cat([part.flatten() if part.dtype == dtype else part.flatten().to(dtype)
                           for part in parts if part is not None])  # fmt: skip

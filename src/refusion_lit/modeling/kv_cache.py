@@ -128,9 +128,10 @@ class KVCache:
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
     ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
         """Write a layer's keys and values as prepared and return the whole storage."""
-        stored_keys, stored_values = self.storage(layer, keys, values)
-        stored_keys.flatten(0, 1).index_copy_(0, self.prepared.write_index, keys)
-        stored_values.flatten(0, 1).index_copy_(0, self.prepared.write_index, values)
+        stored_keys, stored_values = self._stored[layer] or self.storage(layer, keys, values)
+        write_index = self.prepared.write_index
+        stored_keys.flatten(0, 1).index_copy_(0, write_index, keys)
+        stored_values.flatten(0, 1).index_copy_(0, write_index, values)
         return stored_keys, stored_values
 
     def update(
@@ -138,7 +139,8 @@ class KVCache:
     ) -> tuple[Float[Tensor, "sequence key head dim"], Float[Tensor, "sequence key head dim"]]:
         """Write a layer's keys and values as prepared and return what each sequence may attend to."""
         stored_keys, stored_values = self.store(layer, keys, values)
-        return self.prepared.visible(stored_keys), self.prepared.visible(stored_values)
+        plan = self.prepared
+        return plan.visible(stored_keys), plan.visible(stored_values)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` entries of one row to another."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.range_mask import matrix_of, ranges_mask
@@ -94,22 +94,37 @@ class Visibility:
             span.order is None and all(start >= stop for start, stop in span.context) for span in self.spans
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every sequence is one token behind all other keys, and sees them all."""
+        return all(
+            span.length == 1 and span.first_key == self.num_keys - 1 and span.context == ((0, span.first_key),)
+            for span in self.spans
+        )
+
     def mask(self) -> Bool[Tensor, "sequence token key"]:
         """Return the matrix, on the host. Padding sees the first entry of its sequence: seeing nothing gives NaN."""
-        mask = np.zeros((*self.shape, self.num_keys), dtype=bool)
+        return self._matrix(seen=True, hidden=False, dtype=np.bool_)
+
+    def additive_mask(self) -> Float[Tensor, "sequence token key"]:
+        """Return what is added to scores instead, in float32: 0 or, where the matrix is false, -inf."""
+        return self._matrix(seen=0, hidden=-np.inf, dtype=np.float32)
+
+    def _matrix(self, *, seen: float, hidden: float, dtype: type[np.generic]) -> Tensor:
+        matrix = np.full((*self.shape, self.num_keys), hidden, dtype)
         is_padded = self._num_tokens < self.shape[0] * self.shape[1]
         if is_padded:
             for sequence, first in self._padding_keys.items():
-                mask[sequence, :, first] = True
+                matrix[sequence, :, first] = seen
         for span in self.spans:
-            seen = mask[span.sequence, span.offset : span.offset + span.length]
+            tokens = matrix[span.sequence, span.offset : span.offset + span.length]
             if is_padded:
-                seen[:] = False
+                tokens[:] = hidden
             for start, stop in span.context:
-                seen[:, start:stop] = True
-            own = seen[:, span.first_key : span.first_key + span.length]
-            own |= _own_mask(span.order, span.length)
-        return torch.from_numpy(mask)
+                tokens[:, start:stop] = seen
+            own = tokens[:, span.first_key : span.first_key + span.length]
+            np.copyto(own, seen, where=_own_mask(span.order, span.length))
+        return torch.from_numpy(matrix)
 
     def ranges(self) -> Int[Tensor, "sequence token range 2"]:
         """Return ranges of keys that together are what each token sees, on the host; unused ones are empty."""

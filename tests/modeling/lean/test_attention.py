@@ -90,15 +90,11 @@ def test_only_much_work_is_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "_CALL", width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert isinstance(attention_for(*choose), SegmentedAttention)
+    elsewhere = attention_for(*choose[:3], LIKE.to("meta"), width)
+    assert isinstance(elsewhere, PaddedAttention)
+    assert isinstance(attention_for(made.rows, made.mask, *choose[2:]), PaddedAttention)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     assert isinstance(attention_for(*choose), PaddedAttention)
-    one = ragged(1, [(3, 3)], [1])
-    one.visibility = Visibility([Span(0, 0, 3, 0)], (1, 3), 3)
-    cache = prepared(one.plan, 3, 0)
-    assert isinstance(attention_for(one.rows, one.visibility, cache, LIKE, width), SegmentedAttention)
-    assert isinstance(attention_for(one.rows, one.mask, cache, LIKE, width), PaddedAttention)
-    elsewhere = attention_for(one.rows, one.visibility, cache, LIKE.to("meta"), width)
-    assert isinstance(elsewhere, PaddedAttention)
 
 
 def masks_of(attend: SegmentedAttention) -> list[Tensor]:

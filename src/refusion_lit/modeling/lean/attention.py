@@ -45,29 +45,33 @@ class PaddedAttention:
         like: Tensor,
     ) -> None:
         self._rows, self._cache = rows, cache
-        if isinstance(attention, Visibility) and attention.is_causal:
-            attention = None
-        self._mask = None if attention is None else _mask_of(attention, like)
+        self._is_causal = attention is None or (isinstance(attention, Visibility) and attention.is_causal)
+        self._mask = None if attention is None or self._is_causal else _mask_of(attention, like)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         rows = self._rows
-        if self._cache is None or self._mask is None:  # tokens that see each other only need no entry of the cache
+        if self._cache is None or self._is_causal:  # tokens that see each other only need no entry of the cache
             if self._cache is not None:
                 self._cache.store(layer, key, value)
             key, value = (rows.padded(states).unflatten(0, (rows.shape[0], -1)) for states in (key, value))
         else:
             key, value = self._cache.update(layer, key, value)
         query = rows.padded(query).unflatten(0, (rows.shape[0], -1))
-        mixed = attend_rows(query, key, value, self._mask, is_causal=self._mask is None)
+        mixed = attend_rows(query, key, value, self._mask, is_causal=self._is_causal)
         return rows.real_of(mixed.flatten(0, 1))
 
 
 def _mask_of(
     attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], like: Tensor
-) -> Tensor:
-    mask = as_mask(attention, like.device) if isinstance(attention, Visibility) else attention
-    found = sdpa_mask(mask, mask.shape[1])
-    # Given booleans, attention would make numbers of them in every layer.
+) -> Tensor | None:
+    """Return a mask [row, 1, query, key] of numbers: given booleans, attention would make these in every layer."""
+    if isinstance(attention, Visibility):
+        if attention.is_full:
+            return None
+        if like.device.type == "cpu":
+            return attention.additive_mask().to(like.dtype)[:, None]
+        attention = as_mask(attention, like.device)
+    found = sdpa_mask(attention, attention.shape[1])
     return additive_of(found[:, 0], like.dtype) if found.dtype == torch.bool else found
 
 
@@ -94,9 +98,8 @@ def attention_for(
         return FlexAttention(rows, attention, cache, like.device)
     if isinstance(attention, Visibility) and like.device.type == "cpu":
         call = _CALL * torch.get_num_threads() // width
-        is_long = attention.shape[0] * attention.shape[1] * attention.num_keys > _MIN_CALLS * call
-        if is_long or len(attention.spans) == 1:
-            found = segmented(rows, attention, cache, like.dtype, call if is_long else 0)
+        if attention.shape[0] * attention.shape[1] * attention.num_keys > _MIN_CALLS * call:
+            found = segmented(rows, attention, cache, like.dtype, call)
             if found is not None:
                 return found
     return PaddedAttention(rows, attention, cache, like)
