@@ -99,6 +99,28 @@ def blocks() -> None:
     picture("card.svg", 700, 302, "Two forwards of CARD", parts)
 
 
+def pipeline() -> None:
+    """Draw three forwards of D2F with blocks of three masks."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [f"M@{i}" for i in range(3, 12)]
+    parts = [
+        row(10, "1  feed the first block", [prompt, ("mask", masks[:3])]),
+        row(62, "2  fill: one mask is sure enough", [prompt, ("mask", masks[:1]), ("draft", ["b@4"]),
+                                                     ("mask", masks[2:3])]),
+        row(114, "3  open the next block, feed both", [("mask", masks[:1]), ("draft", ["b@4"]), ("mask", masks[2:3]),
+                                                      ("mask", masks[3:6])]),
+        row(166, "4  fill in both", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]),
+                                     ("mask", masks[4:6])]),
+        row(218, "5  open a third, feed all", [("known", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]),
+                                               ("mask", masks[4:6]), ("mask", masks[6:])]),
+        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards over the cached text. A block "
+                     "sees itself", 12),
+        text(8, 290, "and all blocks before it. Dashed: mask. Yellow: filled, never changed. Green: complete, stored "
+                     "by this forward.", 12),
+    ]  # fmt: skip
+    picture("d2f.svg", 700, 302, "Three forwards of D2F", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -140,5 +162,6 @@ if __name__ == "__main__":
     decoding()
     window()
     blocks()
+    pipeline()
     training()
     attention()

@@ -22,6 +22,7 @@ import refusion_lit.decoding.decoders
 from fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
     CARD,
+    D2F,
     BlockDiffusion,
     Decoder,
     DecodingOutput,
@@ -73,6 +74,11 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
     CARD: [{"block_size": 4, "threshold": 0.5, "max_rounds": 2}, {"block_size": 5, "max_rounds": None}],
+    D2F: [
+        {"block_size": 4, "threshold": 0.5},
+        {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},
+        {"block_size": 4, "prompt_is_block": False, "add_threshold": 0.5},
+    ],
     WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6, "look_ahead": False}],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
@@ -142,7 +148,9 @@ SPECIALS = [
 def traits_for(decoder: Decoder) -> ModelTraits:
     """Return the traits of a model that was trained for a decoder."""
     needs = decoder.requirements()
-    return ModelTraits(attention=needs.attention, block_size=needs.block_size, predictions=needs.predictions)
+    size = needs.block_size or (4 if needs.attention == "block_causal" else None)
+    return ModelTraits(attention=needs.attention, block_size=size, predictions=needs.predictions,
+                       prompt_is_block=needs.prompt_is_block)  # fmt: skip
 
 
 @st.composite

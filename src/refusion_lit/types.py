@@ -27,6 +27,8 @@ class ModelTraits:
         attention: ``causal`` (in sequence order), ``bidirectional``, or ``block_causal``
             (bidirectional inside a block of ``block_size`` positions, causal between blocks).
         block_size: Tokens per block; only with ``block_causal``.
+        prompt_is_block: With ``block_causal``, the prompt is one block, and blocks are counted from the response on
+            (D2F). Otherwise blocks are counted from position 0, prompt included.
         predictions: What its logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: a mask is predicted by the position before it;
             ``next_token_in_slot``: a clean token predicts the next one of its slot;
@@ -37,6 +39,7 @@ class ModelTraits:
     attention: AttentionKind = "causal"
     block_size: int | None = None
     predictions: tuple[Prediction, ...] | None = None
+    prompt_is_block: bool = False
 
     def __post_init__(self) -> None:
         """Check the names, and that a block size is given exactly when the attention needs one."""
@@ -48,11 +51,16 @@ class ModelTraits:
                 f"block_size: expected a value exactly with attention 'block_causal', got "
                 f"attention={self.attention!r} and block_size={self.block_size!r}. Set both or neither."
             )
+        if self.prompt_is_block and self.attention != "block_causal":
+            raise ValueError(
+                f"prompt_is_block: expected attention 'block_causal', got {self.attention!r}. Leave it out."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values (stored under ``refusion_lit`` in a model's config)."""
         predictions = None if self.predictions is None else list(self.predictions)
-        return {"attention": self.attention, "block_size": self.block_size, "predictions": predictions}
+        values = {"attention": self.attention, "block_size": self.block_size, "predictions": predictions}
+        return values | ({"prompt_is_block": True} if self.prompt_is_block else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelTraits:
@@ -62,6 +70,7 @@ class ModelTraits:
             attention=values.get("attention", "causal"),
             block_size=values.get("block_size"),
             predictions=None if predictions is None else tuple(predictions),
+            prompt_is_block=values.get("prompt_is_block", False),
         )
 
 

@@ -21,6 +21,7 @@ from decoder_cases import DECODERS, LastState, check_output, hash_models, prompt
 from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     CARD,
+    D2F,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -340,6 +341,31 @@ def card_forwards(decoder: CARD, case: Case) -> int:
     return sum(min(size, decoder.max_rounds or size) for size in sizes)
 
 
+def d2f_forwards(decoder: D2F, case: Case) -> int:
+    """Count forwards: a block is known from its left, at once if sure enough, else token by token where activated."""
+    size, num, num_open = decoder.block_size, 0, 1
+    start = 0 if decoder.prompt_is_block else -(case.start % size)
+    known = [-start, *[0] * ((case.budget - start - 1) // size)]
+
+    def is_known(place: int) -> bool:
+        block, offset = divmod(place - start, size)
+        return block < len(known) and known[block] > offset
+
+    while not all(is_known(place) for place in range(case.length)):
+        num_incomplete = num_open - next((i for i in range(num_open) if known[i] < size), num_open)
+        is_due = num > 0 and known[num_open - 1] / size >= decoder.add_threshold and num_open < len(known)
+        has_ended = case.end is not None and is_known(case.end)
+        num_open += is_due and not has_ended and num_incomplete < (decoder.num_open_blocks or len(known) + 1)
+        before = [size, *known]
+        for i in range(num_open):
+            if case.certainty > decoder.threshold:
+                known[i] = size
+            elif before[i] / size >= decoder.activate_threshold:
+                known[i] = min(known[i] + 1, size)
+        num += 1
+    return num
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -348,6 +374,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
+    D2F: d2f_forwards,
 }
 
 # Options as values.

@@ -47,6 +47,7 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),
     objectives.BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
+    objectives.DiffusionForcing(block_size=3, shifted=True),
     objectives.SoftTail(),
     objectives.SoftTail(tail=1, decay=1.0, denominator="tokens"),
     objectives.DualStream(block_size=5, ar_weight=0.5),

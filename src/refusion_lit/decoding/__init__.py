@@ -12,6 +12,7 @@ from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, mos
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.card import CARD
+from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CARD",
+    "D2F",
     "Autoregressive",
     "BlockDiffusion",
     "Branch",

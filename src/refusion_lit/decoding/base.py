@@ -21,13 +21,15 @@ class ModelRequirements:
         attention: Attention pattern of the decoder's forwards.
         predictions: Meanings of logits that the decoder relies on.
         mask_token: Whether the decoder feeds mask tokens.
-        block_size: Tokens per block, for block-causal attention.
+        block_size: Tokens per block, for block-causal attention; ``None``: of any size.
+        prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
     """
 
     attention: AttentionKind
     predictions: tuple[Prediction, ...]
     mask_token: bool = True
     block_size: int | None = None
+    prompt_is_block: bool = False
 
     def mismatches(self, traits: ModelTraits) -> list[str]:
         """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
@@ -37,6 +39,10 @@ class ModelRequirements:
             reasons.append(f"it uses {own} attention, the model was trained with {trained} attention")
         elif self.block_size != traits.block_size and self.block_size is not None:
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
+        if self.attention == traits.attention and self.prompt_is_block != traits.prompt_is_block:
+            own, trained = ("the response" if value else "position 0"
+                            for value in (self.prompt_is_block, traits.prompt_is_block))  # fmt: skip
+            reasons.append(f"its blocks are counted from {own}, the model was trained with blocks from {trained}")
         if traits.predictions is not None:
             known = {*traits.predictions} | ({"next_token_in_slot"} if "next_token" in traits.predictions else set())
             missing = [name for name in self.predictions if name not in known]

@@ -8,13 +8,14 @@ from typing import Any
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.types import ModelTraits
 
 _CLASSES: Mapping[str, type[Decoder]] = {
-    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, LLaDA, ReFusion, WeDLM)
+    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, D2F, LLaDA, ReFusion, WeDLM)
 }
 
 
@@ -23,7 +24,7 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
 
     Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, or WeDLM if masks
     predict themselves and clean tokens the next one everywhere; bidirectional ones get LLaDA; block-causal ones block
-    diffusion in their blocks.
+    diffusion in their blocks, or D2F if their blocks are counted from the response on.
 
     Args:
         traits: What the model was trained to do, perhaps after it was published.
@@ -38,6 +39,8 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         return LLaDA(shifted=shifted)
     if traits.attention == "block_causal":
         assert traits.block_size is not None
+        if traits.prompt_is_block:
+            return D2F(block_size=traits.block_size, shifted=shifted)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
     if traits.predictions is None or "next_token" not in traits.predictions:
         return ReFusion()

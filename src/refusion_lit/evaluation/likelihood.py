@@ -38,6 +38,11 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
         )
     if likelihood == "monte_carlo_masked" and backbone.special_tokens.mask_token_id is None:
         raise ValueError("likelihood: 'monte_carlo_masked' expects a model with a mask token; use autoregressive.")
+    if traits.prompt_is_block:
+        raise ValueError(
+            f"likelihood: {likelihood!r} expects blocks that are counted from position 0, got a model whose blocks "
+            "start with the response; test it with a decoder instead."
+        )
     needed = {"next_token"} if likelihood == "autoregressive" else {"mask", "mask_shifted"}
     if traits.predictions is None or needed & set(traits.predictions):
         return

@@ -3,10 +3,21 @@
 from refusion_lit.objectives.autoregressive import Autoregressive
 from refusion_lit.objectives.base import Objective
 from refusion_lit.objectives.block import BlockMasked
+from refusion_lit.objectives.diffusion_forcing import DiffusionForcing
 from refusion_lit.objectives.dual_stream import DualStream
 from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
 from refusion_lit.objectives.soft_tail import SoftTail
 
-__all__ = ["Autoregressive", "BlockMasked", "DualStream", "GatedDraft", "Hybrid", "Masked", "Objective", "SoftTail"]
+__all__ = [
+    "Autoregressive",
+    "BlockMasked",
+    "DiffusionForcing",
+    "DualStream",
+    "GatedDraft",
+    "Hybrid",
+    "Masked",
+    "Objective",
+    "SoftTail",
+]

@@ -102,6 +102,7 @@ def _summary(traits: ModelTraits) -> str:
         "bidirectional": "Every position sees the whole text",
         "block_causal": f"Every position sees its own block of {traits.block_size} positions and all blocks before it",
     }[traits.attention]
+    pattern += "; the prompt is one block" * traits.prompt_is_block
     predictions = " and ".join(_PREDICTIONS[name] for name in traits.predictions or ())
     predicts = f"It predicts {predictions}." if predictions else "What it predicts is not recorded."
     return f"A language model, exported by refusion-lit {__version__}. {pattern}. {predicts}"

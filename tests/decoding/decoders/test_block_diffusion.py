@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Generation, ModelMismatchError, decode
-from refusion_lit.decoding.decoders.block_diffusion import BlockState
+from refusion_lit.decoding.decoders.block_diffusion import SubBlockState
 from refusion_lit.decoding.requests import Forward, Reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
@@ -312,14 +312,14 @@ def test_first_hitting_at_temperature_zero_takes_the_most_certain_place() -> Non
     assert row.trace == full(BlockDiffusion(threshold=1.0), 5, 19).trace
 
 
-def sampled_state(decoder: BlockDiffusion, prompt_id: str) -> BlockState:
+def sampled_state(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
     """Begin a sampled response of one block."""
     special = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=9)
     prompt = Prompt(token_ids=(3,) * decoder.block_size, id=prompt_id)
     return decoder.begin(prompt, SamplingParams(max_new_tokens=decoder.block_size, temperature=1.0), special)
 
 
-def one_round(decoder: BlockDiffusion, state: BlockState, probabilities: list[float]) -> Forward:
+def one_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list[float]) -> Forward:
     """Answer a step's one forward; return it."""
     steps = decoder.step(state)
     request = next(steps)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
+from refusion_lit.decoding.decoders.block_state import BlockState
 from refusion_lit.decoding.decoders.llada import step_quota
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
@@ -22,29 +23,16 @@ _NUM_STEPS = {
 
 
 @dataclass(kw_only=True)
-class BlockState(RowState):
+class SubBlockState(BlockState):
     """State of block diffusion.
 
     Attributes:
-        context_length: Cache entries: all clean blocks from position 0 on.
         span_step: Steps done in the current sub-block, of ``num_steps``.
         cached_block: Start of the block whose noisy tokens are cached as a whole; -1 if none is.
     """
 
-    context_length: int = 0
     span_step: int = 0
     cached_block: int = -1
-
-    def text(self, start: int, stop: int) -> list[int]:
-        """Return the input at positions ``start`` to ``stop``: committed tokens, and masks elsewhere."""
-        mask = self.mask_token_id
-        places = range(max(start - self.prompt_length, 0), stop - self.prompt_length)
-        canvas = [mask if self.is_masked[place] else self.tokens[place] for place in places]
-        return [*self.prompt.token_ids[start:stop], *canvas]
-
-    def masked(self, start: int, stop: int) -> list[int]:
-        """Return the masked positions from ``start`` to ``stop``."""
-        return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +116,13 @@ class BlockDiffusion(Decoder):
         predictions: tuple[Prediction, ...] = ("mask_shifted",) if self.shifted else ("mask",)
         return ModelRequirements(attention="block_causal", predictions=predictions, block_size=self.block_size)
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
         """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
         end = -(-(num_known + sampling.max_new_tokens) // size) * size
         num_spans = -(-end // self._span_size) - num_known // self._span_size
         length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
-        return BlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
+        return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
@@ -145,7 +133,7 @@ class BlockDiffusion(Decoder):
     def _span_size(self) -> int:
         return self.sub_block_size or self.block_size
 
-    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
         """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
         state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
@@ -163,7 +151,7 @@ class BlockDiffusion(Decoder):
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
         state.finished = state.prefix_ends
 
-    def _positions_to_draw(self, state: BlockState, masked: list[int]) -> list[int]:
+    def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
         """Return the positions whose logits are read: all masked ones, or those drawn beforehand.
 
         In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
@@ -178,11 +166,11 @@ class BlockDiffusion(Decoder):
         step = state.schedule_step
         return [p for p in masked if uniform_scalar("ancestral", seed, prompt_id, step, p) < probability]
 
-    def _steps_left(self, state: BlockState) -> int:
+    def _steps_left(self, state: SubBlockState) -> int:
         assert self.num_steps is not None
         return self.num_steps - state.span_step
 
-    def _num_to_commit(self, state: BlockState, probabilities: Sequence[float]) -> int:
+    def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
         """Return how many drawn tokens are committed, most probable first; at least 1."""
         if self.sampling_rule == "threshold":
             quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
@@ -193,7 +181,7 @@ class BlockDiffusion(Decoder):
             return -(-len(probabilities) // self._steps_left(state))
         return len(probabilities)
 
-    def _denoise(self, state: BlockState, block_start: int, drawn: list[int]) -> Steps[None]:
+    def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
         statistics = ("filtered",) if self.confidence == "filtered" else ()
@@ -210,7 +198,7 @@ class BlockDiffusion(Decoder):
         chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
-    def _noisy_branch(self, state: BlockState, block_start: int, drawn: list[int]) -> Branch:
+    def _noisy_branch(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Branch:
         """Return the whole block after clean ones that are not cached yet, or the sub-block alone."""
         stop, shift = block_start + self.block_size, int(self.shifted)
         span_start = drawn[0] // self._span_size * self._span_size
@@ -231,7 +219,7 @@ class BlockDiffusion(Decoder):
             draft_at=[position - shift - span_start for position in drawn],
         )
 
-    def _store(self, state: BlockState, block_start: int, *, predicts: bool) -> Steps[None]:
+    def _store(self, state: SubBlockState, block_start: int, *, predicts: bool) -> Steps[None]:
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
         last = block_start - 1 - state.context_length
         branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
@@ -241,7 +229,7 @@ class BlockDiffusion(Decoder):
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)
 
-    def _branch(self, state: BlockState, stop: int, *, draft_at: Sequence[int]) -> Branch:
+    def _branch(self, state: SubBlockState, stop: int, *, draft_at: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.context_length
         return Branch(

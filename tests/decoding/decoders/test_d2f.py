@@ -1,0 +1,138 @@
+"""D2F against a slow loop without a cache, and against block diffusion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoder_cases import prompts, traits_for
+from fakes import MASK, HashModel, tiny_backbone
+from refusion_lit.decoding import D2F, BlockDiffusion, decode
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+
+
+def slow_d2f(model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length: int) -> tuple[list[int], int]:
+    """Decode a pipeline of blocks; every forward feeds the whole text and all open blocks."""
+    size, num_forwards, start = decoder.block_size, 0, len(prompt)
+    first = start if decoder.prompt_is_block else start - start % size
+    eos = model.special_tokens.eos_token_ids
+    text: list[int | None] = [*prompt, *[None] * (first + size - start)]
+    goal = start + length
+    while True:
+        blocks = [range(stop - size, stop) for stop in range(first + size, len(text) + 1, size)]
+        share = [1.0, *(sum(text[p] is not None for p in block) / size for block in blocks)]
+        num_open = len(blocks) - next((i for i, value in enumerate(share[1:]) if value < 1), len(blocks))
+        has_room = len(text) < goal and (decoder.num_open_blocks is None or num_open < decoder.num_open_blocks)
+        if num_forwards and has_room and share[-1] >= decoder.add_threshold and not set(text[start:]) & set(eos):
+            blocks.append(range(len(text), len(text) + size))
+            text += [None] * size
+        row = [MASK if token is None else token for token in text]
+        number = torch.tensor([-1 if p < first and decoder.prompt_is_block else (p - first) // size
+                               for p in range(len(row))])  # fmt: skip
+        sees = (number[:, None] >= number)[None]
+        hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
+        logits = model.logits(hidden[0]).double()
+        num_forwards += 1
+        for i, block in enumerate(blocks):
+            masked = [p for p in block if text[p] is None]
+            found = {}
+            for p in masked:
+                own = logits[p - decoder.shifted]
+                allowed = own.clone()
+                allowed[[t for t in model.special_tokens.banned_token_ids if t < len(own)]] = -torch.inf
+                allowed[model.special_tokens.vocab_size :] = -torch.inf
+                token = int(allowed.argmax())
+                found[p] = (float(own.softmax(-1)[token]), token)
+            chosen = [p for p in masked if found[p][0] > decoder.threshold]
+            if masked and not chosen and share[i] >= decoder.activate_threshold:
+                chosen = [max(masked, key=lambda p: (found[p][0], -p))]
+            for p in chosen:
+                text[p] = found[p][1]
+        response = text[start : text.index(None) if None in text else goal][:length]
+        end = next((i for i, token in enumerate(response) if token in eos), None)
+        if end is not None or len(response) == length:
+            return [t for t in response[: None if end is None else end + 1] if t is not None], num_forwards
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
+    add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), activate=st.sampled_from([0.0, 0.5, 0.95]),
+    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(), prompt_is_block=st.booleans(),
+    length=st.integers(1, 17), size=st.integers(1, 3),
+)  # fmt: skip
+def test_the_text_is_that_of_a_loop_without_cache(
+    seed: int,
+    ends: frozenset[int],
+    found: list[Prompt],
+    block_size: int,
+    threshold: float,
+    add: float,
+    activate: float,
+    num_open_blocks: int | None,
+    shifted: bool,
+    prompt_is_block: bool,
+    length: int,
+    size: int,
+) -> None:
+    decoder = D2F(
+        block_size=block_size, threshold=threshold, add_threshold=add, activate_threshold=activate,
+        num_open_blocks=num_open_blocks, shifted=shifted, prompt_is_block=prompt_is_block,
+    )  # fmt: skip
+    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 1.0])
+def test_one_open_block_is_block_diffusion(threshold: float) -> None:
+    traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",))
+    model, sampling = tiny_backbone(traits), SamplingParams(max_new_tokens=23)
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7, 10)]
+    ways = (
+        D2F(block_size=4, threshold=threshold, num_open_blocks=1, prompt_is_block=False),
+        BlockDiffusion(block_size=4, threshold=threshold),
+    )
+    own, expected = (decode(model, way, found, sampling, max_batch_size=2).rows for way in ways)
+    assert [(r.token_ids, r.forward_shapes) for r in own] == [(r.token_ids, r.forward_shapes) for r in expected]
+
+
+def test_a_transformer_with_a_cache_writes_what_the_loop_writes() -> None:
+    decoder = D2F(block_size=4, threshold=0.5, add_threshold=0.25, activate_threshold=0.75)
+    model = tiny_backbone(traits_for(decoder))
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=20), max_batch_size=3).rows
+    with torch.no_grad():
+        expected = [slow_d2f(model, prompt.token_ids, decoder, 20) for prompt in found]
+    assert [(row.token_ids, row.num_forwards) for row in rows] == expected
+
+
+def test_open_blocks_share_a_forward_and_complete_ones_are_stored_by_the_next() -> None:
+    decoder = D2F(block_size=4, threshold=0.0)
+    model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=(5, 6, 7), id="0")
+    row = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=12)).rows[0]
+    # The prompt and a block; then twice the complete block and a new one.
+    assert row.forward_shapes == [(1, 7), (1, 8), (1, 8)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"block_size": 0}, {"threshold": 1.5}, {"add_threshold": -0.1}, {"activate_threshold": 2.0},
+     {"num_open_blocks": 0}],
+)  # fmt: skip
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        D2F(**options)  # type: ignore[arg-type]
+
+
+def test_a_model_with_blocks_from_position_0_is_refused() -> None:
+    traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",))
+    [reason] = D2F(block_size=4).requirements().mismatches(traits)
+    assert "counted from the response" in reason
+    assert not D2F(block_size=4, prompt_is_block=False).requirements().mismatches(traits)
