@@ -121,6 +121,26 @@ def pipeline() -> None:
     picture("d2f.svg", 700, 302, "Three forwards of D2F", parts)
 
 
+def editing() -> None:
+    """Draw a block of four masks that is filled and edited."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed a block of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
+        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3", "x@4"]), ("mask", ["M@5"]),
+                                                      ("draft", ["d@6"])]),
+        row(114, "3  next forward: fill and replace", [prompt, ("draft", ["a@3"]), ("rejected", ["b@4"]),
+                                                       ("draft", ["c@5", "d@6"])]),
+        row(166, "4  a forward replaces nothing", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
+        row(218, "5  feed it with the next block", [("known", ["a@3", "b@4", "c@5", "d@6"]),
+                                                    ("mask", [f"M@{i}" for i in range(7, 11)])]),
+        text(8, 274, "Small numbers: position in the text. Each row is a forward or the text after it. Grey: prompt. "
+                     "Dashed: mask.", 12),
+        text(8, 290, "Yellow: filled, may change. Red: replaced, x by b. Green: final, stored in the cache by this "
+                     "forward.", 12),
+    ]  # fmt: skip
+    picture("token_editing.svg", 700, 302, "One block of token editing", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -163,5 +183,6 @@ if __name__ == "__main__":
     window()
     blocks()
     pipeline()
+    editing()
     training()
     attention()

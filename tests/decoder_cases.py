@@ -31,6 +31,7 @@ from refusion_lit.decoding import (
     LLaDA,
     ReFusion,
     RowState,
+    TokenEditing,
     WeDLM,
     decode,
     engine,
@@ -78,6 +79,10 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"block_size": 4, "threshold": 0.5},
         {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},
         {"block_size": 4, "prompt_is_block": False, "add_threshold": 0.5},
+    ],
+    TokenEditing: [
+        {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
+        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "max_post_forwards": 2},
     ],
     WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6, "look_ahead": False}],
 }

@@ -74,6 +74,8 @@ class FakeModel(LanguageModel):
 
     def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the position that each token's logits are about."""
+        if "visible" in (self.traits.predictions or ()):
+            return position_ids
         return position_ids + 1 - self.is_mask(input_ids)
 
     def is_mask(self, input_ids: Tensor) -> Tensor:

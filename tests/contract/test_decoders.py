@@ -29,6 +29,7 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
+    TokenEditing,
     WeDLM,
     decode,
 )
@@ -366,6 +367,16 @@ def d2f_forwards(decoder: D2F, case: Case) -> int:
     return num
 
 
+def editing_forwards(decoder: TokenEditing, case: Case) -> int:
+    """Count forwards of whole blocks: all masks at once if sure enough, else the quota; one more replaces nothing."""
+    size, num, first = decoder.block_size, 0, case.start
+    while first < case.start + case.length:
+        num_masks = size - first % size
+        num += 1 + (1 if case.certainty > decoder.mask_threshold else ceil(num_masks / decoder.num_per_forward))
+        first += num_masks
+    return num
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -375,6 +386,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
     D2F: d2f_forwards,
+    TokenEditing: editing_forwards,
 }
 
 # Options as values.

@@ -47,6 +47,7 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),
     objectives.BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
+    objectives.EditableBlockMasked(block_size=5, max_replaced=0.8, kept=0.4),
     objectives.DiffusionForcing(block_size=3, shifted=True),
     objectives.SoftTail(),
     objectives.SoftTail(tail=1, decay=1.0, denominator="tokens"),
@@ -170,6 +171,9 @@ def test_prompt_is_untouched_and_text_is_complete(
                 if corrupted.is_masked[row, i]:
                     assert token == MASK
                     assert place >= prompt, "the prompt is never masked"
+                elif "visible" in (objective.traits.predictions or ()) and place >= prompt:
+                    right = text[place] if place < length else EOS
+                    assert right in (token, int(corrupted.labels[row, i])), "a wrong token is to be corrected"
                 elif place < length:
                     assert token == text[place], "what is not masked stays as it was"
                 else:
@@ -205,6 +209,8 @@ def test_labels_say_what_the_traits_say(
                 elif masked and "mask_shifted" in predictions and i > 0:
                     assert places[i - 1] == place - 1
                     expected[i - 1] = text.get(place, EOS)
+                elif "visible" in predictions and place >= prompt:
+                    optional[i] = text.get(place, EOS)
                 elif place + 1 in text and prompt <= place + 1 and "next_token" in predictions and i >= clean_from:
                     expected[i] = text[place + 1]
                 elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:

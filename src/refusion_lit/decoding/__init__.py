@@ -18,6 +18,7 @@ from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
+from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
@@ -50,6 +51,7 @@ __all__ = [
     "RowState",
     "SelfSpeculative",
     "Steps",
+    "TokenEditing",
     "TraceRound",
     "WeDLM",
     "check_context",

@@ -11,11 +11,12 @@ from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.refusion import ReFusion
+from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.types import ModelTraits
 
 _CLASSES: Mapping[str, type[Decoder]] = {
-    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, D2F, LLaDA, ReFusion, WeDLM)
+    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, D2F, LLaDA, ReFusion, TokenEditing, WeDLM)
 }
 
 
@@ -24,7 +25,8 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
 
     Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, or WeDLM if masks
     predict themselves and clean tokens the next one everywhere; bidirectional ones get LLaDA; block-causal ones block
-    diffusion in their blocks, or D2F if their blocks are counted from the response on.
+    diffusion in their blocks, D2F if their blocks are counted from the response on, or token editing if visible tokens
+    predict their own place.
 
     Args:
         traits: What the model was trained to do, perhaps after it was published.
@@ -41,6 +43,8 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         assert traits.block_size is not None
         if traits.prompt_is_block:
             return D2F(block_size=traits.block_size, shifted=shifted)
+        if "visible" in (traits.predictions or ()):
+            return TokenEditing(block_size=traits.block_size)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
     if traits.predictions is None or "next_token" not in traits.predictions:
         return ReFusion()

@@ -5,6 +5,7 @@ from refusion_lit.objectives.base import Objective
 from refusion_lit.objectives.block import BlockMasked
 from refusion_lit.objectives.diffusion_forcing import DiffusionForcing
 from refusion_lit.objectives.dual_stream import DualStream
+from refusion_lit.objectives.editable import EditableBlockMasked
 from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
@@ -15,6 +16,7 @@ __all__ = [
     "BlockMasked",
     "DiffusionForcing",
     "DualStream",
+    "EditableBlockMasked",
     "GatedDraft",
     "Hybrid",
     "Masked",

@@ -21,6 +21,7 @@ from refusion_lit.version import __version__
 _PREDICTIONS = {
     "mask": "the token at each mask",
     "mask_shifted": "the token at each mask, from the position before it",
+    "visible": "what belongs at the place of each other token",
     "next_token": "the token after each token",
     "next_token_in_slot": "the token after each token of a slot",
 }

@@ -1,0 +1,135 @@
+"""Token editing: block diffusion whose filled tokens may be replaced until their block is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
+from refusion_lit.decoding.decoders.block_state import BlockState
+from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require_at_least, require_probability
+
+
+@dataclass(kw_only=True)
+class EditingState(BlockState):
+    """State of token editing.
+
+    Attributes:
+        num_edits: Tokens replaced so far.
+    """
+
+    num_edits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEditing(Decoder):
+    """Decodes block by block; each forward fills masks and replaces tokens of the block that the model disagrees with.
+
+    A forward reads every place of the block that is no prompt. It fills the masks more probable than
+    ``mask_threshold``, at least ``num_per_forward`` of them, and replaces visible tokens where another one is more
+    probable than ``edit_threshold``. Both follow from the same forward. Once a block has no masks, forwards go on until
+    one replaces nothing, at most ``max_post_forwards`` of them. Then the block is committed as a whole and never
+    changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt included;
+    attention is block-causal, and the cache of complete blocks is exact.
+
+    Source: LLaDA2.1 (arXiv 2602.08676) and the generation routine of its model card, whose thresholds are the defaults.
+    Deliberate differences: the forward that caches a block is the first one of the next block, which saves one forward
+    a block; the mask token is never drawn; blocks that were committed are not edited again (the report's multi-block
+    editing).
+
+    Attributes:
+        block_size: Tokens per block; must be the trained one.
+        mask_threshold: Fill every mask whose token is more probable (mask-to-token threshold), in [0, 1].
+        edit_threshold: Replace a token by another one that is more probable than this (token-to-token threshold), in
+            [0, 1]; the comparison is strict, so 1 replaces nothing.
+        num_per_forward: Masks that a forward fills at least (``num_to_transfer``), at least 1.
+        max_post_forwards: Maximum number of forwards of a block without masks (``max_post_steps``), at least 1. Bounds
+            edits that undo each other.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(
+        attention="block_causal", predictions=("mask", "visible"), block_size=32
+    )
+
+    block_size: int = 32
+    mask_threshold: float = 0.95
+    edit_threshold: float = 0.9
+    num_per_forward: int = 1
+    max_post_forwards: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        for name in ("block_size", "num_per_forward", "max_post_forwards"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("mask_threshold", "edit_threshold"):
+            require_probability(name, getattr(self, name))
+
+    def requirements(self) -> ModelRequirements:
+        """Return block-causal attention with this block size, and predictions of visible tokens."""
+        return replace(self.requires, block_size=self.block_size)
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
+        size = self.block_size
+        return max(min(num_common // size, prompt_length // size - 1), 0) * size
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> EditingState:
+        """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
+        num_known, size = len(prompt.token_ids), self.block_size
+        length = -(-(num_known + sampling.max_new_tokens) // size) * size - num_known
+        return EditingState.blank(prompt, sampling, special_tokens, length)
+
+    def step(self, state: EditingState) -> Steps[None]:  # type: ignore[override]
+        """Fill and edit a whole block, then commit it."""
+        state.context_length = max(state.context_length, state.num_shared)
+        first = state.prompt_length + state.is_masked.index(True)
+        start = first // self.block_size * self.block_size
+        tokens: list[int | None] = [None] * (start + self.block_size - first)
+        num_post = 0
+        while num_post < self.max_post_forwards:
+            is_post = None not in tokens
+            draw = Draw(sampling=state.sampling, round=state.num_forwards)
+            branch = self._branch(state, first, tokens)
+            reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
+            state.context_length = start
+            edited = self._edited(tokens, reading.tokens, reading.probabilities)
+            filled = self._filled(tokens, reading.probabilities)
+            for i in (*edited, *filled):
+                tokens[i] = reading.tokens[i]
+            state.num_edits += len(edited)
+            num_post += is_post
+            if is_post and not edited:
+                break
+        final = [token for token in tokens if token is not None]
+        state.commit(range(first - state.prompt_length, first - state.prompt_length + len(final)), final)
+        state.finished = state.prefix_ends
+
+    def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
+        """Return the masks that are filled."""
+        masked = [i for i, token in enumerate(tokens) if token is None]
+        above = [i for i in masked if probabilities[i] > self.mask_threshold]
+        if len(above) >= self.num_per_forward:
+            return above
+        return [masked[i] for i in most_certain([probabilities[i] for i in masked], self.num_per_forward)]
+
+    def _edited(self, tokens: Sequence[int | None], drawn: Sequence[int], probabilities: Sequence[float]) -> list[int]:
+        """Return the visible tokens that are replaced."""
+        return [
+            i for i, token in enumerate(tokens)
+            if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
+        ]  # fmt: skip
+
+    def _branch(self, state: EditingState, first: int, tokens: Sequence[int | None]) -> Branch:
+        """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
+        start, stop, mask = state.context_length, first + len(tokens), state.mask_token_id
+        return Branch(
+            tokens=[*state.text(start, first), *(mask if token is None else token for token in tokens)],
+            positions=range(start, stop),
+            order=[position // self.block_size for position in range(start, stop)],
+            visible=((0, start),),
+            write_at=start,
+            draft_at=range(first - start, stop - start),
+        )

@@ -1,0 +1,90 @@
+"""Block diffusion with wrong visible tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import BlockMasked, EditableBlockMasked
+from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
+from refusion_lit.objectives.editable import other_tokens
+from refusion_lit.types import SpecialTokens
+
+MASK = 2
+MakeBatch = Callable[..., ResponseBatch]
+Noise = Callable[..., KeyedNoise]
+LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
+
+
+@pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
+def test_equals_block_diffusion_and_the_slow_reference_of_visible_tokens(
+    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None
+) -> None:
+    batch = make_batch(LENGTHS)
+    noise = make_noise(batch)
+    ratios = None if ratio is None else torch.full((len(LENGTHS),), ratio)
+    plain = BlockMasked(block_size=4).corrupt(batch, noise, special_tokens, mask_ratio=ratios)
+    objective = EditableBlockMasked(block_size=4, max_replaced=0.8, kept=0.5)
+    corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=ratios)
+    width = plain.input_ids.shape[1] // 2
+    shares = noise.uniform("replaced_share", 1)[:, 0].tolist()
+    replaced, kept = (noise.uniform(name, width).tolist() for name in ("replaced", "kept"))
+    assert plain.is_masked is not None
+    counts = [0, 0]
+    for row, (prompt, response) in enumerate(LENGTHS):
+        end = prompt + -(-(prompt + response) // 4) * 4 - prompt
+        for i in range(2 * width):
+            own = [int(t[row, i]) for t in (corrupted.input_ids, corrupted.labels, corrupted.terms)]
+            before, text = int(plain.input_ids[row, i]), int(plain.input_ids[row, i % width + width])
+            if not prompt <= i < end or plain.is_masked[row, i]:
+                assert own == [before, int(plain.labels[row, i]), 0]
+            elif replaced[row][i] < 0.8 * shares[row]:
+                assert own[0] not in (text, MASK, 0)
+                assert own[1:] == [text, 1]
+                counts[0] += 1
+            elif kept[row][i] < 0.5:
+                assert own == [text, text, 2]
+                counts[1] += 1
+            else:
+                assert own == [text, IGNORE_INDEX, 0]
+            is_read = own[1] != IGNORE_INDEX
+            weight = float(plain.weights[row, i]) if plain.is_masked[row, i] else float(is_read)
+            assert float(corrupted.weights[row, i]) == weight
+    assert corrupted.counts.tolist() == [*plain.counts.tolist(), *counts]
+    assert ratio == 1.0 or min(counts) > 3
+
+
+def test_without_visible_targets_it_is_block_diffusion(
+    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens
+) -> None:
+    batch = make_batch(LENGTHS)
+    noise = make_noise(batch)
+    objective = EditableBlockMasked(block_size=4, max_replaced=0.0, kept=0.0)
+    pair = [each.corrupt(batch, noise, special_tokens) for each in (BlockMasked(block_size=4), objective)]
+    for name in ("input_ids", "position_ids", "labels", "weights", "terms", "visible", "is_masked"):
+        assert torch.equal(*(getattr(corrupted, name) for corrupted in pair)), name
+    assert pair[1].counts.tolist() == [*pair[0].counts.tolist(), 0, 0]
+
+
+@pytest.mark.parametrize(("own", "mask"), [(0, 2), (2, 2), (4, 2), (3, 4), (4, 0), (1, 4)])
+def test_replacements_are_uniform_over_all_other_tokens(own: int, mask: int) -> None:
+    special = SpecialTokens(mask_token_id=mask, eos_token_ids=(1,), pad_token_id=1, vocab_size=5)
+    uniform = (torch.arange(1200) / 1200)[None].double()
+    drawn = other_tokens(torch.full((1, 1200), own), uniform, special)
+    allowed = {0, 1, 2, 3, 4} - {own, mask}
+    assert {token: int((drawn == token).sum()) for token in set(drawn[0].tolist())} == dict.fromkeys(
+        allowed, 1200 // len(allowed)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_replaced": 1.5}, {"kept": -0.1}, {"edit_weight": -1.0}, {"keep_weight": -1.0}, {"shifted": True},
+     {"complementary": True}, {"search_widths": (0.5,)}],
+)  # fmt: skip
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EditableBlockMasked(**options)  # type: ignore[arg-type]
