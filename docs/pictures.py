@@ -141,6 +141,26 @@ def editing() -> None:
     picture("token_editing.svg", 700, 302, "One block of token editing", parts)
 
 
+def sets() -> None:
+    """Draw two forwards of set diffusion with a window of four masks."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed the window's masks", [prompt, *[("mask", [f"M@{i}"]) for i in range(3, 7)]]),
+        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
+                                                      ("draft", ["c@5"]), ("mask", ["M@6"])]),
+        row(114, "3  store them, feed the masks", [prompt, ("known", ["a@3", "c@5"]),
+                                                   *[("mask", [f"M@{i}"]) for i in (4, 6, 7)]]),
+        row(166, "4  fill again", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("mask", ["M@6"]), ("draft", ["e@7"])]),
+        row(218, "5  store these, move the window", [prompt, ("known", ["a@3", "c@5", "b@4", "e@7"]),
+                                                     *[("mask", [f"M@{i}"]) for i in (6, 8, 9)]]),
+        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards, in sequence order. A mask "
+                     "sees all tokens", 12),
+        text(8, 290, "before the masks, and no other mask. Yellow: filled, never changed. Green: in the cache, exact, "
+                     "in this order.", 12),
+    ]  # fmt: skip
+    picture("set_diffusion.svg", 700, 302, "Two forwards of set diffusion", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -184,5 +204,6 @@ if __name__ == "__main__":
     blocks()
     pipeline()
     editing()
+    sets()
     training()
     attention()

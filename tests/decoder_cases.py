@@ -31,6 +31,7 @@ from refusion_lit.decoding import (
     LLaDA,
     ReFusion,
     RowState,
+    SetDiffusion,
     TokenEditing,
     WeDLM,
     decode,
@@ -80,6 +81,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},
         {"block_size": 4, "prompt_is_block": False, "add_threshold": 0.5},
     ],
+    SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
     TokenEditing: [
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
         {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "max_post_forwards": 2},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
-Prediction = Literal["mask", "mask_shifted", "visible", "next_token_in_slot", "next_token"]
+Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class ModelTraits:
             (D2F). Otherwise blocks are counted from position 0, prompt included.
         predictions: What its logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: a mask is predicted by the position before it;
+            ``isolated_mask``: a mask that sees no other mask predicts its own position;
             ``visible``: a token that is no mask predicts what belongs at its own position;
             ``next_token_in_slot``: a clean token predicts the next one of its slot;
             ``next_token``: a clean token predicts the next one everywhere.

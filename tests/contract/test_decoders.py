@@ -29,6 +29,7 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
+    SetDiffusion,
     TokenEditing,
     WeDLM,
     decode,
@@ -377,6 +378,12 @@ def editing_forwards(decoder: TokenEditing, case: Case) -> int:
     return num
 
 
+def set_forwards(decoder: SetDiffusion, case: Case) -> int:
+    """Count forwards that commit the whole window if sure enough, else the quota, from the left."""
+    is_sure = decoder.threshold is not None and case.certainty > decoder.threshold
+    return ceil(case.length / (decoder.window_size if is_sure else min(decoder.quota, decoder.window_size)))
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -386,6 +393,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
     D2F: d2f_forwards,
+    SetDiffusion: set_forwards,
     TokenEditing: editing_forwards,
 }
 

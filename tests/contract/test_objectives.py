@@ -49,6 +49,8 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
     objectives.EditableBlockMasked(block_size=5, max_replaced=0.8, kept=0.4),
     objectives.DiffusionForcing(block_size=3, shifted=True),
+    objectives.StaggeredSets(set_size=3, reach=5),
+    objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
     objectives.SoftTail(),
     objectives.SoftTail(tail=1, decay=1.0, denominator="tokens"),
     objectives.DualStream(block_size=5, ar_weight=0.5),
@@ -180,7 +182,8 @@ def test_prompt_is_untouched_and_text_is_complete(
                     assert token in (EOS, MASK), "only these lengthen a text"
             assert set(copies) == set(range(len(copies))), "every place is there"
             assert len(copies) >= length
-            assert len(set(copies.values())) == 1, "whole copies"
+            for part in (range(prompt), range(prompt, len(copies))):
+                assert len({copies[place] for place in part}) <= 1, "whole copies"
 
 
 @each_objective
@@ -204,7 +207,7 @@ def test_labels_say_what_the_traits_say(
             for i, (place, masked) in enumerate(zip(places, corrupted.is_masked[row].tolist(), strict=True)):
                 if masked and place + 1 in text and {"mask_shifted", "next_token"} <= set(predictions):
                     optional[i] = text[place + 1]  # a mask may predict a clean token after it
-                if masked and "mask" in predictions:
+                if masked and {"mask", "isolated_mask"} & set(predictions):
                     expected[i] = text.get(place, EOS)
                 elif masked and "mask_shifted" in predictions and i > 0:
                     assert places[i - 1] == place - 1
@@ -301,7 +304,7 @@ def test_ratio_one_masks_the_whole_response(objective: Objective) -> None:
     sizes = [(3, 9), (2, 6)]
     corrupted = corrupt(objective, make_batch(sizes), ratio=1.0)
     assert corrupted.is_masked is not None
-    uses_masks = bool({"mask", "mask_shifted"} & set(objective.traits.predictions))
+    uses_masks = bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions))
     for row, (_, response) in enumerate(sizes):
         num_masked = int(corrupted.is_masked[row].sum())
         assert num_masked >= response if uses_masks else num_masked == 0
@@ -322,7 +325,7 @@ def test_missing_mask_token_is_refused_where_one_is_needed(objective: Objective)
     batch = make_batch([(2, 6)])
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     without = replace(SPECIAL, mask_token_id=None)
-    if {"mask", "mask_shifted"} & set(objective.traits.predictions):
+    if {"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions):
         with pytest.raises(ValueError, match="mask_token_id"):
             objective.corrupt(batch, noise, without)
     else:

@@ -18,6 +18,7 @@ from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
+from refusion_lit.decoding.decoders.set_diffusion import SetDiffusion
 from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
@@ -50,6 +51,7 @@ __all__ = [
     "RecomputeKV",
     "RowState",
     "SelfSpeculative",
+    "SetDiffusion",
     "Steps",
     "TokenEditing",
     "TraceRound",

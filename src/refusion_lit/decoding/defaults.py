@@ -11,6 +11,7 @@ from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.refusion import ReFusion
+from refusion_lit.decoding.decoders.set_diffusion import SetDiffusion
 from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.types import ModelTraits
@@ -23,8 +24,9 @@ _CLASSES: Mapping[str, type[Decoder]] = {
 def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
     """Return the decoder of a model: the one that its authors publish, if it fits, or one for its traits.
 
-    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, or WeDLM if masks
-    predict themselves and clean tokens the next one everywhere; bidirectional ones get LLaDA; block-causal ones block
+    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, WeDLM if masks
+    predict themselves and clean tokens the next one everywhere, or set diffusion if masks predict themselves only where
+    they see no other mask; bidirectional ones get LLaDA; block-causal ones block
     diffusion in their blocks, D2F if their blocks are counted from the response on, or token editing if visible tokens
     predict their own place.
 
@@ -46,6 +48,8 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         if "visible" in (traits.predictions or ()):
             return TokenEditing(block_size=traits.block_size)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
+    if "isolated_mask" in (traits.predictions or ()):
+        return SetDiffusion()
     if traits.predictions is None or "next_token" not in traits.predictions:
         return ReFusion()
     return WeDLM() if "mask" in traits.predictions else Autoregressive()

@@ -10,6 +10,7 @@ from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
 from refusion_lit.objectives.soft_tail import SoftTail
+from refusion_lit.objectives.staggered_sets import StaggeredSets
 
 __all__ = [
     "Autoregressive",
@@ -22,4 +23,5 @@ __all__ = [
     "Masked",
     "Objective",
     "SoftTail",
+    "StaggeredSets",
 ]

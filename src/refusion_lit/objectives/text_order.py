@@ -14,7 +14,12 @@ from refusion_lit.objectives.batch import ResponseBatch
 
 
 def extend_responses(
-    batch: ResponseBatch, lengths: Int[Tensor, " batch"], *, token_id: int, pad_token_id: int
+    batch: ResponseBatch,
+    lengths: Int[Tensor, " batch"],
+    *,
+    token_id: int,
+    pad_token_id: int,
+    width: int | None = None,
 ) -> ResponseBatch:
     """Lengthen responses by appending copies of one token.
 
@@ -23,12 +28,13 @@ def extend_responses(
         lengths: New response lengths, none below the old ones.
         token_id: The appended token.
         pad_token_id: Fills up the batch, which becomes as wide as its longest row.
+        width: Length of that row where it is known; ``None``: wait for the device to tell.
     """
     ends = batch.prompt_lengths + lengths
-    width = to_host(ends.max())
-    added = max(0, width - batch.input_ids.shape[1])
-    input_ids = F.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :width]
-    positions = torch.arange(width, device=input_ids.device)
+    new_width: int = to_host(ends.max()) if width is None else width
+    added = max(0, new_width - batch.input_ids.shape[1])
+    input_ids = F.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :new_width]
+    positions = torch.arange(new_width, device=input_ids.device)
     is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
     return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
 

@@ -21,7 +21,8 @@ from refusion_lit.version import __version__
 _PREDICTIONS = {
     "mask": "the token at each mask",
     "mask_shifted": "the token at each mask, from the position before it",
-    "visible": "what belongs at the place of each other token",
+    "isolated_mask": "the token at each mask that sees no other mask",
+    "visible": "the token that belongs at each visible place",
     "next_token": "the token after each token",
     "next_token_in_slot": "the token after each token of a slot",
 }
