@@ -72,6 +72,7 @@ def bench(session: nox.Session) -> None:
         "forwards",
         "long_prompts",
         "shared_prefixes",
+        "many_prompts",
         "host_time",
         "batches",
         "linear",

@@ -119,6 +119,15 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             f"{soak['highest_megabytes']} MB, {soak['megabytes_an_hour']} MB an hour (straight line)."
         )
         yield "## soak\n\n" + text
+    if "many_prompts" in results:
+        found = results["many_prompts"]
+        rows = [
+            [name, case.get("num_answers", 0), case.get("cache_megabytes", ""), case.get("extra_megabytes", "")]
+            for name, case in found["cases"].items()
+        ]
+        first, last = found["config"]["lengths"]
+        title = f"## {found['config']['num_prompts']} prompts of {first} to {last} tokens\n\n"
+        yield title + table(["memory", "answers", "megabytes of cache", "extra megabytes"], rows)
     if "startup" in results:
         cases = results["startup"]["cases"].items()
         rows = [[name, f"{case['processor_seconds']:.2f}", f"{case['seconds']:.2f}"] for name, case in cases]

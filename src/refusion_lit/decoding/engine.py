@@ -65,8 +65,8 @@ def decode(
         share_prefixes: Compute what prompts have in common at their beginning (64 tokens or more) once, and copy its
             keys and values. Changes no token. Block-causal decoders share whole blocks, bidirectional ones nothing.
         max_cache_tokens: Maximum number of cache entries (tokens of prompts and answers) of all prompts in flight; long
-            prompts then run apart, fewer at a time. Storage grows in steps, by up to a quarter more. ``None``: no
-            bound. Changes no token.
+            prompts then run apart, fewer at a time. Storage grows in steps, by up to a quarter more and 128 entries a
+            row. ``None``: no bound. Changes no token.
         kept: Keeps the cache of one call for the next one with the same model, whose prompts may begin alike.
 
     Raises:
