@@ -143,6 +143,8 @@ def test_temperature_zero_ignores_the_seed(
 
 def chance_remains(decoder: Decoder) -> bool:
     """Whether an option asks for chance by name, which is then there at temperature 0 too: orders by chance."""
+    if isinstance(decoder, ReFusion):
+        return decoder.selection == "random"
     return isinstance(decoder, LLaDA) and (decoder.order in ("random", "origin") or decoder.order_temperature > 0)
 
 
