@@ -197,10 +197,28 @@ def attention() -> None:
     picture("attention.svg", 700, 176, "Attention patterns", parts)
 
 
+def search() -> None:
+    """Draw one step of SlotSearch with three slots of two tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [("mask", [f"M@{i}", f"M@{i + 1}"]) for i in (3, 5, 7)]
+    parts = [
+        row(10, "1  plan: first token of each slot", [prompt, *masks]),
+        row(62, "2  try slot 1, look ahead to 3", [prompt, ("draft", ["a@3", "b@4"]), ("draft", ["x@7", "y@8"])]),
+        row(114, "3  try slot 3, look ahead to 1", [prompt, ("draft", ["e@7", "f@8"]), ("draft", ["a@3", "d@4"])]),
+        row(166, "4  commit the better one, begin anew", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
+        text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
+                     "follows.", 12),
+        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: tried, dropped after the step. Green: committed, cached.", 12),
+        text(8, 254, "What is tried lies in the cache side by side; each order sees its own slots only.", 12),
+    ]  # fmt: skip
+    picture("slot_search.svg", 700, 266, "One step of SlotSearch", parts)
+
+
 if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
     decoding()
     window()
+    search()
     blocks()
     pipeline()
     editing()

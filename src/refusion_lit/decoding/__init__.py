@@ -19,6 +19,7 @@ from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
 from refusion_lit.decoding.decoders.self_speculative import SelfSpeculative
 from refusion_lit.decoding.decoders.set_diffusion import SetDiffusion
+from refusion_lit.decoding.decoders.slot_search import SlotSearch
 from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
@@ -52,6 +53,7 @@ __all__ = [
     "RowState",
     "SelfSpeculative",
     "SetDiffusion",
+    "SlotSearch",
     "Steps",
     "TokenEditing",
     "TraceRound",

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import random
-import shutil
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from meeting_points import MeetingPoints
 from ragged import by_hand, prepared, ragged, states
@@ -68,23 +68,24 @@ def test_neither_mask_nor_storage_is_looked_at_by_the_host() -> None:
     assert attend._mask.q_indices is None
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_it_is_the_same_and_compiled_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs it is not compiled otherwise; blocks play a part only here."""
-    compiled, num_graphs = flex._compiled(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    """Graphs run as they were traced: what torch 2.13 makes of them for CPUs does not compile for all shapes."""
+    compiled = torch.compile(flex_attention, backend="eager")
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     monkeypatch.setattr(flex, "_flex", lambda query, key, value, mask: compiled(
-        query.float(), key.float(), value.float(), block_mask=mask, enable_gqa=True
+        query, key, value, block_mask=mask, enable_gqa=True
     ))  # fmt: skip
-    chance = random.Random(1)
-    for seed in range(8):
+    chance, numbers = random.Random(1), set()
+    for seed in range(24):
         sizes = [(queries := chance.randint(1, 90), chance.randint(queries, 200)) for _ in range(chance.randint(1, 5))]
         made = ragged(seed, sizes, chance.sample(range(6), len(sizes)))
+        numbers.add((made.visibility.ranges().shape[2] - 1).bit_length())
         query, key, value = states(seed, len(made.plan["row_index"]))
         cache = prepared(made.plan, 6, seed)
         with torch.no_grad():
             attend = FlexAttention(made.rows, made.visibility, cache, torch.device("cpu"))
             found = attend(0, query, key, value)
         expected = by_hand(made.rows, made.mask, cache, query, key, value)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs <= 5
+        torch.testing.assert_close(found, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs <= 2 * len(numbers) + 2

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cache as cached
+from functools import reduce
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from refusion_lit.modeling.attention import block_mask
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.rows import Rows
 from refusion_lit.modeling.transfer import to_device
-from refusion_lit.modeling.visibility import Visibility, as_mask
+from refusion_lit.modeling.visibility import Visibility
 
 _BLOCK = 128
 """Queries and keys of a block, at most."""
@@ -40,9 +42,9 @@ class FlexAttention:
     def __init__(self, rows: Rows, visibility: Visibility, cache: KVCache | None, device: torch.device) -> None:
         self._rows, self._cache = rows, cache
         if cache is None:
-            self._mask = block_mask(as_mask(visibility, device))
+            self._mask = block_mask(_ranges_of(visibility, device))
         else:
-            self._mask = _packed_mask(rows, to_device(visibility.ranges(), device), cache)
+            self._mask = _packed_mask(rows, _ranges_of(visibility, device), cache)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         if self._cache is None:
@@ -54,6 +56,13 @@ class FlexAttention:
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
+def _ranges_of(visibility: Visibility, device: torch.device) -> Int[Tensor, "sequence token range 2"]:
+    """Return what each token sees, with 1, 2, 4, ... ranges: each number of ranges is a program of its own."""
+    ranges = visibility.ranges()
+    num_ranges = ranges.shape[2]
+    return to_device(F.pad(ranges, (0, 0, 0, (1 << (num_ranges - 1).bit_length()) - num_ranges)), device)
+
+
 def _packed_mask(rows: Rows, ranges: Int[Tensor, "sequence token range 2"], cache: KVCache) -> BlockMask:
     """Return who sees what among the real tokens and all that is stored, without a look at the values."""
     plan, capacity = cache.prepared, cache.capacity
@@ -63,13 +72,11 @@ def _packed_mask(rows: Rows, ranges: Int[Tensor, "sequence token range 2"], cach
     if plan.rows is not None:
         owner = plan.rows[owner]
     starts, stops = rows.real_of(ranges.flatten(0, 1)).unbind(-1)
-    # A table made on the device: ranges read by the mask itself are one program for each number of ranges.
-    entries = torch.arange(capacity, device=ranges.device)
-    visible = ((starts[..., None] <= entries) & (entries < stops[..., None])).any(1)
+    limits = [(owner * capacity + start, owner * capacity + stop)
+              for start, stop in zip(starts.unbind(1), stops.unbind(1), strict=True)]  # fmt: skip
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        size = visible.shape[1]
-        return (owner[query] == key // size) & visible[query, key % size]
+        return reduce(torch.logical_or, [(first[query] <= key) & (key < stop[query]) for first, stop in limits])
 
     count, index = _blocks(owner, starts, stops, cache.num_rows, capacity)
     return BlockMask.from_kv_blocks(
