@@ -208,7 +208,7 @@ def search() -> None:
         row(166, "4  commit the better one, begin anew", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
         text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
                      "follows.", 12),
-        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: tried, dropped after the step. Green: committed, cached.", 12),
+        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: tried, then dropped. Green: committed, cached.", 12),
         text(8, 254, "What is tried lies in the cache side by side; each order sees its own slots only.", 12),
     ]  # fmt: skip
     picture("slot_search.svg", 700, 266, "One step of SlotSearch", parts)
