@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
 from fakes import HYBRID, VOCAB, HashModel, tiny_backbone
 from refusion_lit.decoding import (
+    CARD,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -17,6 +18,8 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
+    SlotSearch,
+    WeDLM,
     decode,
 )
 from refusion_lit.decoding import admission as admission_module
@@ -75,7 +78,15 @@ COMMON = [3 + i * i % 7 for i in range(20)]
 
 @pytest.mark.parametrize(
     ("decoder", "each"),
-    [(Autoregressive(), 20), (ReFusion(), 20), (BlockDiffusion(block_size=8), 16), (LLaDA(), 0)],
+    [
+        (Autoregressive(), 20),
+        (ReFusion(), 20),
+        (CARD(), 20),
+        (WeDLM(), 20),
+        (SlotSearch(slot_size=2), 20),
+        (BlockDiffusion(block_size=8), 16),
+        (LLaDA(), 0),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_common_part_is_computed_once(decoder: Decoder, each: int, size: int) -> None:

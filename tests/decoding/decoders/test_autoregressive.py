@@ -10,8 +10,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from fakes import HashModel
 from refusion_lit import decoding
-from refusion_lit.decoding import Autoregressive, ModelMismatchError, decode
+from refusion_lit.decoding import Autoregressive, ModelMismatchError, check_model, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig
@@ -165,3 +166,18 @@ def test_the_shipped_file_makes_the_decoder(name: str) -> None:
     values = yaml.safe_load((ROOT / "configs" / "decoder" / f"{name}.yaml").read_text(encoding="utf-8"))
     decoder = getattr(decoding, values["class_path"])(**values.get("init_args", {}))
     assert type(decoder).__name__.lower() == name.replace("_", "")
+
+
+def test_the_trace_tells_the_prompt_from_the_tokens_after_it() -> None:
+    prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=3)
+    model = HashModel(1, ends=frozenset(), end_bias=-99.0, traits=ModelTraits(predictions=("next_token",)))
+    [row] = decode(model, Autoregressive(), [prompt], sampling, trace=True).rows
+    assert [each.phase for each in row.trace] == ["prefill", "next_token", "next_token"]
+
+
+def test_a_check_refuses_unless_told_otherwise() -> None:
+    model = HashModel(1, traits=ModelTraits(attention="bidirectional", predictions=("mask",)))
+    with pytest.raises(ModelMismatchError, match="causal attention"):
+        check_model(model, Autoregressive())
+    with pytest.warns(UserWarning, match="causal attention"):
+        assert len(check_model(model, Autoregressive(), allow_mismatch=True)) == 2
