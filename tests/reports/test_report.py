@@ -261,6 +261,25 @@ def test_unknown_formats_are_refused(tmp_path: Path) -> None:
             write_report([tmp_path], formats=formats)
 
 
+def test_a_cut_of_the_model_costs_bytes_for_positions_and_round_trips_for_forwards(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"one": predictions([1.0] * 4, forwards=5)})
+    results = json.loads((run / "results.json").read_text())
+    results["results"]["one"] |= {"positions_per_token": 2.5}
+    (run / "results.json").write_text(json.dumps(results))
+    [measured] = compare(read_runs([run])).measured
+    files = {path.name: path for path in write_report([run], formats=("html", "markdown"), position_bytes=2 * 576)}
+    bytes_up, trips = "2880", f"{1 / measured.tokens_per_forward.estimate:.2f}"
+    head, _, row, *_ = files["table.md"].read_text().splitlines()
+    assert head.endswith("| bytes up/token | round trips/token |")
+    assert row.endswith(f"| {bytes_up} | {trips} |")
+    assert "1152 bytes for each position" in files["table.md"].read_text()
+    assert bytes_up in _page(files["report.html"]).text
+    plain = write_report([run], formats=("markdown",))[0].read_text()
+    assert "bytes up" not in plain
+    with pytest.raises(ValueError, match="position_bytes: expected an integer of at least 1, got 0"):
+        write_report([run], position_bytes=0)
+
+
 def test_latex_and_markdown_escape_names(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a_b|50%&<x>": predictions([1.0])})
     comparison = compare(read_runs([run]), bootstrap=QUICK)

@@ -20,6 +20,8 @@ def run(args: list[str]) -> int:
     parser.add_argument("--format", type=str, default="html", help="some of html,markdown,latex, or all")
     parser.add_argument("--num_resamples", type=int, default=2000, help="resamples of the bootstrap")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap")
+    help_text = "hidden size times bytes a value: adds the bytes that cross a cut between two layers for each token"
+    parser.add_argument("--position_bytes", type=int | None, default=None, help=help_text)
     options = parser.parse(args)
 
     from refusion_lit.reports.intervals import Bootstrap
@@ -27,7 +29,10 @@ def run(args: list[str]) -> int:
 
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
     bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
-    files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)
+    files = write_report(
+        options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap,
+        position_bytes=options.position_bytes,
+    )  # fmt: skip
     for path in files:
         sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -92,6 +92,8 @@ class Comparison:
         aup: AUP and number of points of each method, without partial rows.
         grids: Score and tokens per forward of each method, for sweeps that vary exactly two options.
         option_names: Short names of the swept options of all rows, by their full names.
+        position_bytes: Bytes of a position's hidden states, for a model that is cut between two layers; ``None`` for no
+            figures on such a cut.
     """
 
     collection: Collection
@@ -102,9 +104,27 @@ class Comparison:
     aup: dict[str, tuple[float, int]]
     grids: list[Grid]
     option_names: dict[str, str]
+    position_bytes: int | None = None
+
+    def across_a_cut(self, measured: MeasuredRow) -> tuple[float, float] | None:
+        """Return what a token costs a model cut between two layers: bytes to the later layers, and round trips.
+
+        Every computed position crosses the cut, in every forward; token ids come back.
+        """
+        positions = measured.row.figures.get("positions_per_token")
+        speed = measured.tokens_per_forward.estimate
+        if self.position_bytes is None or positions is None or not speed:
+            return None
+        return self.position_bytes * float(positions), 1 / speed
 
 
-def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
+def compare(
+    collection: Collection,
+    baseline: str | None = None,
+    bootstrap: Bootstrap | None = None,
+    *,
+    position_bytes: int | None = None,
+) -> Comparison:
     """Compare all rows of a collection.
 
     Args:
@@ -112,6 +132,7 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
         baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
             first row by default.
         bootstrap: Settings of the intervals.
+        position_bytes: Bytes of a position's hidden states at a cut of the model; ``None``: no cut.
 
     Raises:
         ValueError: If no row or decoder has the baseline's name.
@@ -134,6 +155,7 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
         aup=_aup(complete),
         grids=_grids(measured, collection.runs),
         option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
+        position_bytes=position_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from refusion_lit.reports.comparison import Comparison, MeasuredRow
 from refusion_lit.reports.environment import described_environment
 from refusion_lit.reports.runs import Run
 from refusion_lit.reports.svg import STYLE
+from refusion_lit.reports.tables import across_cells
 from refusion_lit.version import __version__
 
 _NUM_EXAMPLES = 4
@@ -43,6 +44,7 @@ def html_page(comparison: Comparison, plots: Mapping[str, str]) -> str:
     images = [Markup(content) for content in plots.values()]
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
+        across_cells=across_cells,
         title=_listed(list(dict.fromkeys(run.source for run in runs)), _MAX_LISTED_SOURCES),
         findings=_findings(comparison),
         tradeoff=images[0],

@@ -46,6 +46,7 @@ _COMPARED = (
     "Δ score",
     "Δ tokens/forward",
 )
+_ACROSS = ("bytes up/token", "round trips/token")
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -162,7 +163,8 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _head(comparison: Comparison, escape: Callable[[str], str]) -> list[str]:
-    return [escape(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED)]
+    across = () if comparison.position_bytes is None else _ACROSS
+    return [escape(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED, *across)]
 
 
 def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, template: str) -> list[Sequence[str]]:
@@ -182,9 +184,18 @@ def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, templ
                 _number(m.row.run.batch_size, "d"),
                 _interval(difference.score, "+.1f", template) if difference else "--",
                 _interval(difference.tokens_per_forward, "+.2f", template) if difference else "--",
+                *across_cells(comparison, m),
             )
         )
     return rows
+
+
+def across_cells(comparison: Comparison, measured: MeasuredRow) -> list[str]:
+    """Return the cells on a cut of the model: none if nobody asked."""
+    if comparison.position_bytes is None:
+        return []
+    found = comparison.across_a_cut(measured)
+    return ["--", "--"] if found is None else [f"{found[0]:.0f}", f"{found[1]:.2f}"]
 
 
 def _estimate(measured: MeasuredRow, value: Interval, spec: str, template: str) -> str:
@@ -210,6 +221,8 @@ def _caption(comparison: Comparison, escape: Callable[[str], str], mark: str) ->
     if uneven:
         total = len(comparison.differences)
         text += f" In {uneven} of {total} differences the rows have different prompts; these use the shared ones only."
+    if comparison.position_bytes is not None:
+        text += f" Bytes up: {comparison.position_bytes} bytes for each position that crosses a cut of the model."
     marked = f" {mark}: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
     return escape(text) + marked
 

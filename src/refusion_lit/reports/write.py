@@ -13,7 +13,7 @@ from refusion_lit.reports.runs import read_runs
 from refusion_lit.reports.svg import standalone
 from refusion_lit.reports.tables import latex_table, markdown_table
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 FORMATS = ("html", "markdown", "latex")
 DIRECTORY = "report"
@@ -27,6 +27,7 @@ def write_report(
     baseline: str | None = None,
     formats: Sequence[str] = ("html",),
     bootstrap: Bootstrap | None = None,
+    position_bytes: int | None = None,
 ) -> list[Path]:
     """Write a report on runs and sweeps; the plots are always written, as SVG files.
 
@@ -37,6 +38,8 @@ def write_report(
         baseline: Row or decoder that the others are compared with; the first row by default.
         formats: Any of ``html`` (``report.html``), ``markdown`` (``table.md``) and ``latex`` (``table.tex``).
         bootstrap: Settings of the intervals.
+        position_bytes: Bytes of a position's hidden states (hidden size times bytes a value): adds what a token costs a
+            model that is cut between two layers.
 
     Returns:
         The files written, the page first.
@@ -46,7 +49,9 @@ def write_report(
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
-    comparison = compare(read_runs(paths), baseline, bootstrap)
+    if position_bytes is not None:
+        require_at_least("position_bytes", position_bytes, 1)
+    comparison = compare(read_runs(paths), baseline, bootstrap, position_bytes=position_bytes)
     from refusion_lit.reports.page import html_page  # jinja2 takes a moment to import
 
     plots = {"tradeoff.svg": tradeoff_plot(comparison)}
