@@ -161,6 +161,25 @@ def sets() -> None:
     picture("set_diffusion.svg", 700, 302, "Two forwards of set diffusion", parts)
 
 
+def verification() -> None:
+    """Draw one round of APD with a window of five masks."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    drafts = ["a@3", "b@4", "c@5", "x@6", "e@7"]
+    parts = [
+        row(10, "1  masked model: a window of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 8)])]),
+        row(62, "2  it drafts them all", [prompt, ("draft", drafts)]),
+        row(114, "3  verifier: reads all but the last", [prompt, ("draft", drafts[:-1])]),
+        row(166, "4  draft and target agree up to c", [prompt, ("known", drafts[:3]), ("rejected", drafts[3:])]),
+        row(218, "5  masked model: the next window", [prompt, ("known", drafts[:3]),
+                                                      ("mask", [f"M@{i}" for i in range(6, 11)])]),
+        text(8, 274, "Small numbers: position in the text. The masked model sees all of its row, the verifier what "
+                     "stands to the left.", 12),
+        text(8, 290, "Grey: prompt. Dashed: mask. Yellow: draft. Green: committed, in the verifier's cache. Red: "
+                     "dropped.", 12),
+    ]  # fmt: skip
+    picture("apd.svg", 700, 302, "One round of APD", parts)
+
+
 def training() -> None:
     """Draw the layout of a training sequence."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -223,5 +242,6 @@ if __name__ == "__main__":
     pipeline()
     editing()
     sets()
+    verification()
     training()
     attention()

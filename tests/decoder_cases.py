@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import refusion_lit.decoding.decoders
 from fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
+    APD,
     CARD,
     D2F,
     BlockDiffusion,
@@ -76,6 +77,10 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
     CARD: [{"block_size": 4, "threshold": 0.5, "max_rounds": 2}, {"block_size": 5, "max_rounds": None}],
+    APD: [
+        {"mixture_weight": 0.5, "max_lookahead": 6},
+        {"mixture_weight": 0.95, "max_lookahead": None, "shifted": True},
+    ],
     D2F: [
         {"block_size": 4, "threshold": 0.5},
         {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},

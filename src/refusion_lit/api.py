@@ -14,7 +14,9 @@ from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
@@ -28,14 +30,20 @@ class TextModel:
         backbone: The model.
         tokenizer: Its tokenizer.
         prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
+        verifier: An autoregressive model with the same tokenizer, for :class:`~refusion_lit.decoding.APD`.
     """
 
     def __init__(
-        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_template: str = "{query}"
+        self,
+        backbone: Backbone,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_template: str = "{query}",
+        verifier: Backbone | None = None,
     ) -> None:
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.prompt_template = prompt_template
+        self.verifier = verifier
 
     @property
     def default_decoder(self) -> Decoder:
@@ -46,6 +54,8 @@ class TextModel:
     def to(self, device: str | torch.device) -> TextModel:
         """Move the weights to a device."""
         self.backbone.to(device)
+        if self.verifier is not None:
+            self.verifier.to(device)
         return self
 
     def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
@@ -89,9 +99,15 @@ class TextModel:
         require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
         was_training = self.backbone.training
         self.backbone.eval()
+        model: LanguageModel = self.backbone
+        if "verifier" in decoder.requirements().predictions:
+            expected, fix = "a second model for this decoder", "load one with --verifier, or load(..., verifier=...)"
+            require(self.verifier is not None, "verifier", expected, None, fix)
+            assert self.verifier is not None
+            model = PairedModel(self.backbone, self.verifier)
         try:
             return decode(
-                self.backbone,
+                model,
                 decoder,
                 prompts,
                 sampling,
@@ -212,6 +228,7 @@ def load(
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
     draft: str | Path | None = None,
+    verifier: str | Path | None = None,
 ) -> TextModel:
     """Load a model from a checkpoint, a Hugging Face directory or a hub id.
 
@@ -223,6 +240,8 @@ def load(
         trust_remote_code: Let the source run Python code of its own on this machine.
         overrides: Attention pattern and implementation, for directories that do not state theirs.
         draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`.
+        verifier: Path or hub id of an autoregressive model with the same tokenizer, for
+            :class:`~refusion_lit.decoding.APD`.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -238,4 +257,12 @@ def load(
             raise ValueError(
                 f"device: expected one that this machine has, got {device!r} ({reason_of(error)})."
             ) from error
-    return TextModel(backbone.eval(), tokenizer, template)
+    model = TextModel(backbone.eval(), tokenizer, template)
+    if verifier is not None:
+        other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        own, given = tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
+        expected = f"a model with the tokenizer of {source}"
+        require(differing is None, "verifier", expected, f"one with another id for {differing!r}", "load another one")
+        model.verifier = other.backbone
+    return model

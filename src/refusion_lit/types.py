@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
-Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token"]
+Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class ModelTraits:
             ``isolated_mask``: a mask that sees no other mask predicts its own position;
             ``visible``: a token that is no mask predicts what belongs at its own position;
             ``next_token_in_slot``: a clean token predicts the next one of its slot;
-            ``next_token``: a clean token predicts the next one everywhere.
+            ``next_token``: a clean token predicts the next one everywhere;
+            ``verifier``: forwards with a cache are those of a second model that predicts the next token.
             ``None``: unknown (a directory that does not state it), which fits every decoder.
     """
 

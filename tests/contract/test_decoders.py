@@ -20,6 +20,7 @@ import refusion_lit.decoding
 from decoder_cases import DECODERS, LastState, check_output, hash_models, prompts, setups, temperatures, traits_for
 from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
+    APD,
     CARD,
     D2F,
     Autoregressive,
@@ -386,6 +387,12 @@ def set_forwards(decoder: SetDiffusion, case: Case) -> int:
     return ceil(case.length / (decoder.window_size if is_sure else min(decoder.quota, decoder.window_size)))
 
 
+def apd_forwards(decoder: APD, case: Case) -> int:
+    """Count two forwards for each window, whose drafts are all right; one for a window of one mask."""
+    starts = range(0, case.length, decoder.max_lookahead or case.budget)
+    return sum(1 if case.budget - start == 1 or decoder.max_lookahead == 1 else 2 for start in starts)
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -395,6 +402,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
     D2F: d2f_forwards,
+    APD: apd_forwards,
     SetDiffusion: set_forwards,
     TokenEditing: editing_forwards,
 }

@@ -104,6 +104,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     attention = Literal["causal", "bidirectional", "block_causal"] | None
     draft = "directory of a drafter for the model: the same text in fewer forwards"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
+    verifier = "autoregressive model with the same tokenizer, for the decoder APD"
+    parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
     parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     layouts = "published layout of a directory whose config does not tell: " + ", ".join(LAYOUTS)
@@ -153,7 +155,7 @@ def load_model_of(options: Namespace) -> TextModel:
 
     if options.trust_remote_code:
         sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft")
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
     own = {name: options[name] for name in ("layout", "attention", "block_size")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
     model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)

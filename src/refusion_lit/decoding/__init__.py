@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.decoding.decoders.apd import APD
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.card import CARD
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from refusion_lit.decoding.engine import decode
 
 __all__ = [
+    "APD",
     "CARD",
     "D2F",
     "Autoregressive",

@@ -150,25 +150,41 @@ class Executor:
         self.num_positions += batch.ids.numel()
         results: list[list[Reading]] = []
         reads: list[Read] = []
+        states = [hidden.flatten(0, 1)]
         for row, forward, part, starts in zip(rows, forwards, batch.sequences, batch.starts, strict=True):
+            twin = None
+            if forward.twin_at is not None:
+                assert row.hidden is not None
+                twin = sum(map(len, states)) + forward.twin_at
+                states.append(row.hidden.flatten(0, 1))
             row.forward, row.hidden = forward, hidden[part]
             row.prefetched = [{} for _ in forward.branches] if self._prefetches else None
-            readings, more = self._reads_of(row, forward, starts, hidden.shape[1])
+            readings, more = self._reads_of(row, forward, starts, hidden.shape[1], twin)
             results.append(readings)
             reads += more
-        self._reader.read(hidden.flatten(0, 1), reads)
+        self._reader.read(torch.cat(states) if len(states) > 1 else states[0], reads)
         return results
 
     def _reads_of(
-        self, row: Row, forward: Forward, starts: Sequence[int], length: int
+        self, row: Row, forward: Forward, starts: Sequence[int], length: int, twin: int | None
     ) -> tuple[list[Reading], list[Read]]:
-        """Return one reading for each branch of a forward, and the reads that fill them."""
+        """Return one reading for each branch of a forward, and the reads that fill them.
+
+        Args:
+            row: The prompt.
+            forward: Its forward.
+            starts: Index of the first hidden state of each branch.
+            length: Hidden states a row.
+            twin: Index of the hidden state that guides the first draft; ``None``: the one in the next row.
+        """
         readings: list[Reading] = []
         reads: list[Read] = []
         for number, (branch, start) in enumerate(zip(forward.branches, starts, strict=True)):
             read = Read.drafts(
                 branch, forward.draw, branch.draft_at, prompt_id=row.prompt_id, start=start, length=length
             )
+            if twin is not None and read.index:
+                read.guide = twin - read.index[0]
             readings.append(read.reading)
             if row.prefetched is not None and branch.prefetch_at and not read.guide:
                 read.prefetch = Prefetch.of(branch, forward.draw, row.prompt_id, start, tokens=row.prefetched[number])

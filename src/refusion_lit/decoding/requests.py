@@ -112,6 +112,9 @@ class Forward:
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
         keep: Compact the cache before the forward.
+        twin_at: The unconditional logits of ``draw.guidance`` are those of the prompt's previous forward: from this
+            offset of its first sequence on, one for each ``draft_at``, which must be consecutive. ``None``: those of
+            the second branch.
     """
 
     phase: str
@@ -120,6 +123,7 @@ class Forward:
     cached: bool = True
     packed: bool = False
     keep: Compaction | None = None
+    twin_at: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ _PREDICTIONS = {
     "isolated_mask": "the token at each mask that sees no other mask",
     "visible": "the token that belongs at each visible place",
     "next_token": "the token after each token",
+    "verifier": "the token after each token, by a second model",
     "next_token_in_slot": "the token after each token of a slot",
 }
 

@@ -196,17 +196,18 @@ class LLaDA(Decoder):
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
 
 
-def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int) -> Branch:
+def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_places: int | None = None) -> Branch:
     """Return the branch that feeds prompt and canvas with bidirectional attention.
 
     Args:
         state: Its masked places are fed as mask tokens.
         draft_at: Positions whose logits are read.
         shift: 1 if they predict the next position, else 0.
+        num_places: Places of the canvas that are fed, from the left; ``None``: all.
     """
     mask = state.mask_token_id
     canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
-    tokens = [*state.prompt.token_ids, *canvas]
+    tokens = [*state.prompt.token_ids, *canvas[:num_places]]
     return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
 
 
