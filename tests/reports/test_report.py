@@ -14,6 +14,7 @@ from scipy.stats import binomtest
 from parsed_page import ParsedPage
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports import compare, read_runs, write_report
+from refusion_lit.reports.plots import curves_plot
 from refusion_lit.reports.scores import read_scores
 from refusion_lit.reports.tables import latex_table, markdown_table
 from refusion_lit.reports.write import write_test_report
@@ -191,6 +192,19 @@ def test_every_point_and_cell_says_what_it_is(tmp_path: Path) -> None:
     assert titles[0][0] is not None
     assert titles[0][0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
     assert titles[1][0] == "slot_size 4, slot_threshold 0.5: 33.3 %"
+
+
+def test_curves_rise_to_the_right_and_name_every_point() -> None:
+    picture = curves_plot({"one & only": [(0, 1.5), (10, 2.5)], "other": [(5, 2.0)]}, "steps", "loss")
+    root = ElementTree.fromstring(picture)
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == ["one & only: loss 1.5 at steps 0", "one & only: loss 2.5 at steps 10", "other: loss 2 at steps 5"]
+    lines = [line.attrib["points"].split() for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    (left, low), (right, high) = (tuple(map(float, point.split(","))) for point in lines[0])
+    (middle,) = (tuple(map(float, point.split(","))) for point in lines[1])
+    assert middle == pytest.approx(((left + right) / 2, (low + high) / 2), abs=0.02)
+    assert left < right
+    assert high < low  # pixels are counted from the top
 
 
 def test_table_heads_have_a_scope(tmp_path: Path) -> None:

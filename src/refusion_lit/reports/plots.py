@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from refusion_lit.reports import axes
 from refusion_lit.reports.comparison import Comparison, Grid, MeasuredRow
 from refusion_lit.reports.intervals import Interval
 from refusion_lit.reports.svg import CHARACTER_WIDTH, document, element, shortened
 
-# Shapes around (0, 0): methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers.
-_SHAPES = (
-    "M5 0A5 5 0 1 1 -5 0A5 5 0 1 1 5 0Z", "M-4.5 -4.5H4.5V4.5H-4.5Z", "M0 -6L5.5 4.5H-5.5Z", "M0 -6L6 0L0 6L-6 0Z",
-    "M0 6L5.5 -4.5H-5.5Z", "M-2 -6H2V-2H6V2H2V6H-2V2H-6V-2H-2Z", "M-5 -5H5L-5 5H5Z",
-    "M0 -6L6 -1L4 5H-4L-6 -1Z",
-)  # fmt: skip
-_NUM_COLOURS = 8
 _MAX_LEGEND_ENTRIES = 24
-_MAX_LABEL_LENGTH, _MAX_NAME_LENGTH = 28, 60
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900.0, 400.0, 62.0, 24.0, 14.0, 50.0
+_MAX_LABEL_LENGTH = 28
 
 # Viridis at five places: its lightness grows steadily, which every kind of colour blindness keeps.
 _RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 _CELL_WIDTH, _CELL_HEIGHT = 88.0, 34.0
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Maps values to pixels."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Return some five to ten round values inside the range."""
-        rough = (self.high - self.low) / 7
-        magnitude = 10.0 ** math.floor(math.log10(rough))
-        step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
-        return [number * step for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 def tradeoff_plot(comparison: Comparison) -> str:
@@ -53,23 +25,46 @@ def tradeoff_plot(comparison: Comparison) -> str:
     for m in comparison.measured:
         methods.setdefault(m.row.method, []).append(m)
     styles = {method: number for number, method in enumerate(methods)}
-    legend, top = _legend(methods) if len(methods) <= _MAX_LEGEND_ENTRIES else ("", _TOP)
-    x = _scale([m.tokens_per_forward for m in comparison.measured], _LEFT, _WIDTH - _RIGHT)
-    y = _scale([m.score for m in comparison.measured], top + _HEIGHT, top, maximum=100.0)
+    names = {method: any(m.row.mismatches for m in rows) for method, rows in methods.items()}
+    legend, top = axes.legend(names) if len(methods) <= _MAX_LEGEND_ENTRIES else ("", axes.TOP)
+    x = _scale([m.tokens_per_forward for m in comparison.measured], axes.LEFT, axes.WIDTH - axes.RIGHT)
+    y = _scale([m.score for m in comparison.measured], top + axes.HEIGHT, top, maximum=100.0)
     places = {id(m): (x(m.tokens_per_forward.estimate), y(m.score.estimate)) for m in comparison.measured}
     front = sorted(places[id(m)] for m in comparison.measured if m.on_front)
-    parts = [legend, _axes(x, y)]
+    parts = [legend, axes.axes(x, y, "tokens per forward (more is faster)", "score in %", maximum=100)]
     if len(comparison.measured) > 1:
-        parts.append(_line(front, class_="front"))
+        parts.append(axes.line(front, class_="front"))
         parts += [element("circle", cx=a, cy=b, r=11, class_="front", stroke_width=3) for a, b in front]
     for method, rows in methods.items():
         if len(rows) > 1 and not comparison.grids:  # points of a grid over two options do not form a curve
             points = [places[id(m)] for m in sorted(rows, key=lambda m: m.tokens_per_forward.estimate)]
-            parts.append(_line(points, fill="none", stroke=_colour(styles[method]), stroke_opacity="0.6"))
+            parts.append(axes.line(points, fill="none", stroke=axes.colour(styles[method]), stroke_opacity="0.6"))
     parts += [_point(m, x, y, styles[m.row.method], comparison) for m in comparison.measured]
-    parts.append(_labels(comparison, places, (_LEFT, top, _WIDTH - _RIGHT, top + _HEIGHT)))
+    parts.append(_labels(comparison, places, (axes.LEFT, top, axes.WIDTH - axes.RIGHT, top + axes.HEIGHT)))
     title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; see the table for the values"
-    return document(_WIDTH, top + _HEIGHT + _BOTTOM, title, *parts)
+    return document(axes.WIDTH, top + axes.HEIGHT + axes.BOTTOM, title, *parts)
+
+
+def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
+    """Plot one figure over another, a line for each name, as an SVG element.
+
+    Args:
+        curves: Points in the order of the line, by name; at least one point.
+        x_name: What the horizontal axis shows, with its unit.
+        y_name: What the vertical axis shows, with its unit.
+    """
+    legend, top = axes.legend(dict.fromkeys(curves, False))
+    xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
+    x = axes.scale(min(xs), max(xs), axes.LEFT, axes.WIDTH - axes.RIGHT)
+    y = axes.scale(min(ys), max(ys), top + axes.HEIGHT, top)
+    parts = [legend, axes.axes(x, y, x_name, y_name)]
+    for number, (name, points) in enumerate(curves.items()):
+        places = [(x(a), y(b)) for a, b in points]
+        parts.append(axes.line(places, fill="none", stroke=axes.colour(number)))
+        for (a, b), place in zip(points, places, strict=True):
+            title = element("title", text=f"{name}: {y_name} {b:.4g} at {x_name} {a:g}")
+            parts.append(element("g", title, axes.marker(number, *place), class_="point"))
+    return document(axes.WIDTH, top + axes.HEIGHT + axes.BOTTOM, f"{y_name} over {x_name}", *parts)
 
 
 def heat_map(grid: Grid) -> str:
@@ -121,51 +116,15 @@ def describe(measured: MeasuredRow, option_names: dict[str, str]) -> str:
     return f"{name}: {figures}{note}"
 
 
-def _scale(values: Sequence[Interval], start: float, end: float, maximum: float = math.inf) -> _Scale:
-    low, high = min(v.low for v in values), max(v.high for v in values)
-    margin = 0.06 * (high - low) or 0.1 * high or 1.0
-    return _Scale(
-        max(low - margin, 0.0 if low > 0 else -margin), min(high + margin, maximum + 0.4 * margin), start, end
-    )
+def _scale(values: Sequence[Interval], start: float, end: float, maximum: float = math.inf) -> axes.Scale:
+    return axes.scale(min(v.low for v in values), max(v.high for v in values), start, end, maximum)
 
 
-def _axes(x: _Scale, y: _Scale) -> str:
-    parts = []
-    for value in y.ticks():
-        if value <= 100:
-            parts.append(element("line", x1=x.start, x2=x.end, y1=y(value), y2=y(value), class_="grid"))
-            parts.append(element("text", text=f"{value:g}", x=x.start - 8, y=y(value) + 4, text_anchor="end"))
-    for value in x.ticks():
-        parts.append(element("line", x1=x(value), x2=x(value), y1=y.start, y2=y.end, class_="grid"))
-        parts.append(element("text", text=f"{value:g}", x=x(value), y=y.start + 18, text_anchor="middle"))
-    parts.append(element("path", d=f"M{x.start:g} {y.end:g}V{y.start:g}H{x.end:g}", fill="none", class_="axis"))
-    middle = (x.start + x.end) / 2
-    name = "tokens per forward (more is faster)"
-    parts.append(element("text", text=name, x=middle, y=y.start + 40, text_anchor="middle", class_="soft"))
-    turned = f"translate(16 {(y.start + y.end) / 2:g}) rotate(-90)"
-    parts.append(element("text", text="score in %", transform=turned, text_anchor="middle", class_="soft"))
-    return element("g", *parts)
-
-
-def _legend(methods: dict[str, list[MeasuredRow]]) -> tuple[str, float]:
-    """Return the legend above the plot, in as many lines as it needs, and where the plot starts below it."""
-    parts, x, y = [], _LEFT, 16.0
-    for number, (method, rows) in enumerate(methods.items()):
-        is_marked = any(m.row.mismatches for m in rows)
-        name = shortened(method, _MAX_NAME_LENGTH) + (" *" if is_marked else "")
-        width = 34 + CHARACTER_WIDTH * len(name)
-        if x > _LEFT and x + width > _WIDTH - _RIGHT:
-            x, y = _LEFT, y + 20
-        parts += [_marker(number, x + 6, y - 4, is_marked), element("text", text=name, x=x + 18, y=y)]
-        x += width
-    return element("g", *parts), y + 16
-
-
-def _point(m: MeasuredRow, x: _Scale, y: _Scale, number: int, comparison: Comparison) -> str:
+def _point(m: MeasuredRow, x: axes.Scale, y: axes.Scale, number: int, comparison: Comparison) -> str:
     speed, score = m.tokens_per_forward, m.score
     place = x(speed.estimate), y(score.estimate)
     bars = [
-        element("path", d=d, fill="none", stroke=_colour(number), stroke_opacity=0.6)
+        element("path", d=d, fill="none", stroke=axes.colour(number), stroke_opacity=0.6)
         for d in (
             f"M{x(speed.low):.2f} {place[1]:.2f}H{x(speed.high):.2f}",
             f"M{place[0]:.2f} {y(score.low):.2f}V{y(score.high):.2f}",
@@ -173,14 +132,8 @@ def _point(m: MeasuredRow, x: _Scale, y: _Scale, number: int, comparison: Compar
     ]
     target = element("circle", cx=place[0], cy=place[1], r=13, class_="target")
     title = element("title", text=describe(m, comparison.option_names))
-    marker = _marker(number, *place, is_hollow=bool(m.row.mismatches))
+    marker = axes.marker(number, *place, is_hollow=bool(m.row.mismatches))
     return element("g", title, *bars, marker, target, class_="point partial" if m.is_partial else "point")
-
-
-def _marker(number: int, x: float, y: float, is_hollow: bool) -> str:
-    colour = _colour(number)
-    return element("path", d=_SHAPES[number % len(_SHAPES)], transform=f"translate({x:.2f} {y:.2f})", stroke=colour,
-                   stroke_width=1.5, fill="var(--paper)" if is_hollow else colour)  # fmt: skip
 
 
 def _labels(
@@ -220,11 +173,3 @@ def _cell(title: str, x: float, y: float, text: str, fraction: float, is_missing
         fill = f"rgb({','.join(map(str, rgb))})"
         parts = [element("rect", **box, fill=fill), element("text", text=text, **middle, style=f"fill:{colour}")]
     return element("g", element("title", text=title), *parts, class_="point")
-
-
-def _line(points: Sequence[tuple[float, float]], **attributes: str) -> str:
-    return element("polyline", points=" ".join(f"{x:.2f},{y:.2f}" for x, y in points), **attributes)
-
-
-def _colour(number: int) -> str:
-    return f"var(--c{number % _NUM_COLOURS})"
