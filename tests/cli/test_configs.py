@@ -54,6 +54,19 @@ def _overrides(name: str, data_file: str) -> list[str]:
     return []
 
 
+@pytest.mark.parametrize("name", ["refusion_qwen3_0_6b", "refusion_qwen3_8b"])
+def test_another_task_reads_the_fields_of_its_own_preset(
+    name: str, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+    args = ["--config", str(CONFIGS / f"{name}.yaml"), f"--runs_dir={tmp_path}", "--data.task=Gsm8k"]
+    args += _overrides(name, data_file)
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    assert cli.datamodule.task.examples("train")[0].query.startswith("q ")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from refusion_lit.cli.lightning import RefusionCLI
