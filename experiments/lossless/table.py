@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/smollm2/results.json"))
     args = parser.parse_args()
     if not (BASE / "config.json").is_file():
-        sys.exit(f"{BASE} is missing; make it with `nox -s real_model -- convert`.")
+        sys.exit(f"{BASE} is missing; make it with `nox -s real_model -- fetch`.")
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     sets = [text.replace("@", "=").split("=") for text in (*args.prompts, f"own={HERE / 'own.jsonl'}@100")]

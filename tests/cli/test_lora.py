@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from tiny import TINY_QWEN
+from tiny import make_base
 
 pytest.importorskip("peft")
 
@@ -26,22 +25,6 @@ CHARACTERS = "0123456789+=,;>"
 NUM_TOKENS = 2 + len(CHARACTERS)  # without a mask token, which training adds
 RANK, ALPHA = 2, 8.0
 IDS = torch.tensor([[5, 6, NUM_TOKENS, 9, 4, NUM_TOKENS, 7]])  # with the mask token
-
-
-def make_base(path: Path, *, tied: bool, num_rows: int = NUM_TOKENS) -> Path:
-    """Write a tiny model whose tokenizer knows no mask token, with spare rows or without."""
-    vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    other = {"num_hidden_layers": 2, "max_position_embeddings": 128, "tie_word_embeddings": tied}
-    ids = {"vocab_size": num_rows, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = Qwen3Config(**TINY_QWEN | other | ids, initializer_range=0.3)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def write_config(path: Path, source: Path | None, **backbone: Any) -> list[str]:
@@ -89,7 +72,7 @@ def train(folder: Path, base: Path, **backbone: Any) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a head of its own and no spare row."""
-    return make_base(tmp_path_factory.mktemp("base") / "model", tied=False)
+    return make_base(tmp_path_factory.mktemp("base") / "model", CHARACTERS, tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +213,7 @@ def test_export_merges_by_default(checkpoint: Path, base: Path, tmp_path: Path) 
 @pytest.mark.parametrize("num_rows", [NUM_TOKENS, NUM_TOKENS + 5])
 def test_exported_adapters_on_the_base_have_the_checkpoints_logits(tmp_path: Path, tied: bool, num_rows: int) -> None:
     """The mask token's row is new to the base, added at its end or one of its spare rows."""
-    base = make_base(tmp_path / "base", tied=tied, num_rows=num_rows)
+    base = make_base(tmp_path / "base", CHARACTERS, tied=tied, num_rows=num_rows)
     overrides = {"rms_norm_eps": 0.1, "sliding_window": None}  # the first changes the logits
     checkpoint = train(tmp_path, base, config=overrides) / "checkpoints" / "last.ckpt"
     output = tmp_path / "adapters_alone"

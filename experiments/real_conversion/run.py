@@ -1,0 +1,195 @@
+"""Convert SmolLM2 by five objectives with equal positions computed, decode the test problems, and measure.
+
+usage: python experiments/real_conversion/run.py --data DIR [--base DIR] [--work_dir DIR] [--parts PART ...]
+           [--only NAME ...]
+
+``base`` is the model's directory, ``data`` holds GSM8K's train.jsonl and test.jsonl. Finished parts are skipped and
+interrupted trainings and decodes resumed, so it can be killed at any time. ``measure`` takes what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+from measure import write
+from results import collect
+
+HERE = Path(__file__).parent
+PARTS = ("fit", "decode", "measure")
+NAMES = ("autoregressive", "hybrid", "masked", "block", "hybrid_lora")
+BUDGET = 400_000
+"""Token positions computed in each training: padding, lengthened responses and doubled sequences count."""
+NUM_FOLLOWED = 100
+"""Number of test problems decoded with weights from before the end of a training."""
+CHECKPOINTS, KEPT = 8, 4
+"""Number of times that a training saves its state, and of times that its weights are kept."""
+
+
+def options(name: str, base: Path, data: Path, accelerator: str) -> list[str]:
+    """Return the options of a training except where it lands and how long it is."""
+    return [
+        "--config", str(HERE / "common.yaml"), "--config", str(HERE / f"{name}.yaml"),
+        "--trainer.accelerator", accelerator,
+        "--model.backbone.source", str(base), "--data.tokenizer.init_args.source", str(base),
+        "--data.task.train", str(data / "train.jsonl"), "--data.task.test", str(data / "test.jsonl"),
+    ]  # fmt: skip
+
+
+def plan(args: list[str], budget: int) -> tuple[int, int, int]:
+    """Return the number of optimizer steps that compute about ``budget`` positions, these, and micro-batches a step.
+
+    The number of steps is a multiple of ``CHECKPOINTS``, so that the last one is saved.
+    """
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.modeling.vocabulary import special_tokens_of
+    from refusion_lit.noise import KeyedNoise
+    from refusion_lit.training.module import SlotDiffusionModule
+
+    args = [*args, "--trainer.logger", "false"]  # which makes no directory
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
+    special_tokens = special_tokens_of(cli.datamodule.built_tokenizer)
+
+    def positions(batch: Any) -> int:
+        noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+        return cli.model.objective.corrupt(batch, noise, special_tokens).input_ids.numel()
+
+    num_accumulated, step, total, found = cli.trainer.accumulate_grad_batches, 0, 0, (0, 0)
+    loader = cli.datamodule.train_dataloader()
+    for epoch in count():
+        loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader, 1):
+            total += positions(batch)
+            step += number % num_accumulated == 0 or number == len(loader)
+            if number % num_accumulated == 0 and step % CHECKPOINTS == 0:
+                if found[0] and abs(total - budget) >= abs(found[1] - budget):
+                    return (*found, num_accumulated)
+                found = step, total
+    raise AssertionError("count ends")
+
+
+def length(num_steps: int, num_accumulated: int) -> dict[str, Any]:
+    """Return the Trainer's options that depend on the number of steps."""
+    checkpoint = "lightning.pytorch.callbacks.ModelCheckpoint"
+    state = {"save_last": True, "save_top_k": 0, "every_n_train_steps": num_steps // CHECKPOINTS}
+    weights = {"save_weights_only": True, "save_top_k": -1, "every_n_train_steps": num_steps // KEPT}
+    return {
+        "max_steps": num_steps,
+        "val_check_interval": num_steps // KEPT * num_accumulated,
+        "callbacks": [
+            {"class_path": checkpoint, "init_args": state},
+            {"class_path": checkpoint, "init_args": {**weights, "filename": "weights_{step}"}},
+        ],
+    }
+
+
+def refusion_lit(*args: str) -> dict[str, float]:
+    """Run a command with one thread; return what it cost."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "refusion_lit.cli", *args], env=environment)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # a training saves after its step, then both end
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, args)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": round(seconds, 1),
+        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_memory_gb": round(usage.ru_maxrss / 2**20, 2),
+    }
+
+
+def fit(name: str, shared: list[str], work: Path, budget: int) -> None:
+    """Train by one objective, or resume its training; ``shared`` are its :func:`options`."""
+    run, done = work / "runs" / name / "fit", work / f"{name}_trained.json"
+    if done.exists():
+        print(f"{name}: trained", flush=True)
+        return
+    settings = work / f"{name}.yaml"
+    if not settings.exists():
+        num_steps, num_positions, num_accumulated = plan(shared, budget)
+        write(work / f"{name}_plan.json", json.dumps({"num_steps": num_steps, "num_positions": num_positions}))
+        write(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated)}))
+        print(f"{name}: {num_steps} steps, {num_positions} positions", flush=True)
+    last = run / "checkpoints" / "last.ckpt"
+    if not last.exists():
+        shutil.rmtree(run, ignore_errors=True)
+    args = [*shared, "--config", str(settings), *_places(run)]
+    # Not --resume: the newest checkpoint may be one of weights alone.
+    cost = refusion_lit("fit", *args, *(["--ckpt_path", str(last)] if last.exists() else []))
+    write(done, json.dumps({"cost_since_last_start": cost}))
+
+
+def _places(run: Path) -> list[str]:
+    """Return the options that let a run land in a directory."""
+    return ["--runs_dir", str(run.parents[1]), "--run_name", run.parent.name, "--run_version", run.name]
+
+
+def weights(name: str, work: Path) -> list[tuple[int, Path]]:
+    """Return the kept weights of a training with their steps, in order."""
+    found = (work / "runs" / name / "fit" / "checkpoints").glob("weights_step=*.ckpt")
+    return sorted((int(path.stem.partition("=")[2]), path) for path in found)
+
+
+def decode(name: str, shared: list[str], work: Path) -> None:
+    """Decode the test problems with all decoders on the last weights, and some with the first decoder on the others."""
+    if not (work / f"{name}_trained.json").exists():
+        return
+    *earlier, (_, last) = weights(name, work)
+    shared = [*shared, "--trainer.precision", "bf16-true"]
+    _decoded("test", [*shared, "--ckpt_path", str(last)], work / "runs" / name / "test")
+    for step, path in earlier:
+        few = ["--ckpt_path", str(path), "--data.max_eval_prompts", str(NUM_FOLLOWED)]
+        _decoded("predict", [*shared, *few], work / "runs" / name / f"step_{step}")
+
+
+def _decoded(command: str, args: list[str], run: Path) -> None:
+    """Run a test or prediction, or resume it."""
+    done = run / "decoded.json"
+    if done.exists():
+        print(f"{run.parent.name}, {run.name}: decoded", flush=True)
+        return
+    resumes = ["--model.resume", "true"] if (run / "config.yaml").exists() else []
+    write(done, json.dumps(refusion_lit(command, *args, *_places(run), *resumes)))
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=Path, default=Path("runs/smollm2/base"))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/real_conversion"))
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--budget", type=int, default=BUDGET, help="positions computed in each training")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
+    parser.add_argument("--num_timed", type=int, default=6)
+    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        shared = options(name, args.base, args.data, args.accelerator)
+        if "fit" in args.parts:
+            fit(name, shared, args.work_dir, args.budget)
+        if "decode" in args.parts:
+            decode(name, shared, args.work_dir)
+    if "measure" in args.parts:
+        device = "cuda" if args.accelerator == "gpu" else "cpu"
+        collect(args.work_dir, args.only, args.output, num_timed=args.num_timed, device=device)
+
+
+if __name__ == "__main__":
+    main()

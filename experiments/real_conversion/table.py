@@ -1,0 +1,95 @@
+"""Writes table.md and the curves from results.json: python experiments/real_conversion/table.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from refusion_lit.reports.plots import curves_plot
+from refusion_lit.reports.svg import standalone
+
+HERE = Path(__file__).parent
+HEAD = (
+    "training", "decoder", "problems", "score in %", "annotations right in %", "annotations/answer",
+    "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s over `generate`",
+)  # fmt: skip
+FIGURES = {"annotations_right": "annotations right in %", "tokens_per_forward": "tokens per forward"}
+WINDOW = 8
+"""Logged steps that a point of the loss curves is the mean of."""
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each decoder of each training, and one for the data's own answers."""
+    speed = results.get("speed", {}).get("rows", {})
+    found = []
+    for name, training in results["trainings"].items():
+        for decoder, figures in training.get("decoders", {}).items():
+            ratio = speed.get(f"{name}/{decoder}", {}).get("ratio")
+            found.append((f"`{name}`", f"`{decoder}`", *_cells(figures), "-" if ratio is None else f"{ratio:.2f}"))
+    if "references" in results:
+        found.append(("references", "-", *_cells(results["references"]), "-"))
+    return found
+
+
+def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
+    def interval(name: str) -> str:
+        value = figures.get(name)
+        return "-" if value is None else f"{value[0]:.1f} ({value[1]:.1f} to {value[2]:.1f})"
+
+    def number(name: str, digits: int) -> str:
+        return f"{figures[name]:.{digits}f}" if name in figures else "-"
+
+    return (
+        str(figures["num_prompts"]), interval("score"), interval("annotations_right"),
+        number("annotations_per_answer", 2), interval("ends_with_answer"), number("perplexity", 2),
+        number("tokens_per_forward", 2), number("positions_per_token", 1),
+    )  # fmt: skip
+
+
+def loss_curves(results: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Return each loss term of each training, smoothed, over thousands of positions computed."""
+    curves = {}
+    for name, training in results["trainings"].items():
+        for term in ("ar", "mdm"):
+            logged = [row for row in training["curve"] if f"train/{term}" in row]
+            groups = [logged[start : start + WINDOW] for start in range(0, len(logged), WINDOW)]
+            points = [(_mean(group, "train/num_positions") / 1000, _mean(group, f"train/{term}")) for group in groups]
+            if points:
+                curves[f"{name}: {term}"] = points
+    return curves
+
+
+def _mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def followed(results: dict[str, Any], figure: str) -> dict[str, list[tuple[float, float]]]:
+    """Return a figure of each training's first decoder over thousands of positions computed."""
+    curves = {}
+    for name, training in results["trainings"].items():
+        a_step = training["num_positions"] / training["num_steps"] / 1000
+        for step, figures in training.get("followed", {}).items():
+            value = figures[figure]
+            label = f"{name}, {figures['decoder']}"
+            point = (int(step) * a_step, value[0] if isinstance(value, list) else value)
+            curves.setdefault(label, []).append(point)
+    return curves
+
+
+def main() -> None:
+    """Write table.md, losses.svg, and a plot for each figure that is followed over the trainings."""
+    results = json.loads((HERE / "results.json").read_text())
+    lines = [HEAD, ["---", "---", *["--:"] * (len(HEAD) - 2)], *rows(results)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    (HERE / "table.md").write_text(text + "\n", encoding="utf-8")
+    x_name = "thousands of positions computed"
+    plots = {"losses": (loss_curves(results), "loss in nats")}
+    plots |= {name: (followed(results, name), label) for name, label in FIGURES.items()}
+    for name, (curves, label) in plots.items():
+        if curves:
+            (HERE / f"{name}.svg").write_text(standalone(curves_plot(curves, x_name, label)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The conversion of a pretrained model in miniature: train, be killed, resume, decode, measure."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from refusion_lit.cli import main
+from tasks.samples import write_jsonl
+from tiny import make_base
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "real_conversion"
+CHARACTERS = "0123456789+=#<> \n"
+BUDGET = 950
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return run.py as a module."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import run as module  # pyright: ignore[reportMissingImports]
+
+    yield module
+    for name in ("run", "measure", "results"):
+        sys.modules.pop(name)
+
+
+def write_data(folder: Path) -> Path:
+    """Write sums with an annotation and a final answer."""
+    folder.mkdir()
+    rng = random.Random(0)
+    for name, count in (("train", 160), ("test", 3)):
+        pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
+        rows = [{"question": f"{a}+{b}=", "answer": f"<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"} for a, b in pairs]
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+def test_a_killed_conversion_resumes_and_ends_in_a_result(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base", CHARACTERS, max_positions=512)
+    work, output, commands = tmp_path / "work", tmp_path / "results.json", []
+
+    def in_this_process(*args: str) -> dict[str, float]:
+        commands.append(args)
+        assert main(args) == 0
+        if len(commands) == 2:  # after the second training, before it is noted
+            raise KeyboardInterrupt
+        return {"seconds": 1.0, "processor_seconds": 1.0, "peak_memory_gb": 1.0}
+
+    monkeypatch.setattr(run, "refusion_lit", in_this_process)
+    options = run.options
+    monkeypatch.setattr(run, "options", lambda *args: [*options(*args), "--model.sampling.max_new_tokens=56"])
+    for name, value in (("NUM_FOLLOWED", 2), ("CHECKPOINTS", 4), ("KEPT", 2)):
+        monkeypatch.setattr(run, name, value)
+    data = write_data(tmp_path / "data")
+    args = [f"--base={base}", f"--data={data}", f"--work_dir={work}", f"--output={output}", f"--budget={BUDGET}"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *args, "--num_timed=2", "--only", "autoregressive", "hybrid"])
+    everything = run.PARTS
+    monkeypatch.setattr(run, "PARTS", ("fit",))
+    with pytest.raises(KeyboardInterrupt):
+        run.main()
+    monkeypatch.setattr(run, "PARTS", everything)
+    run.main()
+    tests = ["test", "predict"]
+    assert [command for command, *_ in commands] == ["fit", "fit", *tests, "fit", *tests]
+    resumed = [any(arg.endswith("last.ckpt") for arg in args) for args in commands if args[0] == "fit"]
+    assert resumed == [False, False, True]
+
+    result: dict[str, Any] = json.loads(output.read_text())
+    for name, training in result["trainings"].items():
+        assert training["is_finished"]
+        assert training["num_positions"] == pytest.approx(BUDGET, rel=0.1)
+        curve = [row["train/num_positions"] for row in training["curve"] if "train/num_positions" in row]
+        assert curve[-1] == training["num_positions"]
+        assert sorted(map(int, training["followed"])) == [training["num_steps"] // 2, training["num_steps"]]
+        for decoder, figures in training["decoders"].items():
+            assert figures["num_prompts"] == 3
+            assert figures["perplexity"] > 1
+            assert f"{name}/{decoder}" in result["speed"]["rows"]
+    assert result["references"]["annotations_right"][0] == 100
+    assert result["references"]["ends_with_answer"][0] == 100
+    assert result["speed"]["rows"]["transformers.generate"]["ratio"] == 1
+
+    count = len(commands)
+    run.main()
+    assert len(commands) == count
+    assert json.loads(output.read_text())["trainings"] == result["trainings"]
