@@ -1,0 +1,174 @@
+"""What the order of slots is worth: the same models, the same filling of slots, other orders.
+
+usage: python experiments/slot_order/run.py [--work_dir runs/slot_order] [--output FILE] [--num_prompts 200]
+
+Trains a hybrid model on each task unless its checkpoint is there, then decodes the test prompts slot by slot in each
+order. Finished parts are skipped, so it can be killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import refusion_lit
+from refusion_lit import tasks
+from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState, SlotSearch
+from refusion_lit.reports.environment import environment
+from refusion_lit.types import Prompt, SamplingParams
+
+HERE = Path(__file__).parent
+COMPARISON = HERE.parent / "controlled_comparison"
+STEPS = {"walk": 4000, "latin": 4000, "sudoku": 4000}
+SLOT_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromKnownEnd(ReFusion):
+    """Slots from the end that the prompt knows: the best order for walks.
+
+    Attributes:
+        backwards_token_id: A prompt that begins with this token is decoded from right to left.
+    """
+
+    backwards_token_id: int
+
+    def step(self, state: Any) -> Any:
+        """Decode the slot that is next from the known end."""
+        is_backwards = state.prompt.token_ids[0] == self.backwards_token_id
+        return _Directed(**_PLAIN, from_right=is_backwards).step(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Directed(ReFusion):
+    from_right: bool
+
+    def _chosen(self, state: Any, certainties: Sequence[float]) -> list[int]:  # noqa: ARG002
+        return [len(certainties) - 1 if self.from_right else 0]
+
+
+# One slot a round, filled token by token: with a token threshold of 1 no draft of a plan survives its verification.
+_PLAIN: dict[str, Any] = {
+    "slot_size": SLOT_SIZE, "num_serial_blocks": 1, "token_threshold": 1.0, "infill": "autoregressive",
+    "forward_cost": 32,
+}  # fmt: skip
+_SEARCH: dict[str, Any] = {"slot_size": SLOT_SIZE, "num_serial_blocks": 1, "max_candidates": 4}
+ORDERS: dict[str, Decoder] = {
+    "sequential": ReFusion(**_PLAIN, selection="sequential"),
+    "random": ReFusion(**_PLAIN, selection="random"),
+    "confidence": ReFusion(**_PLAIN, selection="top_k", k=1),
+    "best next (beam of 1)": SlotSearch(**_SEARCH, selection="beam", beam_size=1),
+    "beam of 4": SlotSearch(**_SEARCH, selection="beam", beam_size=4),
+    "tree search, 8 simulations": SlotSearch(**_SEARCH, num_simulations=8, horizon=2),
+    "ReFusion, all certain slots": ReFusion(slot_size=SLOT_SIZE, num_serial_blocks=1, forward_cost=32),
+}
+
+
+class Orders(GenerationCallback):
+    """Remembers the order in which each prompt's slots were committed."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[int]] = {}
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        """Take the slots in the order of their first token."""
+        self.of[index] = list(dict.fromkeys(place // SLOT_SIZE for place in state.committed))
+
+
+def sequential_share(orders: Sequence[Sequence[int]]) -> float:
+    """Return the share of pairs of slots that were committed in text order; 0.5 is chance."""
+    pairs = sum(comb(len(order), 2) for order in orders)
+    right = sum(a < b for order in orders for i, a in enumerate(order) for b in order[i + 1 :])
+    return right / pairs if pairs else 1.0
+
+
+def config_of(task: str) -> Path:
+    """Return the overlay of a task."""
+    return next(path for path in (HERE / f"task_{task}.yaml", COMPARISON / f"task_{task}.yaml") if path.exists())
+
+
+def train(task: str, seed: int, work: Path, steps: int) -> Path:
+    """Train a model unless it is there; return its checkpoint."""
+    place = ("--runs_dir", str(work), "--run_name", f"{task}_seed{seed}", "--run_version", "fit")
+    last = work / f"{task}_seed{seed}" / "fit" / "checkpoints" / "last.ckpt"
+    done = last.parent.parent / "trained"
+    if not done.exists():
+        configs = (COMPARISON / "common.yaml", config_of(task), HERE / "model.yaml")
+        options = [item for path in configs for item in ("--config", str(path))]
+        options += ["--seed_everything", str(seed), "--model.seed", str(seed), "--data.seed", str(seed)]
+        options += ["--trainer.max_steps", str(steps), "--num_threads", "1", *place]
+        options += ["--ckpt_path", str(last)] if last.exists() else []
+        run = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "refusion_lit.cli", "fit", *options], check=True, env=run)
+        done.touch()
+    return last
+
+
+def measure(task: str, checkpoint: Path, num_prompts: int, seed: int) -> dict[str, Any]:
+    """Decode the test prompts in each order."""
+    model = refusion_lit.load(checkpoint)
+    values = yaml.safe_load(config_of(task).read_text())
+    options = values["data"]["task"]
+    test = getattr(tasks, options["class_path"])(**options["init_args"])
+    examples = list(test.examples("test"))[:num_prompts]
+    prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=e.id) for e in examples]
+    sampling = SamplingParams(max_new_tokens=values["model"]["sampling"]["max_new_tokens"], seed=seed)
+    decoders = dict(ORDERS)
+    if task == "walk":
+        decoders["from the known end"] = FromKnownEnd(**_PLAIN, backwards_token_id=model.encode("<")[0])
+    found = {}
+    for name, decoder in decoders.items():
+        seen = Orders()
+        output = model.decode(prompts, decoder, sampling, batch_size=50, callbacks=[seen])
+        scores = [test.score(e, row.text) for e, row in zip(examples, output.rows, strict=True)]
+        tokens = sum(row.num_tokens for row in output.rows)
+        found[name] = {
+            "score": sum(scores) / len(scores),
+            "tokens_per_forward": round(tokens / sum(row.num_forwards for row in output.rows), 3),
+            "positions_per_token": round(sum(row.num_positions for row in output.rows) / tokens, 2),
+            "share_in_text_order": round(sequential_share(list(seen.of.values())), 3),
+        }
+        if task == "walk":
+            kinds = {"forwards": ">", "backwards": "<"}
+            for kind, sign in kinds.items():
+                own = [score for e, score in zip(examples, scores, strict=True) if e.query.startswith(sign)]
+                found[name][f"score_{kind}"] = round(sum(own) / max(len(own), 1), 4)
+        print(task, name, found[name], flush=True)
+    return found
+
+
+def main() -> None:
+    """Run and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/slot_order"))
+    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser.add_argument("--num_prompts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="training steps, in place of those of each task")
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for task, steps in STEPS.items():
+        part = args.work_dir / f"{task}.json"
+        if not part.exists():
+            checkpoint = train(task, args.seed, args.work_dir, args.steps or steps)
+            part.write_text(json.dumps(measure(task, checkpoint, args.num_prompts, args.seed)))
+        results[task] = json.loads(part.read_text())
+    command = ["python", "experiments/slot_order/run.py"]
+    config = {"num_prompts": args.num_prompts, "steps": STEPS if args.steps is None else args.steps}
+    written = {"config": config, "results": results, "environment": environment(args.seed, command)}
+    args.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
