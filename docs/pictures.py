@@ -216,6 +216,22 @@ def attention() -> None:
     picture("attention.svg", 700, 176, "Attention patterns", parts)
 
 
+def groups() -> None:
+    """Draw three forwards of FirstHitting with groups of three and two tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  masks of the first group", [prompt, ("mask", ["M@3", "M@4", "M@5"])]),
+        row(62, "2  that group clean, the next masks", [prompt, ("known", ["a@3", "b@4", "c@5"]),
+                                                        ("mask", ["M@6", "M@7"])]),
+        row(114, "3  the rest, one token a forward", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7"]),
+                                                      ("mask", ["M@8"])]),
+        text(8, 170, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
+                     "follows.", 12),
+        text(8, 186, "Grey: prompt. Dashed: mask. Green: decoded, fed clean once and cached.", 12),
+    ]  # fmt: skip
+    picture("first_hitting.svg", 700, 198, "Three forwards of FirstHitting", parts)
+
+
 def search() -> None:
     """Draw one step of SlotSearch with three slots of two tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -238,6 +254,7 @@ if __name__ == "__main__":
     decoding()
     window()
     search()
+    groups()
     blocks()
     pipeline()
     editing()

@@ -27,6 +27,7 @@ from refusion_lit.decoding import (
     BlockDiffusion,
     Decoder,
     FastDLLM,
+    FirstHitting,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -146,6 +147,8 @@ def chance_remains(decoder: Decoder) -> bool:
     """Whether an option asks for chance by name, which is then there at temperature 0 too: orders by chance."""
     if isinstance(decoder, ReFusion):
         return decoder.selection == "random"
+    if isinstance(decoder, FirstHitting):
+        return decoder.schedule == "binomial" or decoder.shuffled
     return isinstance(decoder, LLaDA) and (decoder.order in ("random", "origin") or decoder.order_temperature > 0)
 
 

@@ -15,6 +15,7 @@ from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
 from refusion_lit.decoding.decoders.card import CARD
 from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.fast_dllm import FastDLLM
+from refusion_lit.decoding.decoders.first_hitting import FirstHitting
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.recompute_kv import RecomputeKV
 from refusion_lit.decoding.decoders.refusion import ReFusion
@@ -42,6 +43,7 @@ __all__ = [
     "DecodingOutput",
     "Draw",
     "FastDLLM",
+    "FirstHitting",
     "Forward",
     "Generation",
     "GenerationCallback",
