@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
+from refusion_lit.data.templates import Template
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder, most_probable
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
@@ -172,7 +174,8 @@ class TextModel:
             decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
-                default), ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
+                default), ``templates`` (see :meth:`infill`), ``batch_size``, and the other options of
+                :func:`refusion_lit.decoding.decode`.
 
         Raises:
             ValueError: As for :meth:`decode`.
@@ -182,6 +185,27 @@ class TextModel:
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
+    def infill(
+        self,
+        queries: Sequence[str],
+        templates: Sequence[str | None],
+        **options: Any,  # noqa: ANN401 - options of generate
+    ) -> list[Generation]:
+        """Fill the gaps of responses of which part is given.
+
+        Args:
+            queries: Texts, as for :meth:`generate`.
+            templates: For each query the given text, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}`` (one to
+                six), and ``{{...}}`` at its end if the response may go on; ``None`` to give nothing. Of a gap with
+                several possible lengths all are tried, and the most probable tokens on average win.
+            options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens.
+
+        Raises:
+            ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
+                :meth:`decode`.
+        """
+        return self.generate(queries, templates=templates, **options)
+
     def generate_ids(
         self,
         prompts: Sequence[Sequence[int]],
@@ -190,9 +214,10 @@ class TextModel:
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
         ids: Sequence[str] | None = None,
+        templates: Sequence[str | None] | None = None,
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
-        """Continue prompts given as token ids; for arguments see :meth:`generate`.
+        """Continue prompts given as token ids; for arguments see :meth:`generate` and :meth:`infill`.
 
         Raises:
             ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
@@ -200,8 +225,34 @@ class TextModel:
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
-        encoded = [self._prompt(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
-        return self.decode(encoded, decoder or self.default_decoder.fitted(sampling), sampling, **options).rows
+        texts = [None] * len(prompts) if templates is None else templates
+        fix = "give None for those without"
+        holds = not isinstance(texts, str) and len(texts) == len(prompts)
+        require(holds, "templates", f"a list of one for each of {len(prompts)} prompts", texts, fix)
+        named = [self._prompt(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
+        encoded = [self.candidates(prompt, text) for prompt, text in zip(named, texts, strict=True)]
+        decoder = decoder or self.default_decoder.fitted(sampling)
+        flat = [prompt for group in encoded for prompt in group]
+        if len(flat) == len(encoded):
+            return self.decode(flat, decoder, sampling, **options).rows
+        callbacks = options.pop("callbacks", ())
+        every = self.decode(flat, decoder, sampling, **options | {"trace": True}).rows
+        rows = [most_probable([every.pop(0) for _ in group], group) for group in encoded]
+        for number, row in enumerate(rows):
+            for callback in callbacks:
+                callback.on_finished(number, row)
+        return rows
+
+    def candidates(self, prompt: Prompt, template: str | None) -> list[Prompt]:
+        """Return a prompt with what a template gives, for each combination of gap lengths.
+
+        Raises:
+            ValueError: If the template is wrong.
+        """
+        if template is None:
+            return [prompt]
+        require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
+        return [replace(prompt, given=given) for given in Template.parse(template).encode(self.tokenizer)]
 
     def _prompt(self, tokens: Sequence[int], name: str) -> Prompt:
         """Return a prompt of token ids, refusing what the tokenizer does not know."""

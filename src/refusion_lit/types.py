@@ -113,6 +113,8 @@ class Example:
         response: The reference response, without end-of-sequence token.
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
         meta: Additional values for the task's scoring.
+        holes: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
+            the response is then given. Empty: nothing of it is given.
     """
 
     id: str
@@ -120,6 +122,7 @@ class Example:
     response: str
     messages: tuple[Mapping[str, str], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    holes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,29 @@ class Prompt:
     Attributes:
         token_ids: Prompt tokens, template included; may contain any id, the mask's too.
         id: Names the prompt in results and keys its sampling noise.
+        given: What is known of the response, from its first token on: a token, or ``None`` for one to generate. Unknown
+            tokens before the last given one are holes; the response goes on after that one, unless it is an end of
+            sequence. Empty: nothing is given.
     """
 
     token_ids: tuple[int, ...]
     id: str
+    given: tuple[int | None, ...] = ()
+
+    @property
+    def num_given(self) -> int:
+        """Given tokens of the response."""
+        return len(self.given) - self.given.count(None)
+
+    @property
+    def given_length(self) -> int:
+        """Length of the response up to its last given token."""
+        return max((place + 1 for place, token in enumerate(self.given) if token is not None), default=0)
+
+    @property
+    def num_holes(self) -> int:
+        """Tokens to generate before the last given one."""
+        return self.given_length - self.num_given
 
 
 class PromptBatch:

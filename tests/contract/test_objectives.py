@@ -42,6 +42,8 @@ def concrete(cls: type) -> Iterator[type[Objective]]:
 VARIANTS: list[Objective] = [
     *(cls() for cls in sorted(concrete(Objective), key=lambda cls: cls.__name__)),
     objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
+    objectives.Hybrid(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
+    objectives.Hybrid(slot_sizes=(2,), mask_pattern="shuffled_groups", max_span=4),
     objectives.Masked(shifted=True, cart_p=0.3),
     objectives.Masked(pad_responses_to=6),
     objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_commands_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.M
     # The recipes of experiments are run in the repository.
     monkeypatch.chdir(ROOT if "experiments" in page.parts else tmp_path)
     (tmp_path / "questions.txt").write_text("12+34,56+78>\n11+22>\n")
+    shutil.copy(ROOT / "docs" / "examples" / "record.txt", tmp_path)
     if page.name == "commands.md":
         assert main(["init", "."]) == 0
     for args, runs in commands(page):

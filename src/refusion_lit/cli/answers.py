@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
+from refusion_lit.cli.generate import template_of
 from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.decoding import Generation, GenerationCallback, check_context
+from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class _Request:
     id: str
     prompt: str
     reference: str | None = None
+    template: str | None = None
 
 
 def write_answers(options: Namespace) -> None:
@@ -50,12 +52,16 @@ def write_answers(options: Namespace) -> None:
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
     sampling = sampling_of(options)
+    template = template_of(options)
+    templates = {request.id: template if request.template is None else request.template for request in requests}
     model = load_model_of(options)
     encoded = {request.id: model.encode(request.prompt) for request in requests}
-    lengths = {name: len(tokens) for name, tokens in encoded.items()}
-    check_context(model.backbone, lengths, sampling.max_new_tokens, options.max_cache_tokens)
+    prompts = [prompt for name, tokens in encoded.items()
+               for prompt in model.candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name])]  # fmt: skip
+    check_prompts(model.backbone, options.decoder, prompts, sampling, options.max_cache_tokens)
     progress = AnswerProgress()
-    with _writer(options, requests, encoded, model, sampling) as (waiting, write):
+    contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
+    with _writer(options, requests, contents, model, sampling) as (waiting, write):
         decoder = type(options.decoder).__name__
         watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
         try:
@@ -63,6 +69,7 @@ def write_answers(options: Namespace) -> None:
                 [encoded[request.id] for request in waiting],
                 sampling=sampling,
                 ids=[request.id for request in waiting],
+                templates=[templates[request.id] for request in waiting],
                 callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
                 **decoding_of(options),
             )
@@ -92,7 +99,7 @@ def _check_output(options: Namespace) -> None:
 def _writer(
     options: Namespace,
     requests: list[_Request],
-    encoded: dict[str, list[int]],
+    contents: Mapping[str, object],
     model: TextModel,
     sampling: SamplingParams,
 ) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
@@ -103,7 +110,7 @@ def _writer(
     from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 
     fingerprint = predictions_fingerprint(
-        model.backbone, options.decoder, sampling, encoded.items(), record_forwards=options.record_forwards
+        model.backbone, options.decoder, sampling, contents.items(), record_forwards=options.record_forwards
     )
     file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
     pending = _Pending(file)
@@ -156,7 +163,9 @@ class _Writer(GenerationCallback):
 
 
 def read_prompts(source: str) -> Iterator[_Request]:
-    """Read prompts: a plain line is one prompt; a JSON object needs ``prompt``, may have ``id`` and ``reference``.
+    """Read prompts: a plain line is one prompt; a JSON object needs ``prompt``, and may have other fields.
+
+    These are ``id``, ``reference`` and ``template``, which stands for that of the option.
 
     Raises:
         ValueError: If the file is missing or a line is malformed.
@@ -186,11 +195,13 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
         raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}).") from error
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise ValueError(f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}.")
-    reference = values.get("reference")
+    reference, template = values.get("reference"), values.get("template")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")
     try:
         reference = None if reference is None else str(reference)
-        request = _Request(str(values.get("id", default_id)), values["prompt"], reference)
-        "".join((request.id, request.prompt, reference or "")).encode()
+        request = _Request(str(values.get("id", default_id)), values["prompt"], reference, template)
+        "".join((request.id, request.prompt, reference or "", template or "")).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompts: {where}: expected Unicode, got half a surrogate pair; correct the line.") from error
     return request

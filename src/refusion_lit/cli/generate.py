@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from jsonargparse import Namespace
+
 from refusion_lit.cli.parser import OneLineParser, add_model_options, decoding_of, load_model_of, sampling_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
 
@@ -18,6 +20,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
     output = "where to write JSON lines; standard output by default"
     parser.add_argument("--output", type=str, default=None, help=output)
+    template = "file with given text of the response and gaps such as {{5}} or {{1-6}} tokens to fill in"
+    parser.add_argument("--template", type=str, default=None, help=template)
     add_model_options(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded concurrently; changes no token")
     budget = "maximum number of positions a forward computes, padding included; changes no token"
@@ -49,14 +53,31 @@ def run(args: list[str]) -> int:
     if not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     sampling = sampling_of(options)
+    template = template_of(options)
     model = load_model_of(options)
-    model.generate(
+    model.infill(
         [options.prompt],
+        [template],
         sampling=sampling,
         callbacks=[Stream(model.detokenize, sampling.stop)],
         **decoding_of(options),
     )
     return 0
+
+
+def template_of(options: Namespace) -> str | None:
+    """Return the text of the template that the options name, if they name one.
+
+    Raises:
+        ValueError: If it cannot be read, or is wrong.
+    """
+    if options.template is None:
+        return None
+    from refusion_lit.data.templates import Template, read_template
+
+    text = read_template(options.template)
+    Template.parse(text)
+    return text
 
 
 class Stream(GenerationCallback):

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.collate import BatchDataset
 from refusion_lit.data.encoding import encode_prompt
+from refusion_lit.data.templates import given_tokens
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example, Prompt, PromptBatch
 from refusion_lit.utils.require import require
@@ -21,10 +22,11 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """An example with its encoded prompt, for decoding."""
+    """An example with its encoded prompt, and what is given of its response, for decoding."""
 
     example: Example
     prompt_ids: Sequence[int]
+    given: tuple[int | None, ...] = ()
 
 
 class PromptDataset(Dataset[EncodedPrompt]):
@@ -46,12 +48,15 @@ class PromptDataset(Dataset[EncodedPrompt]):
     def __getitem__(self, index: int) -> EncodedPrompt:
         """Return an example with its encoded prompt."""
         example = self._examples[index]
-        return EncodedPrompt(example, encode_prompt(self._tokenizer, example.query, self._template, example.messages))
+        prompt = encode_prompt(self._tokenizer, example.query, self._template, example.messages)
+        return EncodedPrompt(example, prompt, given_tokens(self._tokenizer, example))
 
 
 def collate_prompts(samples: Sequence[EncodedPrompt]) -> PromptBatch:
     """Collect prompts; the engine needs no padding."""
-    prompts = [Prompt(token_ids=tuple(sample.prompt_ids), id=sample.example.id) for sample in samples]
+    prompts = [
+        Prompt(token_ids=tuple(sample.prompt_ids), id=sample.example.id, given=sample.given) for sample in samples
+    ]
     return PromptBatch(prompts=prompts, examples=[sample.example for sample in samples])
 
 

@@ -25,11 +25,12 @@ from refusion_lit.decoding.decoders.slot_search import SlotSearch
 from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
+from refusion_lit.decoding.lengths import most_probable
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 
 if TYPE_CHECKING:
-    from refusion_lit.decoding.checks import ModelMismatchError, check_context, check_model
+    from refusion_lit.decoding.checks import ModelMismatchError, check_context, check_model, check_prompts
     from refusion_lit.decoding.engine import decode
 
 __all__ = [
@@ -64,16 +65,19 @@ __all__ = [
     "WeDLM",
     "check_context",
     "check_model",
+    "check_prompts",
     "cut_at_stop",
     "decode",
     "default_decoder",
     "most_certain",
+    "most_probable",
 ]
 
 _LAZY = {
     "ModelMismatchError": "refusion_lit.decoding.checks",
     "check_context": "refusion_lit.decoding.checks",
     "check_model": "refusion_lit.decoding.checks",
+    "check_prompts": "refusion_lit.decoding.checks",
     "decode": "refusion_lit.decoding.engine",
 }
 

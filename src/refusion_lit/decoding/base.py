@@ -61,9 +61,10 @@ class RowState:
         sampling: Length limit and sampling options.
         special_tokens: The model's special ids.
         tokens: The canvas: response tokens in text order; values at masked places are undefined.
-        is_masked: Which places of the canvas are not final. Never derived from token ids.
+        is_masked: Which places of the canvas are not final. Never derived from token ids. Given tokens are final from
+            the start, and never committed.
         committed: Places of the canvas in the order in which they were committed.
-        commit_rounds: Number of the forward that committed each place; 0 while masked.
+        commit_rounds: Number of the forward that committed each place; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
@@ -98,16 +99,22 @@ class RowState:
         length: int | None = None,
         **fields: Any,  # noqa: ANN401 - fields of the subclass
     ) -> State:
-        """Create a state with a fully masked canvas of ``length`` tokens, by default ``max_new_tokens``."""
-        length = sampling.max_new_tokens if length is None else length
+        """Create a state with a canvas of ``length`` tokens, by default :func:`max_length`: masks and given tokens."""
+        length = max_length(prompt, sampling, special_tokens) if length is None else length
+        given = [*prompt.given[:length], *[None] * (length - len(prompt.given))]
         return cls(
             prompt=prompt,
             sampling=sampling,
             special_tokens=special_tokens,
-            tokens=[special_tokens.pad_token_id] * length,
-            is_masked=[True] * length,
+            tokens=[special_tokens.pad_token_id if token is None else token for token in given],
+            is_masked=[token is None for token in given],
             **fields,
         )
+
+    @property
+    def max_length(self) -> int:
+        """Maximum length of the response."""
+        return max_length(self.prompt, self.sampling, self.special_tokens)
 
     @property
     def prompt_length(self) -> int:
@@ -145,19 +152,26 @@ class RowState:
         return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
 
     def final_prefix(self) -> list[int]:
-        """Return the longest committed prefix of the response, cut after the first EOS and at ``max_new_tokens``."""
-        limit = self.sampling.max_new_tokens
+        """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`."""
         length = self.is_masked.index(True) if True in self.is_masked else len(self.is_masked)
-        prefix = self.tokens[: min(length, limit)]
+        prefix = self.tokens[: min(length, self.max_length)]
         eos = self.first_eos(prefix)
         return prefix if eos is None else prefix[: eos + 1]
 
     @property
     def prefix_ends(self) -> bool:
-        """Whether the committed prefix is the whole response."""
+        """Whether the final prefix is the whole response."""
         prefix = self.final_prefix()
-        is_full = len(prefix) == min(self.sampling.max_new_tokens, len(self.tokens))
+        is_full = len(prefix) == min(self.max_length, len(self.tokens))
         return is_full or (bool(prefix) and prefix[-1] in self.special_tokens.eos_token_ids)
+
+
+def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> int:
+    """Return the maximum length of a response: ``max_new_tokens`` and the given tokens, or up to a given EOS."""
+    given = prompt.given
+    if given and given[-1] in special_tokens.eos_token_ids:
+        return len(given)
+    return sampling.max_new_tokens + prompt.num_given
 
 
 class Decoder(ABC):
@@ -190,6 +204,14 @@ class Decoder(ABC):
     def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
         """Return the decoder with options that go with a length limit, where it is a default that nobody chose."""
         return self
+
+    def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
+        """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
+
+        A decoder that can takes ``is_masked`` of a new state as it is, and commits only what is masked. The engine
+        draws no end of sequence in a hole.
+        """
+        return "it has no rule for tokens that are given in the response"
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return how many leading prompt tokens may be taken from the cache of another prompt.

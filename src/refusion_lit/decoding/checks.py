@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_at_least
 
 
@@ -72,3 +73,48 @@ def check_context(
         expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
         fix = "raise it, shorten the prompt or lower max_new_tokens"
         require(max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
+
+
+def check_prompts(
+    model: LanguageModel,
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    max_cache_tokens: int | None = None,
+) -> None:
+    """Refuse prompts that are empty or too long, and given tokens that cannot be kept in place.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        prompts: The prompts, with or without given tokens of the response.
+        sampling: How much may be generated.
+        max_cache_tokens: Bound on the cache; see :func:`check_context`.
+
+    Raises:
+        ValueError: Naming the prompt and the reason.
+    """
+    for prompt in prompts:
+        require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
+        if prompt.num_given:
+            _check_given(model, decoder, prompt, sampling)
+    lengths = {prompt.id: len(prompt.token_ids) + prompt.num_given for prompt in prompts}
+    check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
+
+
+def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
+    """Refuse given tokens that a decoder cannot keep, and holes that it may not fill."""
+    name = f"the template of prompt {prompt.id}"
+    reason = decoder.refusal(prompt)
+    if reason is not None:
+        raise ValueError(
+            f"decoder: {type(decoder).__name__} cannot keep {name} in place: {reason}; use one that can, such as "
+            "ReFusion or LLaDA, with a model that fits it."
+        )
+    ends = [place for place, token in enumerate(prompt.given) if token in model.special_tokens.eos_token_ids]
+    expected = f"an end of sequence only at the end of {name}"
+    holds = ends in ([], [len(prompt.given) - 1])
+    require(holds, "template", expected, f"one at place {min(ends, default=0)}", "end it there, or remove the token")
+    expected = f"at least {prompt.num_holes}, the number of tokens to fill in in {name}"
+    holds = prompt.num_holes <= sampling.max_new_tokens
+    require(holds, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")

@@ -11,7 +11,7 @@ import torch
 
 from refusion_lit.decoding.admission import Admission, Admitted, KeptCache, groups_within
 from refusion_lit.decoding.base import Decoder, RowState
-from refusion_lit.decoding.checks import check_context, check_model
+from refusion_lit.decoding.checks import check_model, check_prompts
 from refusion_lit.decoding.executor import Executor, Row
 from refusion_lit.decoding.output import (
     DecodingOutput,
@@ -77,11 +77,8 @@ def decode(
     if max_tokens_per_forward is not None:
         require_at_least("max_tokens_per_forward", max_tokens_per_forward, 1)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
-    for prompt in prompts:
-        require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
     mismatches = check_model(model, decoder, allow_mismatch=allow_mismatch)
-    lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
-    check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
+    check_prompts(model, decoder, prompts, sampling, max_cache_tokens)
     decoder.check(sampling)
     num_rows = min(max_batch_size, max(len(prompts), 1))
     if decoder.forward_cost == "measure" and prompts:
@@ -189,7 +186,9 @@ class _Run:
             storage=admitted.storage, prompt_id=prompt.id, index=admitted.index, state=state, steps=self._steps(state),
             result=Generation(id=prompt.id), started=synchronised_time(self.model.device),
             waiting_since=self.executor.num_calls,
+            holes_end=len(prompt.token_ids) + prompt.given_length if prompt.num_holes else 0,
         )  # fmt: skip
+        state.finished = state.prefix_ends  # everything is given
         row.request = next(row.steps, None)
         return row
 
@@ -272,11 +271,12 @@ class _Run:
             tokens, result.finish_reason = tokens[: row.stopped_at], "stop"
         elif tokens and tokens[-1] in state.special_tokens.eos_token_ids:
             result.finish_reason = "eos"
-        elif len(tokens) == state.sampling.max_new_tokens:
+        elif len(tokens) == state.max_length:
             result.finish_reason = "length"
         else:
             warnings.warn(f"prompt {row.prompt_id}: {type(self.decoder).__name__} left masked places", stacklevel=2)
         result.token_ids, result.num_forwards = tokens, state.num_forwards
+        result.num_given = sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.model.device) - row.started
         if self.detokenize is not None:
             result.text = cut_at_stop(self.detokenize(tokens), self.sampling.stop)

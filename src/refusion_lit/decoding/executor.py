@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from refusion_lit.decoding.batching import BatchLayout
+from refusion_lit.decoding.drafts import Drafts
 from refusion_lit.decoding.prefetch import Prefetch
 from refusion_lit.decoding.reading import LogitReader, Read
-from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Request
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transfer import to_device
@@ -28,6 +29,7 @@ class Row:
         forward: Its last forward.
         hidden: Hidden states of that forward, for further reads.
         prefetched: Tokens that were prefetched with it, by branch and offset; ``None`` if nothing is prefetched.
+        holes_end: No end of sequence is drawn at positions before this one, as text is given after them.
     """
 
     storage: int
@@ -36,6 +38,7 @@ class Row:
     forward: Forward | None = None
     hidden: Tensor | None = None
     prefetched: list[dict[int, int]] | None = field(default=None)
+    holes_end: int = 0
 
 
 class Executor:
@@ -108,7 +111,7 @@ class Executor:
     def _draft_more(self, rows: Sequence[Row]) -> list[list[Reading]]:
         """Draft from the hidden states of each row's last forward, without a call of the model."""
         results: list[list[Reading]] = []
-        reads: list[Read] = []
+        drafts: list[Drafts] = []
         hidden: list[Tensor] = []
         base = 0
         for row in rows:
@@ -122,16 +125,16 @@ class Executor:
                 continue
             length = row.hidden.shape[1]
             parts = zip(forward.branches, request.draft_at, forward.starts(length), strict=True)
-            own = [
-                Read.drafts(branch, request.draw, at, prompt_id=row.prompt_id, start=base + start, length=length)
-                for branch, at, start in parts
-            ]
-            reads += own
-            results.append([read.reading for read in own])
+            own = [self._drafts(row, branch, request.draw, at, base + start, length) for branch, at, start in parts]
+            drafts += own
+            results.append([drafted.reading for drafted in own])
             hidden.append(row.hidden.flatten(0, 1))
             base += len(hidden[-1])
-        if reads:
+        if drafts:
+            reads = [read for drafted in drafts for read in drafted.reads]
             self._reader.read(torch.cat(hidden) if len(hidden) > 1 else hidden[0], reads)
+            for drafted in drafts:
+                drafted.merge()
         return results
 
     def _call(self, rows: Sequence[Row]) -> list[list[Reading]]:
@@ -149,6 +152,7 @@ class Executor:
         self.num_calls += 1
         self.num_positions += batch.ids.numel()
         results: list[list[Reading]] = []
+        drafts: list[Drafts] = []
         reads: list[Read] = []
         states = [hidden.flatten(0, 1)]
         for row, forward, part, starts in zip(rows, forwards, batch.sequences, batch.starts, strict=True):
@@ -158,17 +162,21 @@ class Executor:
                 twin = sum(map(len, states)) + forward.twin_at
                 states.append(row.hidden.flatten(0, 1))
             row.forward, row.hidden = forward, hidden[part]
-            row.prefetched = [{} for _ in forward.branches] if self._prefetches else None
-            readings, more = self._reads_of(row, forward, starts, hidden.shape[1], twin)
-            results.append(readings)
+            # Prefetching knows one way to draw; in holes it is another one than elsewhere.
+            row.prefetched = [{} for _ in forward.branches] if self._prefetches and not row.holes_end else None
+            own, more = self._reads_of(row, forward, starts, hidden.shape[1], twin)
+            results.append([drafted.reading for drafted in own])
+            drafts += own
             reads += more
         self._reader.read(torch.cat(states) if len(states) > 1 else states[0], reads)
+        for drafted in drafts:
+            drafted.merge()
         return results
 
     def _reads_of(
         self, row: Row, forward: Forward, starts: Sequence[int], length: int, twin: int | None
-    ) -> tuple[list[Reading], list[Read]]:
-        """Return one reading for each branch of a forward, and the reads that fill them.
+    ) -> tuple[list[Drafts], list[Read]]:
+        """Return the drafts of each branch of a forward, and the reads that fill them and the scores.
 
         Args:
             row: The prompt.
@@ -177,22 +185,27 @@ class Executor:
             length: Hidden states a row.
             twin: Index of the hidden state that guides the first draft; ``None``: the one in the next row.
         """
-        readings: list[Reading] = []
+        drafts: list[Drafts] = []
         reads: list[Read] = []
         for number, (branch, start) in enumerate(zip(forward.branches, starts, strict=True)):
-            read = Read.drafts(
-                branch, forward.draw, branch.draft_at, prompt_id=row.prompt_id, start=start, length=length
-            )
-            if twin is not None and read.index:
-                read.guide = twin - read.index[0]
-            readings.append(read.reading)
+            own = self._drafts(row, branch, forward.draw, branch.draft_at, start, length)
+            drafts.append(own)
+            if twin is not None and branch.draft_at:
+                for read in own.reads:
+                    read.guide = twin - start - branch.draft_at[0]
+            read = own.reads[0]
             if row.prefetched is not None and branch.prefetch_at and not read.guide:
                 read.prefetch = Prefetch.of(branch, forward.draw, row.prompt_id, start, tokens=row.prefetched[number])
-            reads.append(read)
+            reads += own.reads
             if branch.score_at:
                 offsets, given = zip(*branch.score_at, strict=True)
-                reads.append(Read(read.reading, forward.draw, [start + o for o in offsets], given, guide=read.guide))
-        return readings, reads
+                reads.append(Read(own.reading, forward.draw, [start + o for o in offsets], given, guide=read.guide))
+        return drafts, reads
+
+    def _drafts(self, row: Row, branch: Branch, draw: Draw, offsets: Sequence[int], start: int, length: int) -> Drafts:
+        ends = self._model.special_tokens.eos_token_ids
+        return Drafts(branch, draw, offsets, holes_end=row.holes_end, ends=ends, prompt_id=row.prompt_id, start=start,
+                      length=length)  # fmt: skip
 
 
 def _known(row: Row, forward: Forward, request: MoreDrafts) -> list[Reading] | None:

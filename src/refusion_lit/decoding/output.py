@@ -53,10 +53,11 @@ class Generation:
 
     Attributes:
         id: The prompt's id.
-        token_ids: Response tokens up to and including the end of sequence.
+        token_ids: Response tokens up to and including the end of sequence, given ones included.
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
             remain before the end, which no correct decoder leaves).
+        num_given: Tokens among them that were given.
         num_forwards: Forwards in which the prompt took part.
         num_positions: Token positions computed for it, padding excluded, those shared with other prompts included.
         seconds: Time from its first forward to its end.
@@ -69,6 +70,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = "unfinished"
+    num_given: int = 0
     num_forwards: int = 0
     num_positions: int = 0
     seconds: float = 0.0
@@ -78,8 +80,8 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens: end of sequence included, nothing after it, neither prompt nor padding."""
-        return len(self.token_ids)
+        """Committed tokens: end of sequence included, nothing after it, neither prompt, given tokens nor padding."""
+        return len(self.token_ids) - self.num_given
 
 
 @dataclass(kw_only=True)

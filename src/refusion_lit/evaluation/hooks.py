@@ -11,7 +11,8 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel
-from refusion_lit.decoding import Decoder, check_context, check_model
+from refusion_lit.data.evaluation import collate_prompts
+from refusion_lit.decoding import Decoder, check_model, check_prompts
 from refusion_lit.evaluation.fingerprints import described
 from refusion_lit.evaluation.loop import DecodingSetup, Evaluation
 from refusion_lit.evaluation.options import DecodingOptions
@@ -130,9 +131,13 @@ class EvaluationHooks(L.LightningModule):
         gather(self.model)
         data: Any = getattr(self.trainer, "datamodule", None)
         prompts = data.test_prompts() if data else []
-        contents = {prompt.example.id: (list(prompt.prompt_ids), prompt.example.response) for prompt in prompts}
-        lengths = {name: len(ids) for name, (ids, _) in contents.items()}
-        check_context(self.model, lengths, self.sampling.max_new_tokens, self.decoding.max_cache_tokens)
+        contents = {
+            prompt.example.id: (list(prompt.prompt_ids), prompt.example.response, *filter(None, [prompt.given]))
+            for prompt in prompts
+        }
+        encoded = collate_prompts(prompts).prompts
+        for decoder in decoders.values():
+            check_prompts(self.model, decoder, encoded, self.sampling, self.decoding.max_cache_tokens)
         return Evaluation(
             self.decoding_setup(),
             decoders,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,8 +14,9 @@ from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.objectives.slot_noise import MaskPattern, grouped_slots, independent_slots, masked_share
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
@@ -32,12 +34,20 @@ class Hybrid(Objective):
         eps: Smallest probability of masking a slot, in (0, 1].
         mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
         ar_weight: Coefficient of the autoregressive term, at least 0.
+        mask_pattern: Which slots are masked. ``independent``: each with probability p (the paper). ``grouped``: a share
+            p of them, the last ``max_span`` tokens first, then the first ones, then spans in the middle, then single
+            slots (``grouped_noise`` in Zarya, there token by token). ``shuffled_groups``: the same groups in an order
+            drawn for each sample, to train for infilling: the text on either side of a hole is known. With groups, 1/p
+            in the masked term is 1 over the share of tokens that are masked, as that is not p on average.
+        max_span: Tokens of a group at most, at least 1; whole slots, at least one.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
     eps: float = 1e-3
     mdm_weight: float = 1.0
     ar_weight: float = 1.0
+    mask_pattern: MaskPattern = "independent"
+    max_span: int = 50
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -48,6 +58,8 @@ class Hybrid(Objective):
         require(0 < self.eps <= 1, "objective.eps", "a number in (0, 1]", self.eps, "set it in that range")
         require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
         require_at_least("objective.ar_weight", self.ar_weight, 0.0)
+        require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
+        require_at_least("objective.max_span", self.max_span, 1)
 
     @property
     def traits(self) -> ModelTraits:
@@ -69,14 +81,24 @@ class Hybrid(Objective):
     ) -> CorruptedBatch:
         """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)
-        layout = corrupt_slots(
-            batch,
-            noise,
-            slot_sizes=draw_slot_sizes(noise, self.slot_sizes),
-            min_slot_size=min(self.slot_sizes),
-            mask_probability=probability,
-            mask_token_id=required_mask_id(self, special_tokens),
-        )
+        slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
+        # An upper bound that the host knows: reading the drawn sizes would wait for the device.
+        num_slots = -(-batch.input_ids.shape[1] // min(self.slot_sizes))
+        if self.mask_pattern == "independent":
+            slot_is_masked = independent_slots(noise, num_slots, probability)
+        else:
+            slot_is_masked = grouped_slots(
+                noise,
+                num_slots,
+                probability,
+                lengths=(batch.response_lengths + slot_sizes - 1) // slot_sizes,
+                span=(self.max_span // slot_sizes).clamp(min=1),
+                shuffled=self.mask_pattern == "shuffled_groups",
+            )
+        mask_token_id = required_mask_id(self, special_tokens)
+        layout = corrupt_slots(batch, noise, slot_is_masked, slot_sizes=slot_sizes, mask_token_id=mask_token_id)
+        if self.mask_pattern != "independent":
+            probability = masked_share(layout.is_masked, batch.response_lengths)
         return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
 
     def targets(
@@ -133,29 +155,26 @@ def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tenso
 def corrupt_slots(
     batch: ResponseBatch,
     noise: KeyedNoise,
+    slot_is_masked: Bool[Tensor, "batch slot"],
     *,
     slot_sizes: Int[Tensor, " batch"],
-    min_slot_size: int,
-    mask_probability: Float[Tensor, " batch"],
     mask_token_id: int,
 ) -> SlotLayout:
-    """Mask slots independently, then move the clean ones, in random order, before the masked ones.
+    """Mask slots, then move the clean ones, in random order, before the masked ones.
 
     Args:
         batch: Clean prompts and responses.
-        noise: Streams ``slot_mask`` and ``slot_order`` are used, one number per slot.
+        noise: The stream ``slot_order`` is used, one number per slot.
+        slot_is_masked: Which slots are masked, as many as any response may have; those past a response's end are
+            ignored.
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
-        min_slot_size: A lower bound of ``slot_sizes`` that the host knows: reading them would wait for the device.
-        mask_probability: Probability with which each row's slots are masked.
         mask_token_id: The token in masked slots.
     """
-    num_tokens = batch.input_ids.shape[1]
-    num_slots = -(-num_tokens // min_slot_size)
+    num_tokens, num_slots = batch.input_ids.shape[1], slot_is_masked.shape[1]
     positions, in_response = response_positions(batch)
     offsets = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
     slots = offsets // slot_sizes[:, None]
 
-    slot_is_masked = noise.uniform("slot_mask", num_slots) < mask_probability[:, None]
     text_order = torch.arange(num_slots, device=slots.device)
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + text_order, noise.bits("slot_order", num_slots))
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)

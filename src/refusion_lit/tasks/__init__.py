@@ -11,6 +11,7 @@ from refusion_lit.tasks.code import CodeTask
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.tasks.gsm8k import Gsm8k
+from refusion_lit.tasks.holes import Holes
 from refusion_lit.tasks.humaneval import HumanEval
 from refusion_lit.tasks.latin import Latin
 from refusion_lit.tasks.mbpp import Mbpp
@@ -25,6 +26,7 @@ __all__ = [
     "CodeTask",
     "GeneratedTask",
     "Gsm8k",
+    "Holes",
     "HumanEval",
     "InstructionFiles",
     "Latin",

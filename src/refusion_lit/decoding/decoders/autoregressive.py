@@ -25,6 +25,10 @@ class Autoregressive(Decoder):
         """Return all but the last token, whose logits are read."""
         return min(num_common, prompt_length - 1)
 
+    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
+        """Refuse given tokens: nothing on the right of a token is seen."""
+        return "it writes from left to right and sees no text on the right of a token"
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas of ``max_new_tokens``."""
         return RowState.blank(prompt, sampling, special_tokens)

@@ -24,7 +24,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
         branches = []
         for slot in infill.slots:
             cached = slot.num_cached
-            untested = range(0) if slot.is_complete else range(slot.num_accepted, infill.slot_size)
+            untested = range(0) if slot.is_complete else range(slot.num_accepted, len(slot.tokens))
             offsets = [offset - cached - 1 for offset in untested]
             scores = [(offset, slot.tokens[cached + 1 + offset]) for offset in offsets]
             branches.append(infill.branch(slot, slot.tokens[cached:], draft_at=offsets, score_at=scores, shift=1))
@@ -33,7 +33,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
             if slot.is_complete:
                 continue
             before = slot.num_accepted
-            while slot.num_accepted < infill.slot_size:
+            while slot.num_accepted < len(slot.tokens):
                 score = reading.scores[slot.num_accepted - before]
                 # After the first round, the first proposal is the model's own choice: progress every round.
                 own_choice = not is_first and slot.num_accepted == before

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
+from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
 from refusion_lit.decoding.decoders.block_state import BlockState
 from refusion_lit.decoding.decoders.llada import step_quota
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
@@ -79,6 +79,8 @@ class BlockDiffusion(Decoder):
             Needs ``sub_block_size`` and ``shifted``.
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
             forward a block; impossible with ``shifted``, where the clean block's prediction is needed first.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them while it fills that one: what it writes there need not go with them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
@@ -93,6 +95,7 @@ class BlockDiffusion(Decoder):
     shifted: bool = False
     sub_block_cache: bool = False
     fused: bool = True
+    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -117,12 +120,25 @@ class BlockDiffusion(Decoder):
         return ModelRequirements(attention="block_causal", predictions=predictions, block_size=self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
-        """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
-        end = -(-(num_known + sampling.max_new_tokens) // size) * size
+        end = -(-(num_known + max_length(prompt, sampling, special_tokens)) // size) * size
         num_spans = -(-end // self._span_size) - num_known // self._span_size
         length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
         return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context or not prompt.num_holes:
+            return None
+        start, size = len(prompt.token_ids), self.block_size
+        hole, last = ((start + place) // size for place in (prompt.given.index(None), prompt.given_length - 1))
+        if hole == last:
+            return None
+        return (
+            f"its model sees only blocks of {size} tokens and what is before them, and text is given in a block after "
+            "that of a hole (set ignore_right_context: true to fill that hole without it)"
+        )
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""

@@ -63,6 +63,10 @@ class CARD(Decoder):
         """Return all but the last token, whose logits are read."""
         return min(num_common, prompt_length - 1)
 
+    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
+        """Refuse given tokens: attention is causal in text order."""
+        return "its masks see no text on their right"
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
         """Create a canvas of ``max_new_tokens``."""
         return BlockState.blank(prompt, sampling, special_tokens)

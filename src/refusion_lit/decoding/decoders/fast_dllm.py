@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.decoding.decoders.llada import canvas_branch, step_quota, time_share
+from refusion_lit.decoding.decoders.llada import canvas_branch, paced_steps, step_quota, time_share
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
@@ -26,10 +26,14 @@ class FastDLLMState(RowState):
     Attributes:
         block_start: First canvas place of the current block.
         round_in_block: Forwards made for the current block.
+        num_masks: Masks of the block before the first of them.
+        first_was_alone: Whether the first of them unmasked the block's first token only.
     """
 
     block_start: int = 0
     round_in_block: int = 0
+    num_masks: int = 0
+    first_was_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +126,22 @@ class FastDLLM(Decoder):
                 f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
                 "first token", self.steps, "use more steps")  # fmt: skip
 
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
-        """Create a canvas of ``max_new_tokens``."""
-        # Early steps of the time schedule may unmask nothing.
-        length = sampling.max_new_tokens
-        bound = max(length, self.steps or 0) if self.order == "entropy" else 0
-        return FastDLLMState.blank(prompt, sampling, special_tokens, schedule_length=bound)
+        """Create a canvas as long as the longest response."""
+        state = FastDLLMState.blank(prompt, sampling, special_tokens)
+        if self.order == "entropy":  # early steps of its time schedule may unmask nothing
+            nominal, per_block = self._pace(sampling)
+            num_blocks = -(-len(state.tokens) // nominal)
+            state.schedule_length = num_blocks * (max(nominal, per_block) + 1)
+        return state
+
+    def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
+        """Return the tokens of a block in which nothing is given, and its steps."""
+        nominal = self.block_length or sampling.max_new_tokens
+        return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
 
     @property
     def _first_is_alone(self) -> bool:
@@ -137,9 +151,14 @@ class FastDLLM(Decoder):
     def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
         """One forward; unmasks the certain tokens of the block."""
         length = len(state.tokens)
-        stop = min(state.block_start + (self.block_length or length), length)
+        size = self.block_length or length
+        while not any(state.is_masked[state.block_start : state.block_start + size]):
+            state.block_start += size  # everything is given
+        stop = min(state.block_start + size, length)
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
-        lone_first = self._first_is_alone and state.round_in_block == 0
+        lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == state.block_start
+        if state.round_in_block == 0:
+            state.num_masks, state.first_was_alone = len(places), lone_first
         if lone_first:
             places = places[:1]
         readings = yield Forward(
@@ -157,7 +176,7 @@ class FastDLLM(Decoder):
         state.schedule_step += self.order == "entropy"
         if not any(state.is_masked[state.block_start : stop]):
             state.block_start, state.round_in_block = stop, 0
-        state.finished = stop == len(state.tokens) and not any(state.is_masked)
+        state.finished = not any(state.is_masked)
         state.finished |= self.stop_at_eos and state.prefix_ends
 
     def _draw(self, state: FastDLLMState) -> Draw:
@@ -202,17 +221,25 @@ class FastDLLM(Decoder):
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        size = stop - state.block_start
-        num_blocks = -(-len(state.tokens) // (self.block_length or len(state.tokens)))
+        num_steps, done = self._num_steps(state, stop - state.block_start), int(state.first_was_alone)
         if self.order == "entropy":
-            num_steps = size if self.steps is None else self.steps // num_blocks
             return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps, self.eps))]
-        num_steps = size if self.steps is None else min(self.steps // num_blocks, size)
-        done = int(self._first_is_alone)  # one token and one step, outside the quota
-        return ranked[: step_quota(size - done, num_steps - done, state.round_in_block - done)]
+        # The first token, if it came alone, took one step outside the quota.
+        num_steps = min(num_steps, state.num_masks)
+        return ranked[: step_quota(state.num_masks - done, num_steps - done, state.round_in_block - done)]
+
+    def _num_steps(self, state: FastDLLMState, size: int) -> int:
+        """Return the steps of the current block of ``size`` tokens: fewer if some are given, at the same pace."""
+        if self.steps is None:
+            return state.num_masks
+        nominal, per_block = self._pace(state.sampling)
+        if state.num_masks == size:
+            return per_block
+        return max(paced_steps(state.num_masks, per_block, nominal), 1 + state.first_was_alone)
 
     def _allowance(self, state: FastDLLMState) -> int | None:
         """Return how many masks a step with a threshold may unmask; ``None`` for all of the block."""
         if self.steps is None or state.round_in_block >= self.steps - 1:
             return None
-        return len(state.tokens) // self.steps * (state.round_in_block + 1) - state.num_committed
+        num_masks = len(state.tokens) - state.prompt.num_given
+        return max(num_masks // self.steps, 1) * (state.round_in_block + 1) - state.num_committed

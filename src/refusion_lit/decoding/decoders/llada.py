@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
@@ -23,11 +23,40 @@ _DREAM = ("origin", *_STATISTIC)
 _ORDERS = ("low_confidence", "random", *_DREAM)
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """One step of the schedule.
+
+    Attributes:
+        block: Places of the current block.
+        num_masks: Its masks before the first step.
+        num_steps: Its steps.
+        number: Number of this one among them, from 0.
+    """
+
+    block: range
+    num_masks: int
+    num_steps: int
+    number: int
+
+
+@dataclass(kw_only=True)
+class LLaDAState(RowState):
+    """State of LLaDA.
+
+    Attributes:
+        schedule: All steps; blocks without masks have none.
+    """
+
+    schedule: list[ScheduledStep] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LLaDA(Decoder):
     """Unmasks the most certain tokens in each of a fixed number of steps.
 
-    All steps run, as in the released sampler, even if nothing is left to unmask.
+    All steps run, as in the released sampler, even if nothing is left to unmask. A block in which tokens are given has
+    fewer steps, in proportion to its masks.
 
     Attributes:
         steps: Forwards over the whole response; ``None``: one for each token.
@@ -121,14 +150,25 @@ class LLaDA(Decoder):
             return self
         return replace(self, block_length=max(n for n in range(1, self.block_length) if length % n == 0))
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas of ``max_new_tokens``."""
-        steps = self.steps or sampling.max_new_tokens
-        return RowState.blank(prompt, sampling, special_tokens, schedule_length=steps)
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
 
-    def step(self, state: RowState) -> Steps[None]:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> LLaDAState:
+        """Create a canvas as long as the longest response, and its schedule."""
+        state = LLaDAState.blank(prompt, sampling, special_tokens)
+        length, nominal = len(state.tokens), self.block_length or sampling.max_new_tokens
+        per_block = (self.steps or sampling.max_new_tokens) // (sampling.max_new_tokens // nominal)
+        for start in range(0, length, self.block_length or length):
+            block = range(start, min(start + (self.block_length or length), length))
+            num_masks = state.is_masked[block.start : block.stop].count(True)
+            num_steps = paced_steps(num_masks, per_block, nominal)
+            state.schedule += [ScheduledStep(block, num_masks, num_steps, number) for number in range(num_steps)]
+        state.schedule_length = len(state.schedule)
+        return state
+
+    def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
         """One forward over the whole canvas; unmasks the step's quota of tokens."""
-        places = self._open_places(state)
+        places = [place for place in state.schedule[state.schedule_step].block if state.is_masked[place]]
         readings = yield Forward(
             phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
         )
@@ -136,13 +176,6 @@ class LLaDA(Decoder):
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.schedule_step += 1
         state.finished = state.schedule_step == state.schedule_length or (self.stop_at_eos and state.prefix_ends)
-
-    def _open_places(self, state: RowState) -> list[int]:
-        """Return the masked places of the current block."""
-        length = len(state.tokens)
-        block = self.block_length or length
-        start = state.schedule_step // (state.schedule_length // (length // block)) * block
-        return [place for place in range(start, start + block) if state.is_masked[place]]
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length
@@ -166,13 +199,12 @@ class LLaDA(Decoder):
             confidence_dtype=self.confidence_dtype,
         )
 
-    def _choose(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
+    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading) -> list[int]:
         """Return the indices into ``places`` that are unmasked in this step."""
         if self.order in _DREAM:
             return self._choose_by_time(state, places, reading)
-        block = self.block_length or len(state.tokens)
-        num_steps = state.schedule_length // (len(state.tokens) // block)
-        quota = step_quota(block, num_steps, state.schedule_step % num_steps)
+        step = state.schedule[state.schedule_step]
+        quota = step_quota(step.num_masks, step.num_steps, step.number)
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
@@ -221,6 +253,11 @@ def known_around(state: RowState, place: int, kernel_size: int) -> int:
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
     """Return how many of a block's masks step ``step`` unmasks: as equal as possible, larger shares first."""
     return num_masks // num_steps + (step < num_masks % num_steps)
+
+
+def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
+    """Return the steps for so many masks at the pace of ``num_steps`` for ``block_length`` of them."""
+    return -(-num_masks * num_steps // block_length)
 
 
 def time_share(step: int, num_steps: int, eps: float) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from math import inf, prod
 from typing import ClassVar, Literal, get_args
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
+from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
 from refusion_lit.decoding.decoders.autoregressive_infill import infill_autoregressively
-from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState
+from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState, slot_grid
 from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_by_masks
 from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -33,7 +34,8 @@ class ReFusion(Decoder):
     Attributes:
         slot_size: Tokens per slot, K in the paper.
         num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. ``None``: 2, or 1
-            if the response has a single slot.
+            if the response has a single slot. Holes before given tokens have as many blocks of their own, which come
+            first; their slots hold no given token, and the last slot of a hole may be shorter.
         slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
@@ -104,6 +106,9 @@ class ReFusion(Decoder):
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
 
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens join the context, at their own positions."""
+
     def _num_slots(self, sampling: SamplingParams) -> int:
         return -(-sampling.max_new_tokens // self.slot_size)
 
@@ -111,12 +116,11 @@ class ReFusion(Decoder):
         return min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
-        """Create a canvas of ``max_new_tokens`` rounded up to whole slots in equal serial blocks."""
-        num_blocks = self._num_serial_blocks(sampling)
-        unit = self.slot_size * num_blocks
-        length = -(-sampling.max_new_tokens // unit) * unit
-        sizes = {"slot_size": self.slot_size, "num_serial_blocks": num_blocks}
-        return ReFusionState.blank(prompt, sampling, special_tokens, length, **sizes)
+        """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
+        length, given = max_length(prompt, sampling, special_tokens), prompt.given[: prompt.given_length]
+        slots, blocks = slot_grid(given, length, self.slot_size, self.num_serial_blocks or 2)
+        length = max([len(given), *(slot.stop for slot in slots)])
+        return ReFusionState.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """One round: plan, verify together, and fill in parallel if not even the first slot survived."""
@@ -131,37 +135,38 @@ class ReFusion(Decoder):
         if not self._accept_prefix(state, chosen, tokens, passes):
             state.planned = None
             yield from self._fill(state, chosen, tokens, passes)
-        is_last = state.next_block == state.num_serial_blocks
+        is_last = state.next_block == len(state.blocks)
         state.finished = not state.remaining and (is_last or state.prefix_ends)
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:
-        """Feed the masks of all remaining slots, the first time after the prompt."""
+        """Feed the masks of all remaining slots, the first time after the prompt and given tokens."""
         is_first = state.context_length == 0
-        prompt = state.prompt.token_ids[state.num_shared :] if is_first else ()
+        known = state.known[state.num_shared :] if is_first else ()
         seen = state.num_shared if is_first else state.context_length
-        branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, prompt=prompt)
+        branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, known=known)
         forward = Forward(phase="plan", branches=(branch,), draw=self._draw(state), keep=state.take_keep())
         readings = yield forward
-        state.context_length = seen + len(prompt)
-        return Plan(state.remaining, len(prompt), 1, readings[-1])
+        state.context_length = seen + len(known)
+        return Plan(state.remaining, len(known), 1, readings[-1])
 
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         assert plan.slots == state.remaining
-        size, reading, draw = self.slot_size, plan.reading, self._draw(state)
+        groups, reading, draw = list(pairwise(state.bounds(plan.slots))), plan.reading, self._draw(state)
         state.num_plans += 1
         if self.certainty == "first":
             chosen = self._chosen(state, reading.probabilities)
             tokens = [reading.tokens[i] for i in chosen]
-            if size > 1:
-                rest = [plan.offset + i * size + offset for i in chosen for offset in range(1, size)]
+            rest = [plan.offset + offset for i in chosen for offset in range(groups[i][0] + 1, groups[i][1])]
+            if rest:
                 draft_at = (*[()] * (plan.num_branches - 1), rest)
                 others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
-                parts = [others[i * (size - 1) : (i + 1) * (size - 1)] for i in range(len(chosen))]
-                tokens = [token for first, part in zip(tokens, parts, strict=True) for token in (first, *part)]
+                following, sizes = iter(others), [groups[i][1] - groups[i][0] for i in chosen]
+                tokens = [token for first, size in zip(tokens, sizes, strict=True)
+                          for token in (first, *islice(following, size - 1))]  # fmt: skip
         else:
-            groups = [slice(i * size, (i + 1) * size) for i in range(len(plan.slots))]
-            certainty = {"mean": lambda values: sum(values) / size, "min": min, "product": prod}[self.certainty]
+            groups = [slice(*group) for group in groups]
+            certainty = {"mean": lambda values: sum(values) / len(values), "min": min, "product": prod}[self.certainty]
             chosen = self._chosen(state, [certainty(reading.probabilities[group]) for group in groups])
             tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
         state.num_chosen = len(chosen)
@@ -182,8 +187,9 @@ class ReFusion(Decoder):
 
     def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
         """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
-        size = self.slot_size
-        tested = [offset for offset in range(len(tokens)) if offset % size]
+        bounds = state.bounds(chosen)
+        firsts = {*bounds}
+        tested = [offset for offset in range(len(tokens)) if offset not in firsts]
         branch = Branch(
             tokens=tokens,
             positions=state.positions(chosen),
@@ -193,7 +199,7 @@ class ReFusion(Decoder):
         )
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
-        upcoming = state.upcoming(chosen[: -(-num_seen // size)], ends=eos is not None)
+        upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
         reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
         passes = [True] * len(tokens)
         for offset, score in zip(tested, reading.scores, strict=True):
@@ -202,29 +208,29 @@ class ReFusion(Decoder):
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
-        length = [*passes, False].index(False)
+        length, bounds = [*passes, False].index(False), state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
-        num_accepted = length // self.slot_size * self.slot_size if eos is None else eos + 1
+        num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
         if num_accepted == 0:
             return False
         if eos is None and num_accepted < len(tokens):
             state.planned = None  # its masks have seen drafts that were not accepted
-        places = [position - state.prompt_length for position in state.positions(chosen)]
-        state.commit(places[:num_accepted], tokens[:num_accepted])
+        state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
         state.context_length += num_accepted
-        state.remaining = state.left(chosen[: -(-num_accepted // self.slot_size)], ends=eos is not None)
+        state.remaining = state.left(_reached(chosen, bounds, num_accepted), ends=eos is not None)
         return True
 
     def _fill(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> Steps[None]:
         """Fill all chosen slots in parallel, and commit them."""
-        size, slots = self.slot_size, []
+        slots: list[OpenSlot] = []
         packed = self.infill_layout != "reference" and self.infill == "mask"
-        for index, slot in enumerate(chosen):
-            part = slice(index * size, (index + 1) * size)
+        for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
+            part = slice(*bounds)
             prefix = [*passes[part], False].index(False)
             # The first slot has seen nothing but the context, so its entries are final.
             cached = prefix if packed and index == 0 else 0
-            slots.append(OpenSlot(state.prompt_length + slot * size, index, tokens[part], prefix, num_cached=cached))
+            start = state.prompt_length + state.slots[slot].start
+            slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
         max_ahead = {"single_forward": inf, "auto": self.fixed_cost}.get(self.infill_layout, 0)
         infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
@@ -257,21 +263,28 @@ class ReFusion(Decoder):
         return readings[0]
 
     def _masks(
-        self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int, prompt: Sequence[int] = ()
-    ) -> Branch:
-        """Return the branch that plans slots after the first ``num_seen`` cache entries and the rest of the prompt."""
-        positions = [*range(state.prompt_length - len(prompt), state.prompt_length), *state.positions(slots)]
-        size, by_first = self.slot_size, self.certainty == "first"
-        draft_at = range(len(prompt), len(positions), size if by_first else 1)
+        self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int,
+        known: Sequence[tuple[int, int]] = (),
+    ) -> Branch:  # fmt: skip
+        """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
+        positions = [*(position for _, position in known), *state.positions(slots)]
+        by_first, groups = self.certainty == "first", [len(known) + bound for bound in state.bounds(slots)]
         return Branch(
-            tokens=[*prompt, *[state.mask_token_id] * (len(positions) - len(prompt))],
+            tokens=[*(token for token, _ in known), *[state.mask_token_id] * (len(positions) - len(known))],
             positions=positions,
             visible=((0, num_seen),),
             write_at=write_at,
-            draft_at=draft_at,
-            prefetch_at=[range(first + 1, first + size) for first in draft_at] if by_first and size > 1 else (),
+            draft_at=groups[:-1] if by_first else range(len(known), len(positions)),
+            prefetch_at=[range(first + 1, stop) for first, stop in pairwise(groups)]
+            if by_first and self.slot_size > 1
+            else (),
             num_prefetch=self.k or max(4, 2 * state.num_chosen),
         )
 
     def _draw(self, state: ReFusionState) -> Draw:
         return Draw(sampling=state.sampling, round=state.num_plans)
+
+
+def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:
+    """Return the slots that the first ``num_tokens`` of their joined tokens reach."""
+    return slots[: sum(bound < num_tokens for bound in bounds[:-1])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from refusion_lit.decoding.base import RowState
 from refusion_lit.decoding.requests import Compaction, Reading
@@ -31,19 +32,19 @@ class ReFusionState(RowState):
     """State of ReFusion.
 
     Attributes:
-        slot_size: Tokens per slot.
-        num_serial_blocks: Serial blocks of the canvas.
+        slots: The canvas places of each slot, in text order.
+        blocks: The slots of each serial block.
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         next_block: Number of the serial block after the current one.
-        context_length: Cache entries of prompt and accepted slots; 0 before the first plan.
+        context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
         keep: How the next forward compacts the cache.
         num_plans: Plans read so far; keys their noise, independent of the forward that made them.
         num_chosen: Slots chosen by the last plan; the next one is expected to choose about as many.
         planned: A plan made ahead by the last forward, if it turned out to be the next one.
     """
 
-    slot_size: int
-    num_serial_blocks: int
+    slots: list[range]
+    blocks: list[list[int]]
     remaining: list[int] = field(default_factory=list)
     next_block: int = 0
     context_length: int = 0
@@ -63,28 +64,74 @@ class ReFusionState(RowState):
         return keep
 
     @property
-    def num_slots(self) -> int:
-        """Slots of the canvas."""
-        return len(self.tokens) // self.slot_size
+    def known(self) -> list[tuple[int, int]]:
+        """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
+        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
+                 if token is not None]  # fmt: skip
+        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
+
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """Return the canvas places of slots' tokens, slot by slot."""
+        return [place for slot in slots for place in self.slots[slot]]
 
     def positions(self, slots: Sequence[int]) -> list[int]:
         """Return the positions of slots' tokens, slot by slot."""
-        size, start = self.slot_size, self.prompt_length
-        return [start + slot * size + offset for slot in slots for offset in range(size)]
+        return [self.prompt_length + place for place in self.places(slots)]
+
+    def bounds(self, slots: Sequence[int]) -> list[int]:
+        """Return where each of the slots begins if their tokens are joined, and where the last one ends."""
+        return list(accumulate((len(self.slots[slot]) for slot in slots), initial=0))
 
     def upcoming_block(self) -> list[int]:
-        """Return the slots of the serial block after the current one; none if no more text is wanted."""
-        size = self.num_slots // self.num_serial_blocks
-        start = self.next_block * size
-        is_wanted = start < self.num_slots and start * self.slot_size < self.sampling.max_new_tokens
-        return list(range(start, start + size)) if is_wanted else []
+        """Return the slots of the serial block after the current one, if there is one."""
+        return list(self.blocks[self.next_block]) if self.next_block < len(self.blocks) else []
 
     def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
-        limit = taken[-1] if ends else self.num_slots
+        limit = taken[-1] if ends else len(self.slots)
         return [slot for slot in self.remaining if slot not in taken and slot < limit]
 
     def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return the slots of the next plan, once slots are taken."""
         left = self.left(taken, ends=ends)
         return left if left or ends or self.has_eos else self.upcoming_block()
+
+
+def slot_grid(
+    given: Sequence[int | None], length: int, slot_size: int, num_serial_blocks: int
+) -> tuple[list[range], list[list[int]]]:
+    """Cut the unknown tokens of a response into slots, and the slots into serial blocks.
+
+    Slots hold no given tokens. A hole is cut from its left end, so its last slot may be shorter; what follows the last
+    given token is cut into whole slots, also beyond ``length``. The blocks of holes, in text order, come before those
+    of the rest: the rest then sees them filled.
+
+    Args:
+        given: Given tokens of the response, ``None`` for unknown ones; the last one is given.
+        length: Maximum length of the response.
+        slot_size: Tokens per slot.
+        num_serial_blocks: Blocks of the holes and blocks of the rest, at most.
+
+    Returns:
+        The places of each slot, in text order, and the slots of each block.
+    """
+    unknown = [place for place, token in enumerate(given) if token is None]
+    starts = [place for place in unknown if place == 0 or given[place - 1] is not None]
+    stops = [place + 1 for place in unknown if given[place + 1] is not None]
+    slots = [range(first, min(first + slot_size, stop)) for start, stop in zip(starts, stops, strict=True)
+             for first in range(start, stop, slot_size)]  # fmt: skip
+    blocks, num_inner = _equal_blocks(range(len(slots)), num_serial_blocks), len(slots)
+    rest = range(len(given), length, slot_size)
+    outer = _equal_blocks(range(num_inner, num_inner + len(rest)), num_serial_blocks)
+    if outer:  # whole blocks
+        num_missing = len(outer[0]) - len(outer[-1])
+        outer[-1] += range(num_inner + len(rest), num_inner + len(rest) + num_missing)
+        rest = range(len(given), length + num_missing * slot_size, slot_size)
+    slots += [range(first, first + slot_size) for first in rest]
+    return slots, blocks + outer
+
+
+def _equal_blocks(slots: range, num_blocks: int) -> list[list[int]]:
+    """Cut slots into at most ``num_blocks`` blocks of one size; the last one may be smaller."""
+    size = max(-(-len(slots) // num_blocks), 1)
+    return [list(slots[start : start + size]) for start in range(0, len(slots), size)]

@@ -94,6 +94,10 @@ class SelfSpeculative(Decoder):
         require(has_masks, "decoder", "a model with a drafter", "one without", fix)
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
+    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
+        """Refuse given tokens: its text is that of decoding from left to right."""
+        return "its text is that of decoding from left to right, which sees no text on the right of a token"
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return all but the last token, whose logits are read."""
         return min(num_common, prompt_length - 1)

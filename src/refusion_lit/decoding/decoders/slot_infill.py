@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from refusion_lit.decoding.base import RowState
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Steps
@@ -72,19 +73,19 @@ class SlotInfill:
     packed: bool = False
     max_ahead: float = 0
     found_eos: bool = False
-    slot_size: int = field(init=False)
     scratch: int = field(init=False)
+    _offsets: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Place the scratch entries, and look for an EOS among the tokens accepted so far."""
-        self.slot_size = len(self.slots[0].tokens)
-        self.scratch = self.context_length + (max(slot.index for slot in self.slots) + 1) * self.slot_size
+        self._offsets = list(accumulate((len(slot.tokens) for slot in self.slots), initial=0))
+        self.scratch = self.context_length + self._offsets[-1]
         if self.packed:
             self.drop_after_end()
 
     def cache_index(self, slot: OpenSlot) -> int:
         """Return the cache index of a slot's first token."""
-        return self.context_length + slot.index * self.slot_size
+        return self.context_length + self._offsets[slot.index]
 
     def branch(
         self,
@@ -109,11 +110,13 @@ class SlotInfill:
     def close_round(self) -> None:
         """Look for an EOS, drop the slots after it, and count what is cached for good."""
         self.drop_after_end()
-        # Rows have one length, and feed the last common token again for its output. A slot that ended delays no other
-        # slot: tokens after its EOS are fed, but never kept.
-        common = min(self.slot_size if slot.ends else slot.num_accepted for slot in self.slots)
+        # Rows feed the last common token again for its output. A complete slot delays no other slot. Tokens after an
+        # EOS are fed, but never kept.
+        common = min((slot.num_accepted for slot in self.slots if not slot.is_complete), default=None)
         for slot in self.slots:
-            slot.num_cached = slot.num_accepted if self.packed else common - (not self.is_done)
+            length = len(slot.tokens)
+            in_rows = length if common is None else min(common, length) - 1
+            slot.num_cached = slot.num_accepted if self.packed else in_rows
 
     def drop_after_end(self) -> None:
         """Complete the first slot with an EOS in its accepted prefix; drop the slots after it."""
@@ -159,11 +162,11 @@ def infill_by_masks(infill: SlotInfill, token_threshold: float, round_number: in
 
 def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
     """Draft the tokens after each accepted prefix from masks."""
-    size, mask = infill.slot_size, infill.state.mask_token_id
+    mask = infill.state.mask_token_id
     fed = [s for s in infill.slots if not (infill.packed and s.is_complete and s.num_cached == s.num_accepted)]
     branches = []
     for slot in fed:
-        cached = slot.num_cached
+        cached, size = slot.num_cached, len(slot.tokens)
         num_known = size if slot.ends and not infill.packed else slot.num_accepted
         num_masks = 0 if slot.ends else size - num_known
         tokens = slot.tokens[cached:num_known] + [mask] * num_masks
@@ -183,7 +186,7 @@ def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[boo
     branches = []
     for slot in fed:
         # A proposal is tested at the token before it; the first one needs no test.
-        tested = () if slot.is_complete else range(slot.num_accepted + 1, infill.slot_size)
+        tested = () if slot.is_complete else range(slot.num_accepted + 1, len(slot.tokens))
         scores = [(offset - slot.num_cached - 1, slot.tokens[offset]) for offset in tested]
         branches.append(infill.branch(slot, slot.tokens[slot.num_cached :], score_at=scores))
     ahead = _masks_ahead(infill, fed) if infill.packed else {}
@@ -205,16 +208,16 @@ def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[boo
 
 def _masks_ahead(infill: SlotInfill, fed: Sequence[OpenSlot]) -> dict[tuple[int, int], Branch]:
     """Return, by slot and accepted length, the masks that propose the rest; none if they take too many positions."""
-    size, mask = infill.slot_size, infill.state.mask_token_id
-    lengths = [(slot, length) for slot in fed for length in range(slot.num_accepted + 1, size)]
-    if sum(size - length for _, length in lengths) > infill.max_ahead:
+    mask = infill.state.mask_token_id
+    lengths = [(slot, length) for slot in fed for length in range(slot.num_accepted + 1, len(slot.tokens))]
+    if sum(len(slot.tokens) - length for slot, length in lengths) > infill.max_ahead:
         return {}
     ahead, write_at = {}, infill.scratch
     for slot, length in lengths:
-        first, num_masks = infill.cache_index(slot), size - length
+        first, num_masks = infill.cache_index(slot), len(slot.tokens) - length
         ahead[slot.index, length] = Branch(
             tokens=[mask] * num_masks,
-            positions=range(slot.start + length, slot.start + size),
+            positions=range(slot.start + length, slot.start + len(slot.tokens)),
             visible=((0, infill.context_length), (first, first + length)),
             write_at=write_at,
             prefetch_at=(range(num_masks),),

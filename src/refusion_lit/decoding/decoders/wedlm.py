@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, max_length
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -48,6 +48,8 @@ class WeDLM(Decoder):
         look_ahead: Refill the window in the same forward that caches its leading tokens, as the engine does: there are
             always W masks, and up to 2 W tokens. ``False``: refill after that forward, as in the paper's algorithm, so
             that the window never has more than W tokens.
+        ignore_right_context: Accept given tokens beyond the window of a token to generate, which the model does not see
+            while it fills that one.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
@@ -56,6 +58,7 @@ class WeDLM(Decoder):
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
     look_ahead: bool = True
+    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -63,20 +66,31 @@ class WeDLM(Decoder):
         penalty = self.position_penalty
         require(penalty >= 0, "position_penalty", "a number of at least 0", penalty, "set it to 0 for none")
 
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""
+        if self.ignore_right_context or not prompt.num_holes:
+            return None
+        if prompt.given_length - 1 - prompt.given.index(None) < self.window_size:
+            return None
+        return (
+            f"its model sees a window of {self.window_size} tokens and what is before it, and text is given after that "
+            "(set ignore_right_context: true to fill holes without it)"
+        )
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> WindowState:
-        """Create a canvas of ``max_new_tokens`` and the window's masks beyond."""
-        length = sampling.max_new_tokens + self.window_size
+        """Create a canvas as long as the longest response, and the window's masks beyond."""
+        length = max_length(prompt, sampling, special_tokens) + self.window_size
         return WindowState.blank(prompt, sampling, special_tokens, length)
 
     def step(self, state: WindowState) -> Steps[None]:  # type: ignore[override]
         """One forward over the window; fills masks, and keeps the keys and values of the leading tokens."""
         state.num_cached = max(state.num_cached, state.num_shared)
         start, first_mask = max(state.num_cached - state.prompt_length, 0), state.is_masked.index(True)
-        is_refilled = self.look_ahead or first_mask == start + self.window_size
+        is_refilled = self.look_ahead or first_mask >= start + self.window_size
         stop = (first_mask if is_refilled else start) + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
         branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)

@@ -1,0 +1,118 @@
+"""Templates of responses: text that is given, with gaps of a known or bounded number of tokens.
+
+``{"name": "{{1-6}}", "age": {{2}}}`` has a gap of one to six tokens and one of two. ``{{...}}`` at the end leaves the
+response open; without it, the response ends where the template does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.encoding import encode_text
+from refusion_lit.types import Example
+from refusion_lit.utils.require import require
+
+MAX_LENGTHS = 64
+"""Combinations of gap lengths that are tried for one prompt, at most."""
+
+_GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A response of which part is given.
+
+    Attributes:
+        parts: Text, and gaps as their least and greatest number of tokens, in order.
+        is_open: Whether the response may go on after the last part.
+    """
+
+    parts: tuple[str | tuple[int, int], ...]
+    is_open: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Read a template; double braces with anything but numbers or dots in them are text.
+
+        Raises:
+            ValueError: If it is empty, a gap is impossible, or there are too many combinations of lengths.
+        """
+        parts: list[str | tuple[int, int]] = []
+        end, is_open = 0, False
+        for mark in _GAP.finditer(text):
+            if text[end : mark.start()]:
+                parts.append(text[end : mark.start()])
+            end = mark.end()
+            if mark[3]:
+                is_open = True
+                require(end == len(text), "template", "{{...}} at its end only", text[:80], "move or remove it")
+                continue
+            gap = int(mark[1]), int(mark[2] or mark[1])
+            expected, fix = "gaps of one token or more, the lesser number first", "write {{3}} or {{1-6}}, say"
+            require(1 <= gap[0] <= gap[1], "template", expected, mark[0], fix)
+            parts.append(gap)
+        parts += [text[end:]] if text[end:] else []
+        require(bool(parts), "template", "some text or a gap", text[:80], "write the text that is given")
+        num = prod(gap[1] - gap[0] + 1 for gap in parts if not isinstance(gap, str))
+        fix = "narrow the gaps"
+        require(num <= MAX_LENGTHS, "template", f"at most {MAX_LENGTHS} combinations of gap lengths", num, fix)
+        return cls(parts=tuple(parts), is_open=is_open)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, ...]]:
+        """Return the tokens of the response, ``None`` in gaps, for each combination of gap lengths.
+
+        Each text is encoded on its own: a word that reaches over the edge of a gap is not one token.
+
+        Raises:
+            ValueError: If a character is not in the tokenizer's alphabet.
+        """
+        ends: list[int | None] = [] if self.is_open else [int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+        choices: list[list[list[int | None]]] = [
+            [[*encode_text(tokenizer, part)]]
+            if isinstance(part, str)
+            else [[None] * length for length in range(part[0], part[1] + 1)]
+            for part in self.parts
+        ]
+        return [tuple(token for tokens in chosen for token in tokens) + tuple(ends) for chosen in product(*choices)]
+
+
+def read_template(path: str) -> str:
+    """Return the text of a template file, without the line break at its end.
+
+    Raises:
+        ValueError: If the file is missing or not UTF-8.
+    """
+    file = Path(path)
+    require(file.is_file(), "template", "a file", path, "check the path")
+    try:
+        return file.read_text(encoding="utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"template: {path} is not UTF-8 text ({error.reason}); convert it.") from error
+
+
+def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
+    """Return an example's response with ``None`` for the tokens of its holes; empty if it has no holes.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
+    if not example.holes:
+        return ()
+    tokens: list[int | None] = []
+    end = 0
+    for start, stop in (*example.holes, (len(example.response),) * 2):
+        tokens += _encoded(tokenizer, example.response[end:start])
+        tokens += [None] * len(_encoded(tokenizer, example.response[start:stop]))
+        end = stop
+    return (*tokens, int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
+    return encode_text(tokenizer, text) if text else ()

@@ -1,0 +1,62 @@
+"""The drafts of one branch: one read, or two if some of them are in holes, where no end of sequence is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import TypeVar
+
+from refusion_lit.decoding.reading import Read
+from refusion_lit.decoding.requests import Branch, Draw, Reading
+
+T = TypeVar("T")
+
+
+class Drafts:
+    """Tokens drafted at offsets of a branch.
+
+    Args:
+        branch: The branch.
+        draw: How tokens are drawn.
+        offsets: Offsets into the branch.
+        holes_end: Positions before this one are in holes, or given.
+        ends: Ids that are not drawn in holes.
+        prompt_id: Keys the noise.
+        start: Index of the branch's first hidden state.
+        length: Hidden states a row.
+
+    Attributes:
+        reads: The reads that draft them; the only one, or that of the holes and that of the others.
+        reading: Receives the drafts in the order of ``offsets``, the latest by :meth:`merge`.
+    """
+
+    def __init__(
+        self, branch: Branch, draw: Draw, offsets: Sequence[int], *, holes_end: int, ends: Sequence[int],
+        prompt_id: str, start: int, length: int,
+    ) -> None:  # fmt: skip
+        where = {"prompt_id": prompt_id, "start": start, "length": length}
+        self._in_hole = [branch.positions[offset] + branch.shift < holes_end for offset in offsets] if holes_end else []
+        inside, outside = ([*compress(offsets, (hole is kind for hole in self._in_hole))] for kind in (True, False))
+        no_end = replace(draw, forbidden=tuple(sorted({*draw.forbidden, *ends}))) if inside else draw
+        if inside and outside:
+            self.reads = [Read.drafts(branch, no_end, inside, **where), Read.drafts(branch, draw, outside, **where)]
+            self.reading = Reading()
+        else:
+            self.reads = [Read.drafts(branch, no_end, offsets, **where)]
+            self.reading = self.reads[0].reading
+
+    def merge(self) -> None:
+        """Put what two reads have drafted in order."""
+        if len(self.reads) == 1:
+            return
+        inside, outside = (read.reading for read in self.reads)
+        self.reading.tokens = self._merged(inside.tokens, outside.tokens)
+        if inside.probabilities:
+            self.reading.probabilities = self._merged(inside.probabilities, outside.probabilities)
+        for name, values in inside.statistics.items():
+            self.reading.statistics[name] = self._merged(values, outside.statistics[name])
+
+    def _merged(self, inside: Sequence[T], outside: Sequence[T]) -> list[T]:
+        parts = {True: iter(inside), False: iter(outside)}
+        return [next(parts[hole]) for hole in self._in_hole]

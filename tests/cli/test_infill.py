@@ -1,0 +1,108 @@
+"""Filling templates from the command line, from Python and in a test."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+import refusion_lit
+from cli.conftest import REPOSITORY
+from refusion_lit.cli import main
+from refusion_lit.decoding import ReFusion
+from refusion_lit.tasks import Additions, Holes
+
+MODELS = REPOSITORY / "tests" / "goldens" / "models"
+MODEL = str(MODELS / "additions-clean")
+GENERATE = ["generate", f"--ckpt_path={MODEL}", "--decoder=ReFusion", "--max_new_tokens=32"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("12+34={{2}};56+78={{3}};", "12+34=46;56+78=134;"),
+        ("12+34={{1-3}};56+{{2}}=134;", "12+34=46;56+78=134;"),
+        ("12+34=46;{{...}}", "12+34=46;56+78=134;"),
+        ("12+34=99;56+78=99;", "12+34=99;56+78=99;"),
+    ],
+)
+def test_generate_fills_a_template(
+    template: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text(template + "\n")
+    assert main([*GENERATE, "--prompt=12+34,56+78>", f"--template={tmp_path / 't.txt'}"]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_file_of_prompts_mixes_templates_and_none(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"prompt": "12+34,56+78>", "template": "12+34={{1-2}};56+78={{3}};"},
+        {"prompt": "11+22,33+44>"},
+        {"prompt": "50+60,10+20>", "template": "{{2}}+60=110;10+20={{2}};", "id": "third"},
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}"]) == 0
+    found = {line["id"]: line for line in map(json.loads, output.read_text().splitlines())}
+    expected = {"0": "12+34=46;56+78=134;", "1": "11+22=33;33+44=77;", "third": "50+60=110;10+20=30;"}
+    assert {name: line["response"] for name, line in found.items()} == expected
+    assert found["third"]["num_tokens"] == 4
+    assert len(found["third"]["response_ids"]) == 20
+    assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}", "--resume"]) == 0
+    prompts.write_text(prompts.read_text().replace("{{2}}+60", "{{2}}+6{{1}}"))
+    assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}", "--resume"]) == 2
+
+
+def test_python_fills_templates_with_every_family() -> None:
+    model = refusion_lit.load(MODEL)
+    queries, templates = ["12+34,56+78>", "11+22,33+44>"], ["12+{{1-3}}=46;{{9}};", None]
+    first, second = model.infill(queries, templates, decoder=ReFusion(slot_size=8), batch_size=2)
+    assert (first.text, second.text) == ("12+34=46;56+78=134;", "11+22=33;33+44=77;")
+    assert (first.num_given, first.num_tokens) == (9, 11)
+    masked = refusion_lit.load(MODELS / "additions-bidirectional")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        [row] = masked.infill(["12+34,56+78>"], ["12+34={{2}};56+78=134;"])
+    assert re.fullmatch(r"12\+34=..;56\+78=134;", row.text)
+    assert row.num_tokens == 2
+
+
+ADDITIONS = {"class_path": "Additions", "init_args": {"num_train": 64, "num_test": 3}}
+TASK = {"class_path": "Holes", "init_args": {"task": ADDITIONS}}
+HOLES = [
+    "--config",
+    str(REPOSITORY / "experiments" / "controlled_comparison" / "common.yaml"),
+    "--model.objective={class_path: Hybrid, init_args: {slot_sizes: [2, 4], mask_pattern: shuffled_groups}}",
+    "--model.decoders={refusion: {class_path: ReFusion}}",
+    "--model.sampling.max_new_tokens=64",
+    f"--data.task={json.dumps(TASK)}",
+    "--trainer.val_check_interval=2",
+    "--num_threads=1",
+]
+
+
+def test_a_test_gives_all_text_but_the_holes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [f"--runs_dir={tmp_path}", "--run_name=holes", "--run_version"]
+    tiny = ["--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=1"]
+    assert main(["fit", *HOLES, *tiny, *places, "fit", "--trainer.max_steps=2"]) == 0
+    path = tmp_path / "holes" / "fit" / "checkpoints" / "last.ckpt"
+    assert main(["test", *HOLES, *places, "test", f"--ckpt_path={path}"]) == 0
+    lines = (tmp_path / "holes" / "test" / "predictions_refusion.jsonl").read_text().splitlines()
+    examples = Holes(task=Additions(num_test=3)).examples("test")
+    for line, example in zip(map(json.loads, lines), examples, strict=True):
+        response = line["response"]
+        assert len(response) == len(example.response)
+        holes = {place for hole in example.holes for place in range(*hole)}
+        assert {i for i, (a, b) in enumerate(zip(response, example.response, strict=True)) if a != b} <= holes
+        assert line["num_tokens"] == len(holes)
+        assert line["score"] == (response == example.response)
+    capsys.readouterr()
+    other = "--model.decoders={ar: {class_path: Autoregressive}}"
+    mismatch = "--model.decoding.allow_mismatch=true"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(["test", *HOLES, *places, "other", f"--ckpt_path={path}", other, mismatch]) == 2
+    assert "Autoregressive cannot keep the template of prompt test-0 in place" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""What every decoder promises for tokens that are given in the response: it keeps them, or refuses with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from decoder_cases import (
+    DECODERS,
+    LastState,
+    decode_with_prefetch,
+    hash_models,
+    prompts,
+    setups,
+    temperatures,
+    traits_for,
+)
+from fakes import EOS, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from refusion_lit.decoding import (
+    CARD,
+    Autoregressive,
+    BlockDiffusion,
+    Decoder,
+    FastDLLM,
+    LLaDA,
+    RecomputeKV,
+    ReFusion,
+    SelfSpeculative,
+    WeDLM,
+    decode,
+)
+from refusion_lit.types import Prompt, SamplingParams
+
+each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+KEEPS = {BlockDiffusion, FastDLLM, LLaDA, ReFusion, RecomputeKV, WeDLM}
+REFUSES = {Autoregressive, SelfSpeculative, CARD}
+
+
+@st.composite
+def templates(draw: st.DrawFn, max_holes: int) -> tuple[int | None, ...]:
+    """Draw given tokens of a response, the mask and padding among them; an end of sequence only at the end."""
+    places = st.none() | st.sampled_from([t for t in range(VOCAB) if t not in (EOS, 5)])
+    found = draw(st.lists(places, max_size=20))
+    holes = [place for place, token in enumerate(found) if token is None]
+    for place in holes[max_holes:]:
+        found[place] = 3
+    return (*found, EOS) if draw(st.booleans()) else tuple(found)
+
+
+def able(decoder: Decoder) -> Decoder:
+    """Return the decoder, allowed to ignore given text that its model does not see."""
+    return replace(decoder, ignore_right_context=True) if hasattr(decoder, "ignore_right_context") else decoder
+
+
+@st.composite
+def cases(draw: st.DrawFn, cls: type[Decoder], max_size: int = 4) -> tuple[Decoder, SamplingParams, list[Prompt]]:
+    """Draw a decoder that keeps given tokens, and prompts with and without them."""
+    decoder, sampling = draw(setups(cls))
+    decoder, found = able(decoder), draw(prompts(max_size=max_size))
+    assume(decoder.refusal(found[0]) is None)
+    return decoder, sampling, [replace(p, given=draw(templates(sampling.max_new_tokens))) for p in found]
+
+
+def num_positions(model: FakeModel) -> int:
+    return sum(call.input_ids.numel() for call in model.calls)
+
+
+def test_decoders_keep_given_tokens_or_not() -> None:
+    kept = {cls for cls in DECODERS if able(cls()).refusal(Prompt(token_ids=(3,), id="p", given=(None, 4))) is None}
+    assert kept >= KEEPS
+    assert set(DECODERS) - kept >= REFUSES
+
+
+keepers = pytest.mark.parametrize(
+    "cls",
+    [cls for cls in DECODERS if able(cls()).refusal(Prompt(token_ids=(3,), id="p", given=(None, 4))) is None],
+    ids=lambda cls: cls.__name__,
+)
+
+
+@each_decoder
+def test_a_refusal_comes_before_work_and_names_the_reason(cls: type[Decoder]) -> None:
+    decoder = cls()
+    model = HashModel(1, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=(3,), id="p7", given=(*[None] * 40, 4))
+    reason = decoder.refusal(prompt)
+    if reason is None:
+        assert cls in KEEPS or cls not in REFUSES
+        return
+    with pytest.raises(ValueError, match=f"{cls.__name__} cannot keep the template of prompt p7 in place") as error:
+        decode(model, decoder, [prompt], SamplingParams(max_new_tokens=64))
+    assert reason in str(error.value)
+    assert not model.calls
+
+
+@keepers
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(1, 4))
+def test_given_tokens_stay_and_holes_are_filled(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    temperature: float,
+    size: int,
+) -> None:
+    decoder, sampling, found = data.draw(cases(cls))
+    sampling = replace(sampling, temperature=temperature)
+    model, watcher = make(decoder), LastState()
+    ends = model.special_tokens.eos_token_ids
+    assume(not any({*prompt.given[:-1]} & {*ends} for prompt in found))
+    rows = decode(model, decoder, found, sampling, max_batch_size=size, callbacks=[watcher]).rows
+    never = {model.special_tokens.mask_token_id, model.special_tokens.pad_token_id} - set(ends)
+    for index, (prompt, row) in enumerate(zip(found, rows, strict=True)):
+        length = prompt.given_length
+        assert len(row.token_ids) >= length
+        for place, token in enumerate(prompt.given[:length]):
+            assert token in (None, row.token_ids[place])
+        generated = [t for place, t in enumerate(row.token_ids) if place >= length or prompt.given[place] is None]
+        assert not never & set(generated)
+        assert row.num_tokens == len(generated) <= sampling.max_new_tokens
+        assert row.num_given == prompt.num_given
+        assert not {*ends} & {*row.token_ids[:-1]}, "no end in a hole, and nothing after an end"
+        is_closed = bool(prompt.given) and prompt.given[-1] in ends
+        assert row.finish_reason == ("eos" if row.token_ids[-1] in ends else "length")
+        assert not is_closed or len(row.token_ids) == len(prompt.given)
+        if row.finish_reason == "length":
+            assert row.num_tokens == sampling.max_new_tokens
+        if index in watcher.states:
+            state = watcher.states[index]
+            known = {place for place, token in enumerate(prompt.given) if token is not None}
+            assert not known & set(state.committed)
+            assert row.num_forwards >= 1
+        else:
+            assert not generated
+            assert row.num_forwards == 0
+    assert num_positions(model) >= sum(row.num_positions for row in rows)
+
+
+@keepers
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(2, 4))
+def test_a_row_is_what_it_is_alone(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    temperature: float,
+    size: int,
+) -> None:
+    decoder, sampling, found = data.draw(cases(cls))
+    sampling = replace(sampling, temperature=temperature)
+    ends = make(decoder).special_tokens.eos_token_ids
+    assume(not any({*prompt.given[:-1]} & {*ends} for prompt in found))
+    run = data.draw(st.sampled_from([decode, decode_with_prefetch]))
+    rows = run(make(decoder), decoder, found, sampling, max_batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
+        assert row.token_ids == alone.token_ids
+        assert row.forward_shapes == alone.forward_shapes
+        assert row.num_positions == alone.num_positions
+
+
+@keepers
+@settings(max_examples=5, deadline=None)
+@given(data=st.data(), size=st.integers(2, 4))
+def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st.DataObject, size: int) -> None:
+    decoder, sampling, found = data.draw(cases(cls))
+    model = tiny_backbone(traits_for(decoder))
+    rows = decode(model, decoder, found, sampling, max_batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        [alone] = decode(model, decoder, [prompt], sampling).rows
+        assert row.token_ids == alone.token_ids
+
+
+@keepers
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), make=hash_models(), temperature=temperatures())
+def test_a_template_that_gives_nothing_changes_nothing(
+    cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], temperature: float
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = replace(sampling, temperature=temperature)
+    found = data.draw(prompts(max_size=2))
+    empty = [replace(prompt, given=(None,) * data.draw(st.integers(0, 9))) for prompt in found]
+    models = make(decoder), make(decoder)
+    first, second = (decode(model, decoder, some, sampling) for model, some in zip(models, (found, empty), strict=True))
+    assert [row.token_ids for row in first.rows] == [row.token_ids for row in second.rows]
+    assert [call.fed for call in models[0].calls] == [call.fed for call in models[1].calls]
+
+
+@keepers
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_an_oracle_fills_holes_exactly(cls: type[Decoder], data: st.DataObject) -> None:
+    decoder, sampling, found = data.draw(cases(cls, max_size=2))
+    text = oracle_text(None)
+    model = OracleModel(text, certainty=lambda place: 0.9 - 1e-6 * place, traits=traits_for(decoder))
+    for prompt, row in zip(found, decode(model, decoder, found, sampling).rows, strict=True):
+        start = len(prompt.token_ids)
+        known = [*prompt.given, *[None] * (len(row.token_ids) - len(prompt.given))]
+        expected = [text(start + i) if token is None else token for i, token in enumerate(known)]
+        assert row.token_ids == expected[: len(row.token_ids)]
+
+
+@keepers
+def test_an_end_of_sequence_is_given_only_at_the_end(cls: type[Decoder]) -> None:
+    decoder = able(cls())
+    model = HashModel(1, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=(3,), id="p", given=(4, EOS, None, PAD))
+    with pytest.raises(ValueError, match="an end of sequence only at the end of the template of prompt p"):
+        decode(model, decoder, [prompt], SamplingParams(max_new_tokens=8))
+    assert not model.calls
+
+
+@keepers
+def test_more_holes_than_may_be_filled_are_refused(cls: type[Decoder]) -> None:
+    decoder = able(cls())
+    model = HashModel(1, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=(3,), id="p", given=(*[None] * 33, 4))
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 33, the number of tokens to fill in"):
+        decode(model, decoder, [prompt], SamplingParams(max_new_tokens=32))
+    assert not model.calls

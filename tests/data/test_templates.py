@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from refusion_lit.data.templates import Template, given_tokens, read_template
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.types import Example
+
+TOKENIZER = CharacterTokenizer(characters="abcdefgh{}.-0123456789 ").build(None)
+
+
+def shown(tokens: tuple[int | None, ...]) -> str:
+    """Return tokens as text, gaps as underscores and the end as a bar."""
+    names = {None: "_", TOKENIZER.eos_token_id: "|"}
+    return "".join(names[t] if t in names else TOKENIZER.decode([t]) for t in tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "is_open"),
+    [
+        ("ab{{3}}c", ("ab", (3, 3), "c"), False),
+        ("{{ 1 - 6 }}", ((1, 6),), False),
+        ("{a:{{2}}}", ("{a:", (2, 2), "}"), False),
+        ("ab{{...}}", ("ab",), True),
+        ("{{2}}{{3}}a", ((2, 2), (3, 3), "a"), False),
+        ("{{a}} {{}} {{1-}}", ("{{a}} {{}} {{1-}}",), False),
+    ],
+)
+def test_gaps_are_numbers_in_double_braces(text: str, parts: tuple[object, ...], is_open: bool) -> None:
+    assert Template.parse(text) == Template(parts=parts, is_open=is_open)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "template: expected some text or a gap"),
+        ("{{...}}", "template: expected some text or a gap"),
+        ("a{{0}}", "expected gaps of one token or more, the lesser number first, got '{{0}}'"),
+        ("a{{5-2}}", "expected gaps of one token or more, the lesser number first, got '{{5-2}}'"),
+        ("a{{...}}b", "{{...}} at its end only"),
+        ("{{1-9}}a{{1-9}}", "at most 64 combinations of gap lengths, got 81"),
+    ],
+)
+def test_impossible_templates_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Template.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab{{2}}c", ["ab__c|"]),
+        ("{{1-3}}a", ["_a|", "__a|", "___a|"]),
+        ("a{{1-2}}b{{1-2}}", ["a_b_|", "a_b__|", "a__b_|", "a__b__|"]),
+        ("a{{2}}{{...}}", ["a__"]),
+    ],
+)
+def test_encodes_each_combination_of_lengths(text: str, expected: list[str]) -> None:
+    assert [shown(tokens) for tokens in Template.parse(text).encode(TOKENIZER)] == expected
+
+
+def test_holes_of_an_example_are_as_long_as_its_text() -> None:
+    example = Example(id="x", query="a", response="ab12cd", holes=((0, 1), (2, 4)))
+    assert shown(given_tokens(TOKENIZER, example)) == "_b__cd|"
+    assert given_tokens(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
+
+
+def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("a{{2}}\n\n")
+    assert read_template(str(path)) == "a{{2}}\n"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        read_template(str(path))
+    with pytest.raises(ValueError, match="template: expected a file"):
+        read_template(str(tmp_path / "none"))

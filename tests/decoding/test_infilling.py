@@ -1,0 +1,182 @@
+"""How given tokens enter the forwards of each family, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoder_cases import traits_for
+from fakes import EOS, MASK, HashModel, OracleModel, oracle_text, tiny_backbone
+from refusion_lit.decoding import (
+    BlockDiffusion,
+    Decoder,
+    FastDLLM,
+    Generation,
+    LLaDA,
+    ReFusion,
+    WeDLM,
+    decode,
+)
+from refusion_lit.decoding.lengths import mean_log_probability, most_probable
+from refusion_lit.decoding.output import TraceRound
+from refusion_lit.types import Prompt, SamplingParams
+
+TEXT = oracle_text(None)
+PROMPT = (3, 4)
+
+
+def given(pattern: str, *, start: int = len(PROMPT)) -> tuple[int | None, ...]:
+    """Return the oracle's text, ``None`` where the pattern has an underscore; a full stop is an end of sequence."""
+    return tuple({"_": None, ".": EOS}.get(c, TEXT(start + i)) for i, c in enumerate(pattern))
+
+
+def run(decoder: Decoder, pattern: str, *, max_new_tokens: int = 16) -> tuple[Generation, OracleModel]:
+    model = OracleModel(TEXT, certainty=lambda place: 0.95 - 1e-6 * place, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=PROMPT, id="p", given=given(pattern))
+    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=max_new_tokens), trace=True).rows
+    length = len(row.token_ids) - pattern.endswith(".")
+    assert row.token_ids[:length] == [TEXT(len(PROMPT) + i) for i in range(length)]
+    return row, model
+
+
+def test_refusion_puts_given_tokens_after_the_prompt_at_their_own_positions() -> None:
+    row, model = run(ReFusion(slot_size=2, num_serial_blocks=1), "ab___c_.")
+    first = model.calls[0]
+    assert first.position_ids[0].tolist() == [0, 1, 2, 3, 7, 9, 4, 5, 6, 8]
+    assert (first.input_ids[0] == MASK).tolist() == [False] * 6 + [True] * 4
+    assert first.mask[0].tolist() == torch.ones(10, 10).tril().bool().tolist()
+    # Slots of two and of one token in the first hole, of one in the second: planned once, verified once.
+    assert row.forward_shapes == [(1, 10), (1, 4)]
+
+
+def test_refusion_fills_holes_before_it_goes_on() -> None:
+    row, _ = run(ReFusion(slot_size=4, num_serial_blocks=2), "__a____b", max_new_tokens=12)
+    places = [[position - len(PROMPT) for position in entry.accepted] for entry in row.trace if entry.accepted]
+    assert places == [[0, 1], [3, 4, 5, 6], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert row.num_tokens == 12
+
+
+@pytest.mark.parametrize("layout", ["reference", "packed", "single_forward", "auto"])
+@pytest.mark.parametrize("fill", ["mask", "autoregressive"])
+def test_slots_of_unequal_length_are_filled_in_parallel(layout: str, fill: str) -> None:
+    if fill == "autoregressive" and layout not in ("reference", "auto"):
+        return
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, infill_layout=layout, infill=fill, forward_cost=32)
+    model = OracleModel(TEXT, agreement=lambda _: 0.5, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=PROMPT, id="p", given=given("a____b___c__."))
+    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=16)).rows
+    assert row.token_ids[:-1] == [TEXT(len(PROMPT) + i) for i in range(12)]
+    if layout == "reference" and fill == "mask":
+        # The slot of four decides: three rounds of two forwards after plan and verification.
+        assert row.num_forwards == 2 + 6
+
+
+def test_keys_and_values_of_given_tokens_are_those_of_one_causal_pass() -> None:
+    decoder = ReFusion(slot_size=2)
+    model = tiny_backbone(traits_for(decoder))
+    known = [(token, i) for i, token in enumerate((*PROMPT, *(t or 0 for t in given("ab__c")))) if i not in (4, 5)]
+    tokens, positions = (torch.tensor([values]) for values in zip(*known, strict=True))
+    with torch.no_grad():
+        expected = model.logits(model.hidden_states(tokens, positions, causal(5))[0])
+    masked = [*known, (MASK, 4), (MASK, 5)]
+    tokens, positions = (torch.tensor([values]) for values in zip(*masked, strict=True))
+    with torch.no_grad():
+        hidden = model.hidden_states(tokens, positions, causal(7))[0]
+    assert torch.allclose(model.logits(hidden)[:5], expected)
+    drafted = model.logits(hidden)[5:].clone()
+    drafted[:, [0, 1, 2]] = -torch.inf
+    [row] = decode(
+        model, decoder, [Prompt(token_ids=PROMPT, id="p", given=given("ab__c"))], SamplingParams(max_new_tokens=2),
+        trace=True,
+    ).rows  # fmt: skip
+    assert row.trace[0].tokens[0] == int(drafted[0, :14].argmax())
+
+
+def causal(size: int) -> Tensor:
+    return torch.ones(1, size, size).tril().bool()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "forwards"),
+    [
+        ("_" * 4 + "a" * 4 + "_" * 4 + ".", {"block_length": 4}, 8),  # a block without masks takes none
+        ("_aa__aa_.", {"block_length": 4}, 4),
+        ("_aa__aa_.", {"block_length": 4, "steps": 8}, 2),  # half the steps, at the same pace
+        ("_" * 6 + "a" * 6 + ".", {"steps": 4}, 2),
+        ("aaaa____", {"steps": 16, "block_length": None}, 16),  # open: as many as without
+    ],
+)
+def test_llada_steps_at_its_pace_through_masks_only(pattern: str, options: dict[str, int], forwards: int) -> None:
+    row, _ = run(LLaDA(**options), pattern)
+    assert row.num_forwards == forwards
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_fast_dllm_skips_given_blocks(cache: str, shifted: bool) -> None:
+    decoder = FastDLLM(block_length=4, threshold=0.5, cache=cache, shifted=shifted)
+    row, _ = run(decoder, "____aaaa" + "a___" + "aaaa" + ".")
+    lone_first = shifted and cache != "none"  # the first block's first token comes alone, the other's is given
+    assert row.num_forwards == 2 + lone_first
+
+
+def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
+    decoder = BlockDiffusion(block_size=4, threshold=0.5, ignore_right_context=True)
+    row, _ = run(decoder, "a_" + "_aa_" + "aaaa" + "a_.")
+    assert row.num_forwards == 3, "none for the block that is given"
+    decoder = BlockDiffusion(block_size=4)
+    reason = decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a")))
+    assert reason is not None
+    assert "ignore_right_context" in reason
+    assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))) is None
+    assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aaaaaaa"))) is None
+
+
+def test_wedlm_sees_given_tokens_within_its_window() -> None:
+    prompts = [Prompt(token_ids=PROMPT, id="p", given=given("_" * n + "a")) for n in (3, 4)]
+    assert WeDLM(window_size=4).refusal(prompts[0]) is None
+    assert "window of 4" in str(WeDLM(window_size=4).refusal(prompts[1]))
+    _, model = run(WeDLM(window_size=4), "___a____")
+    assert 2 + 3 in model.calls[0].position_ids[0].tolist()[: len(PROMPT) + 1], "before the masks"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [ReFusion(slot_size=3), LLaDA(), FastDLLM(), WeDLM(), BlockDiffusion(ignore_right_context=True)],
+    ids=lambda decoder: type(decoder).__name__,
+)
+def test_a_model_that_always_wants_to_end_fills_holes_and_ends_behind_them(decoder: Decoder) -> None:
+    model = HashModel(3, end_bias=500.0, traits=traits_for(decoder))
+    prompts = [Prompt(token_ids=PROMPT, id="p", given=(None, None, 7, None, 9)), Prompt(token_ids=PROMPT, id="q")]
+    first, second = decode(model, decoder, prompts, SamplingParams(max_new_tokens=16), max_batch_size=2).rows
+    assert (len(first.token_ids), first.token_ids[2], first.token_ids[4], first.token_ids[5]) == (6, 7, 9, EOS)
+    assert first.token_ids.index(EOS) == 5
+    assert second.token_ids == [EOS]
+    assert (first.num_tokens, first.num_given) == (4, 2)
+
+
+def test_everything_given_takes_no_forward() -> None:
+    row, model = run(ReFusion(), "abc.")
+    assert (row.num_forwards, row.num_tokens, row.finish_reason) == (0, 0, "eos")
+    assert not model.calls
+
+
+def generation(probabilities: list[float], tokens: list[int], num_forwards: int) -> tuple[Generation, Prompt]:
+    """Return a generation of a hole before a given token, drafted twice: the last draft counts."""
+    positions = [len(PROMPT) + i for i in range(len(probabilities))]
+    trace = [
+        TraceRound(phase="plan", shape=(1, 3), positions=positions, tokens=tokens, probabilities=[0.01] * len(tokens)),
+        TraceRound(phase="plan", shape=(1, 3), positions=positions, tokens=tokens, probabilities=probabilities),
+    ]
+    row = Generation(id="p", token_ids=[*tokens, 9], num_forwards=num_forwards, num_positions=10, trace=trace)
+    return row, Prompt(token_ids=PROMPT, id="p", given=(*[None] * len(tokens), 9))
+
+
+def test_the_most_probable_length_wins_and_pays_for_all() -> None:
+    found = [generation([0.5], [5], 2), generation([0.9, 0.5], [5, 6], 3), generation([0.4, 0.9, 0.4], [5, 6, 7], 4)]
+    rows, prompts = zip(*found, strict=True)
+    assert mean_log_probability(*found[1]) == pytest.approx(float(torch.tensor([0.9, 0.5]).log().mean()))
+    best = most_probable(rows, prompts)
+    assert best.token_ids == [5, 6, 9]
+    assert (best.num_forwards, best.num_positions) == (9, 30)
