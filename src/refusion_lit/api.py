@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.templates import Template
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder, most_probable
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
+from refusion_lit.decoding.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
@@ -197,7 +198,7 @@ class TextModel:
             queries: Texts, as for :meth:`generate`.
             templates: For each query the given text, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}`` (one to
                 six), and ``{{...}}`` at its end if the response may go on; ``None`` to give nothing. Of a gap with
-                several possible lengths all are tried, and the most probable tokens on average win.
+                several possible lengths all are tried, and the most probable filling wins.
             options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens.
 
         Raises:
@@ -236,8 +237,9 @@ class TextModel:
         if len(flat) == len(encoded):
             return self.decode(flat, decoder, sampling, **options).rows
         callbacks = options.pop("callbacks", ())
-        every = self.decode(flat, decoder, sampling, **options | {"trace": True}).rows
-        rows = [most_probable([every.pop(0) for _ in group], group) for group in encoded]
+        traced = options | {"trace": True}
+        ends = self.backbone.special_tokens.eos_token_ids
+        rows = choose_lengths(lambda prompts: self.decode(prompts, decoder, sampling, **traced).rows, encoded, ends)
         for number, row in enumerate(rows):
             for callback in callbacks:
                 callback.on_finished(number, row)

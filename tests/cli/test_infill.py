@@ -58,10 +58,10 @@ def test_a_file_of_prompts_mixes_templates_and_none(tmp_path: Path) -> None:
 
 def test_python_fills_templates_with_every_family() -> None:
     model = refusion_lit.load(MODEL)
-    queries, templates = ["12+34,56+78>", "11+22,33+44>"], ["12+{{1-3}}=46;{{9}};", None]
+    queries, templates = ["12+34,56+78>", "11+22,33+44>"], ["12+34={{1-3}};56+78={{1-3}};", None]
     first, second = model.infill(queries, templates, decoder=ReFusion(slot_size=8), batch_size=2)
     assert (first.text, second.text) == ("12+34=46;56+78=134;", "11+22=33;33+44=77;")
-    assert (first.num_given, first.num_tokens) == (9, 11)
+    assert (first.num_given, first.num_tokens) == (15, 5)
     masked = refusion_lit.load(MODELS / "additions-bidirectional")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

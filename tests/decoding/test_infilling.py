@@ -18,7 +18,7 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.decoding.lengths import mean_log_probability, most_probable
+from refusion_lit.decoding.lengths import most_probable, probe
 from refusion_lit.decoding.output import TraceRound
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -162,21 +162,47 @@ def test_everything_given_takes_no_forward() -> None:
     assert not model.calls
 
 
-def generation(probabilities: list[float], tokens: list[int], num_forwards: int) -> tuple[Generation, Prompt]:
-    """Return a generation of a hole before a given token, drafted twice: the last draft counts."""
-    positions = [len(PROMPT) + i for i in range(len(probabilities))]
+def generation(pattern: str, tokens: list[int], probabilities: list[float], forwards: int) -> tuple[Prompt, Generation]:
+    """Return a prompt with a template and a generation whose gaps were drafted twice: the last drafts count."""
+    prompt = Prompt(token_ids=PROMPT, id="p", given=given(pattern))
+    filled, drafts = [*prompt.given], iter(tokens)
+    places = [place for place, token in enumerate(filled) if token is None]
+    for place in places:
+        filled[place] = next(drafts)
+    positions = [len(PROMPT) + place for place in places]
     trace = [
-        TraceRound(phase="plan", shape=(1, 3), positions=positions, tokens=tokens, probabilities=[0.01] * len(tokens)),
-        TraceRound(phase="plan", shape=(1, 3), positions=positions, tokens=tokens, probabilities=probabilities),
+        TraceRound(phase="plan", shape=(1, 3), positions=positions, tokens=tokens, probabilities=values)
+        for values in ([0.01] * len(tokens), probabilities)
     ]
-    row = Generation(id="p", token_ids=[*tokens, 9], num_forwards=num_forwards, num_positions=10, trace=trace)
-    return row, Prompt(token_ids=PROMPT, id="p", given=(*[None] * len(tokens), 9))
+    row = Generation(id="p", token_ids=filled, num_forwards=forwards, num_positions=10, trace=trace)  # type: ignore[arg-type]
+    return prompt, row
 
 
-def test_the_most_probable_length_wins_and_pays_for_all() -> None:
-    found = [generation([0.5], [5], 2), generation([0.9, 0.5], [5, 6], 3), generation([0.4, 0.9, 0.4], [5, 6, 7], 4)]
-    rows, prompts = zip(*found, strict=True)
-    assert mean_log_probability(*found[1]) == pytest.approx(float(torch.tensor([0.9, 0.5]).log().mean()))
-    best = most_probable(rows, prompts)
-    assert best.token_ids == [5, 6, 9]
-    assert (best.num_forwards, best.num_positions) == (9, 30)
+def test_a_probe_hides_the_given_tokens_right_of_holes_but_no_end() -> None:
+    prompt, row = generation("a__bc_d_.", [5, 6, 7, 8], [0.5] * 4, 1)
+    expected = [*row.token_ids]
+    expected[3] = expected[6] = None  # type: ignore[call-overload]
+    assert probe(prompt, row, [EOS]).given == tuple(expected)
+    prompt, row = generation("__ab", [5, 6], [0.5] * 2, 1)
+    row.token_ids += [4, 4, EOS]
+    assert probe(prompt, row, [EOS]).given == (5, 6, None, row.token_ids[3])
+
+
+def test_the_length_that_fits_wins_and_pays_for_all() -> None:
+    found = [generation("_a.", [5], [0.9], 2), generation("__a.", [5, 6], [0.9, 0.5], 3)]
+    (prompts, rows) = zip(*found, strict=True)
+    probes = [probe(prompt, row, [EOS]) for prompt, row in found]
+
+    def seams(first: tuple[int, float], second: tuple[int, float]) -> list[Generation]:
+        """Return what was drafted at the seams of both."""
+        pairs = zip(prompts, (first, second), strict=True)
+        traces = [TraceRound(phase="plan", shape=(1, 2), positions=[len(PROMPT) + prompt.given_length - 2],
+                             tokens=[token], probabilities=[p]) for prompt, (token, p) in pairs]  # fmt: skip
+        return [Generation(id="p", num_forwards=1, trace=[entry]) for entry in traces]
+
+    right = [rows[0].token_ids[1], rows[1].token_ids[2]]
+    # Alike at the seam, so that what is in the hole decides; then the other hole fits better.
+    assert most_probable(prompts, rows, probes, seams((right[0], 0.8), (right[1], 0.8))).token_ids == rows[0].token_ids
+    best = most_probable(prompts, rows, probes, seams((right[0] + 1, 0.9), (right[1], 0.8)))
+    assert best.token_ids == rows[1].token_ids
+    assert (best.num_forwards, best.num_positions) == (2 + 3 + 1 + 1, 20)

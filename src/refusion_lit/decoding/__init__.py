@@ -25,7 +25,6 @@ from refusion_lit.decoding.decoders.slot_search import SlotSearch
 from refusion_lit.decoding.decoders.token_editing import TokenEditing
 from refusion_lit.decoding.decoders.wedlm import WeDLM
 from refusion_lit.decoding.defaults import default_decoder
-from refusion_lit.decoding.lengths import most_probable
 from refusion_lit.decoding.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 
@@ -70,7 +69,6 @@ __all__ = [
     "decode",
     "default_decoder",
     "most_certain",
-    "most_probable",
 ]
 
 _LAZY = {

@@ -3,42 +3,103 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from refusion_lit.decoding.output import Generation
 from refusion_lit.types import Prompt
 
+_LEAST = 1e-12
+"""Probabilities below this count as this."""
 
-def most_probable(rows: Sequence[Generation], prompts: Sequence[Prompt]) -> Generation:
-    """Return the generation whose generated tokens are most probable on average; ties go to the first one.
 
-    A token's probability is that of the draft that was accepted. Forwards, positions and seconds are those of all
-    generations.
+def choose_lengths(
+    run: Callable[[Sequence[Prompt]], Sequence[Generation]],
+    groups: Sequence[Sequence[Prompt]],
+    eos_token_ids: Sequence[int],
+) -> list[Generation]:
+    """Return each group's most probable generation.
 
     Args:
-        rows: Generations with traces.
-        prompts: Their prompts.
+        run: Decodes prompts and records traces.
+        groups: Groups of prompts that differ in the lengths of their holes; a single prompt is decoded, no more.
+        eos_token_ids: Ends of sequence.
     """
-    pairs = zip(rows, prompts, strict=True)
-    best = max(pairs, key=lambda pair: mean_log_probability(*pair))[0]
+    every = iter(run([prompt for group in groups for prompt in group]))
+    rows = [[next(every) for _ in group] for group in groups]
+    probes = [
+        [probe(*pair, eos_token_ids) for pair in zip(group, own, strict=True)] if len(group) > 1 else []
+        for group, own in zip(groups, rows, strict=True)
+    ]
+    found = iter(run([probed for again in probes for probed in again]))
+    tried = [(*parts, [next(found) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
+    return [most_probable(*parts) if parts[2] else parts[1][0] for parts in tried]
+
+
+def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
+    """Return the prompt with its holes filled, and each given token right of a hole to be generated instead.
+
+    A hole of the right length lets the model find that token again.
+
+    Args:
+        prompt: The prompt.
+        row: Its generation.
+        eos_token_ids: Ends of sequence; one that is given stays.
+    """
+    filled: list[int | None] = list(row.token_ids[: prompt.given_length])
+    for place in _seams(prompt):
+        if filled[place] not in eos_token_ids:
+            filled[place] = None
+    return replace(prompt, given=tuple(filled))
+
+
+def most_probable(
+    prompts: Sequence[Prompt], rows: Sequence[Generation], probes: Sequence[Prompt], found: Sequence[Generation]
+) -> Generation:
+    """Return the generation with the most probable filling; ties go to the first one.
+
+    Its score is the mean log-probability of the generated tokens as they were drafted last, plus that of the given
+    tokens right of holes. Of a token that was not drafted, what the draft left over counts. Forwards, positions and
+    seconds are those of everything that was tried.
+
+    Args:
+        prompts: The prompts, which differ in the lengths of their holes.
+        rows: Their generations, with traces.
+        probes: The prompts with filled holes, from :func:`probe`.
+        found: The generations of these, with traces.
+    """
+    scores = []
+    for prompt, row, probed, again in zip(prompts, rows, probes, found, strict=True):
+        holes = [place for place in range(len(row.token_ids))
+                 if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
+        seams = [place for place in _seams(prompt) if probed.given[place] is None]
+        drafted = (_mean_log(prompt, row, holes, row), _mean_log(prompt, row, seams, again))
+        scores.append(sum(drafted))
+    every = [*rows, *found]
     return replace(
-        best,
-        num_forwards=sum(row.num_forwards for row in rows),
-        num_positions=sum(row.num_positions for row in rows),
-        seconds=sum(row.seconds for row in rows),
-        forward_shapes=[shape for row in rows for shape in row.forward_shapes],
+        rows[scores.index(max(scores))],
+        num_forwards=sum(row.num_forwards for row in every),
+        num_positions=sum(row.num_positions for row in every),
+        seconds=sum(row.seconds for row in every),
+        forward_shapes=[shape for row in every for shape in row.forward_shapes],
     )
 
 
-def mean_log_probability(row: Generation, prompt: Prompt) -> float:
-    """Return the mean log-probability of the generated tokens as they were drafted last; 0 if there are none."""
-    drafted: dict[tuple[int, int], float] = {}
-    for entry in row.trace:
+def _seams(prompt: Prompt) -> list[int]:
+    """Return the places of given tokens right of a hole."""
+    given = prompt.given
+    return [place for place in range(1, prompt.given_length) if given[place] is not None and given[place - 1] is None]
+
+
+def _mean_log(prompt: Prompt, row: Generation, places: Sequence[int], drafted: Generation) -> float:
+    """Return the mean log-probability of a generation's tokens at places, as another one drafted them last."""
+    last: dict[int, tuple[int, float]] = {}
+    for entry in drafted.trace:
         drafts = zip(entry.positions, entry.tokens, entry.probabilities, strict=True)
-        drafted |= {(position, token): probability for position, token, probability in drafts}
-    given = {place for place, token in enumerate(prompt.given) if token is not None}
-    start = len(prompt.token_ids)
-    found = [drafted.get((start + place, token)) for place, token in enumerate(row.token_ids) if place not in given]
-    logs = [math.log(max(probability, 1e-300)) for probability in found if probability is not None]
+        last |= {position: (token, probability) for position, token, probability in drafts}
+    logs = []
+    for place in places:
+        token, probability = last.get(len(prompt.token_ids) + place, (row.token_ids[place], 1.0))
+        own = probability if token == row.token_ids[place] else 1 - probability
+        logs.append(math.log(max(own, _LEAST)))
     return sum(logs) / len(logs) if logs else 0.0
