@@ -30,13 +30,14 @@ from refusion_lit.decoding import (
     RecomputeKV,
     ReFusion,
     SelfSpeculative,
+    SetDiffusion,
     WeDLM,
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
-KEEPS = {BlockDiffusion, FastDLLM, LLaDA, ReFusion, RecomputeKV, WeDLM}
+KEEPS = {BlockDiffusion, FastDLLM, LLaDA, ReFusion, RecomputeKV, SetDiffusion, WeDLM}
 REFUSES = {Autoregressive, SelfSpeculative, CARD}
 
 

@@ -16,8 +16,9 @@ class SetState(RowState):
     """State of set diffusion.
 
     Attributes:
-        num_cached: Cache entries: the prompt, then response tokens in the order in which they were decoded.
-        new: Places that the last forward decoded, from left to right; the next forward stores them.
+        num_cached: Cache entries: the prompt, given tokens, then response tokens in the order of decoding.
+        new: Places that the last forward decoded, from left to right; the next forward stores them. Before the first
+            one, the places of given tokens.
     """
 
     num_cached: int = 0
@@ -63,9 +64,13 @@ class SetDiffusion(Decoder):
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
 
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens are cached after the prompt, as if they had been decoded first."""
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SetState:
-        """Create a canvas of ``max_new_tokens``."""
-        return SetState.blank(prompt, sampling, special_tokens)
+        """Create a canvas as long as the longest response."""
+        new = [place for place, token in enumerate(prompt.given) if token is not None]
+        return SetState.blank(prompt, sampling, special_tokens, new=new)
 
     def step(self, state: SetState) -> Steps[None]:  # type: ignore[override]
         """One forward over the new tokens and the window's masks; commits some of them."""
@@ -77,7 +82,7 @@ class SetDiffusion(Decoder):
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         readings = yield Forward(phase="denoise", branches=branches, draw=draw, packed=True)
         read = readings[-len(active) :]
-        state.num_cached = state.prompt_length + state.num_committed
+        state.num_cached = state.prompt_length + state.prompt.num_given + state.num_committed
         probabilities = [reading.probabilities[0] for reading in read]
         threshold = 2.0 if self.threshold is None else self.threshold
         above = [i for i, probability in enumerate(probabilities) if probability >= threshold]
