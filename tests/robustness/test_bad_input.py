@@ -147,6 +147,27 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         "--max_cache_tokens=20",
     ],
     "a bound on the cache below the longest test prompt": lambda p: p.test("--model.decoding.max_cache_tokens=5"),
+    "a template file that does not exist": lambda p: p.generate(MODEL, f"--template={p.folder}/none"),
+    "an empty template": lambda p: p.generate(MODEL, f"--template={p.text('t', '')}"),
+    "a template with a gap of no tokens": lambda p: p.generate(MODEL, f"--template={p.text('t', '12{{0}}')}"),
+    "a template that goes on after its open end": lambda p: p.generate(
+        MODEL, f"--template={p.text('t', '12{{...}}+')}"
+    ),
+    "a template with too many lengths of gaps": lambda p: p.generate(
+        MODEL, f"--template={p.text('t', '{{1-9}}+{{1-9}}')}"
+    ),
+    "a template with more to fill in than new tokens": lambda p: p.generate(
+        MODEL, f"--template={p.text('t', '{{30}};')}"
+    ),
+    "a template for a decoder that writes from left to right": lambda p: [
+        "generate",
+        "--prompt=12+34>",
+        f"--ckpt_path={MODEL}",
+        "--decoder=SelfSpeculative",
+        "--decoder.slot_size=8",
+        f"--template={p.text('t', '12+{{2}}=46;')}",
+    ],
+    "a JSON line whose template is no text": lambda p: p.prompts('{"prompt": "12+34>", "template": 5}'),
     "a special token's name, not in the alphabet": lambda p: p.prompts("12<|mask|>+34>\n", "prompts.txt"),
     "a response file in no directory": lambda p: p.generate(MODEL, f"--output={p.folder}/none/out.jsonl"),
     "a response file that holds something else": lambda p: p.generate(MODEL, f"--output={p.text('notes.txt', 'mine')}"),
@@ -171,27 +192,6 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "an unknown option of the trainer": lambda p: p.fit("--trainer.max_stepz=3"),
     "a value out of range": lambda p: p.fit("--model.decoders.refusion.slot_threshold=1.5"),
     "an impossible combination of options": lambda p: p.generate(MODEL, "--decoder.num_serial_blocks=4"),
-    "a template file that does not exist": lambda p: p.generate(MODEL, f"--template={p.folder}/none"),
-    "an empty template": lambda p: p.generate(MODEL, f"--template={p.text('t', '')}"),
-    "a template with a gap of no tokens": lambda p: p.generate(MODEL, f"--template={p.text('t', '12{{0}}')}"),
-    "a template that goes on after its open end": lambda p: p.generate(
-        MODEL, f"--template={p.text('t', '12{{...}}+')}"
-    ),
-    "a template with too many lengths of gaps": lambda p: p.generate(
-        MODEL, f"--template={p.text('t', '{{1-9}}+{{1-9}}')}"
-    ),
-    "a template with more to fill in than new tokens": lambda p: p.generate(
-        MODEL, f"--template={p.text('t', '{{30}};')}"
-    ),
-    "a template for a decoder that writes from left to right": lambda p: [
-        "generate",
-        "--prompt=12+34>",
-        f"--ckpt_path={MODEL}",
-        "--decoder=SelfSpeculative",
-        "--decoder.slot_size=8",
-        f"--template={p.text('t', '12+{{2}}=46;')}",
-    ],
-    "a JSON line whose template is no text": lambda p: p.prompts('{"prompt": "12+34>", "template": 5}'),
     "a prompt and a prompts file": lambda p: p.generate(MODEL, "--prompts=x"),
     "a decoder that the model was not trained for": lambda p: [
         "generate",
