@@ -72,8 +72,9 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
     from refusion_lit.cli.lightning import RefusionCLI
 
     monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
-    args = ["--config", str(path), f"--runs_dir={tmp_path}", *_overrides(path.stem, data_file)]
+    args = ["--config", str(path), f"--runs_dir={tmp_path / 'runs'}", *_overrides(path.stem, data_file)]
     cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    assert not (tmp_path / "runs").exists()  # nothing runs: no directory, and no lock that keeps the next one out
     written = yaml.safe_load(path.read_text())
     assert set(cli.model.decoders) == set(written["model"]["decoders"])
     assert cli.model.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]

@@ -184,7 +184,7 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name"
             holds = _continues(config, directory)
             require(holds, "run_version", "a new run", f"{directory}, which holds checkpoints", fix)
-        RefusionCLI.claim = run_directory.claim(directory)
+        RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:
