@@ -62,9 +62,9 @@ class Draw:
         confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
         statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
-            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
-            draws stay in these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at
-            temperature 1.
+            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters), ``kept``
+            (probability before temperature of the ids that top-k and top-p keep). Ids that no decoder draws stay in
+            these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
         confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
             or the type of the logits if it is wider, and float64 for statistics.

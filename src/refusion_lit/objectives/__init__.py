@@ -9,10 +9,12 @@ from refusion_lit.objectives.editable import EditableBlockMasked
 from refusion_lit.objectives.gated_draft import GatedDraft
 from refusion_lit.objectives.hybrid import Hybrid
 from refusion_lit.objectives.masked import Masked
+from refusion_lit.objectives.r2ft import R2FT
 from refusion_lit.objectives.soft_tail import SoftTail
 from refusion_lit.objectives.staggered_sets import StaggeredSets
 
 __all__ = [
+    "R2FT",
     "Autoregressive",
     "BlockMasked",
     "DiffusionForcing",

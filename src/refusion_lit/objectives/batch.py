@@ -71,6 +71,8 @@ class CorruptedBatch:
         is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
             its samples cannot be packed.
         num_views: Number of views of each sample.
+        rejected: Token that each position should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
+            two texts. Such batches cannot be packed.
         num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
     """
@@ -85,6 +87,7 @@ class CorruptedBatch:
     is_masked: Bool[Tensor, "batch token"] | None = None
     is_real: Bool[Tensor, "batch token"] | None = None
     num_views: int = 1
+    rejected: Int[Tensor, "batch token"] | None = None
     num_drafts: int = 0
 
     @property

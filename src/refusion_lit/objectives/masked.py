@@ -95,7 +95,7 @@ class Masked(Objective):
             weights=weights,
             terms=torch.zeros_like(labels),
             counts=labels.new_full((1,), len(labels)).float(),  # explicit: the default type may be bfloat16
-            visible=_all_of(lengths, len(positions)),
+            visible=all_of(lengths, len(positions)),
             is_masked=is_masked,
             is_real=is_real,
         )
@@ -109,7 +109,7 @@ class Masked(Objective):
         return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding)
 
 
-def _all_of(lengths: Int[Tensor, " batch"], num_tokens: int) -> Int[Tensor, "batch token range 2"]:
+def all_of(lengths: Int[Tensor, " batch"], num_tokens: int) -> Int[Tensor, "batch token range 2"]:
     """Let every token, padding too, see all tokens of its text."""
     everything = torch.stack((torch.zeros_like(lengths), lengths), -1)
     return repeat(everything, "batch bound -> batch token 1 bound", token=num_tokens)

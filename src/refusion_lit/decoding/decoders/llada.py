@@ -80,9 +80,12 @@ class LLaDA(Decoder):
         stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
-        kernel_size: Convolutional decoding (arXiv 2509.15188): with ``low_confidence``, multiply a mask's confidence by
-            tanh(n), where n is the number of unmasked positions, prompt included, among the ``kernel_size`` centred at
-            it (one more if that is even). Masks far from the text then come late, without blocks. ``None``: off.
+        kernel_size: Convolutional decoding (arXiv 2509.15188): weigh a mask by s = tanh(n), where n is the number of
+            unmasked positions, prompt included, among the ``kernel_size`` centred at it (one more if that is even).
+            Masks far from the text then come late, without blocks. With ``low_confidence``, s multiplies the
+            confidence. With ``origin`` it is the paper's own sampler: a mask's chance in a step is proportional to s
+            times the probability that top-k and top-p keep, scaled so that as many are unmasked as without (up to
+            saturation); the released one counts a candidate more, and may leave masks at the end. ``None``: off.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
@@ -123,8 +126,8 @@ class LLaDA(Decoder):
 
         if self.kernel_size is not None:
             require_at_least("kernel_size", self.kernel_size, 1)
-            holds = self.order == "low_confidence" and self.block_length is None
-            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence'",
+            holds = self.order in ("low_confidence", "origin") and self.block_length is None
+            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence' or 'origin'",
                     self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
@@ -188,6 +191,8 @@ class LLaDA(Decoder):
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
         statistic, forbidden = _STATISTIC.get(self.order), eos[:1] if self.forbid_eos else ()
+        if self.order == "origin" and self.kernel_size is not None:
+            statistic = "kept"
         return Draw(
             sampling=state.sampling,
             round=state.schedule_step,
@@ -209,7 +214,7 @@ class LLaDA(Decoder):
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
         if self.kernel_size is not None:
-            nearness = (math.tanh(known_around(state, place, self.kernel_size)) for place in places)
+            nearness = self._nearness(state, places, self.kernel_size)
             confidences = [confidence * factor for confidence, factor in zip(confidences, nearness, strict=True)]
         return most_certain(confidences, quota)
 
@@ -217,12 +222,23 @@ class LLaDA(Decoder):
         """Dream: unmask the share of the remaining masks that the time schedule asks for, all in the last step."""
         share = time_share(state.schedule_step, state.schedule_length, self.eps)
         if self.order == "origin":
-            return [i for i, place in enumerate(places) if self._chance(state, place) < share]
+            chances = [share] * len(places)
+            if self.kernel_size is not None and share < 1:
+                nearness = self._nearness(state, places, self.kernel_size)
+                mass = [s * kept for s, kept in zip(nearness, reading.statistics.get("kept", []), strict=True)]
+                weights = [share * len(places) * each / (sum(mass) or 1.0) for each in mass]
+                chances = [weight / (weight + 1 - share) for weight in weights]  # against staying a mask
+            return [i for i, place in enumerate(places) if self._chance(state, place) < chances[i]]
         confidences = reading.statistics.get(_STATISTIC[self.order], [])
         if self.order_temperature > 0:  # Gumbel top-k: a draw without replacement
             noisy = [-math.log(-math.log(max(self._chance(state, place), 1e-300))) for place in places]
             confidences = [c / self.order_temperature + n for c, n in zip(confidences, noisy, strict=True)]
         return most_certain(confidences, int(len(places) * share))
+
+    @staticmethod
+    def _nearness(state: RowState, places: Sequence[int], kernel_size: int) -> list[float]:
+        """Return each mask's factor: tanh of the number of unmasked positions around it."""
+        return [math.tanh(known_around(state, place, kernel_size)) for place in places]
 
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
