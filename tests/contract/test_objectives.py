@@ -43,6 +43,7 @@ VARIANTS: list[Objective] = [
     *(cls() for cls in sorted(concrete(Objective), key=lambda cls: cls.__name__)),
     objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
     objectives.Hybrid(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
+    objectives.Hybrid(slot_sizes=(1, 3), token_weights="harmonic", shuffle_masked=True, slot_borders=(0.5, 1.0)),
     objectives.Hybrid(slot_sizes=(2,), mask_pattern="shuffled_groups", max_span=4),
     objectives.Masked(shifted=True, cart_p=0.3),
     objectives.Masked(pad_responses_to=6),

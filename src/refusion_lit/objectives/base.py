@@ -51,6 +51,14 @@ class Objective(ABC):
     def terms(self) -> Mapping[str, float]:
         """The loss terms: each one's coefficient in the total by its name, in order."""
 
+    def at(self, progress: float) -> Objective:  # noqa: ARG002
+        """Return the objective as it is at a point of training: itself, where no option changes in the course of it.
+
+        Args:
+            progress: Share of all optimizer steps that are done, from 0.
+        """
+        return self
+
     @abstractmethod
     def corrupt(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import get_args
 
 import torch
@@ -15,6 +16,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.slot_noise import MaskPattern, grouped_slots, independent_slots, masked_share
+from refusion_lit.objectives.slot_weights import TokenWeights, place_weights
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
@@ -31,8 +33,13 @@ class Hybrid(Objective):
 
     Attributes:
         slot_sizes: Slot sizes in tokens, each at least 1; one is drawn uniformly for each sample.
+        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya, arXiv 2609.19868): the first size is
+            used up to this share of all optimizer steps, the second one up to the next border, and so on; beyond the
+            last border, the last size. Ascending, in (0, 1], one for each size. Validation draws from all sizes. Zarya
+            has shares of an epoch: the same in a run of one epoch. ``None``: sizes are drawn.
         eps: Smallest probability of masking a slot, in (0, 1].
-        mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
+        mdm_weight: Coefficient of the diffusion term (lambda), at least 0. Zarya's mix of the terms has lambda here and
+            1 - lambda as ``ar_weight``.
         ar_weight: Coefficient of the autoregressive term, at least 0.
         mask_pattern: Which slots are masked. ``independent``: each with probability p (the paper). ``grouped``: a share
             p of them, the last ``max_span`` tokens first, then the first ones, then spans in the middle, then single
@@ -40,14 +47,21 @@ class Hybrid(Objective):
             drawn for each sample, to train for infilling: the text on either side of a hole is known. With groups, 1/p
             in the masked term is 1 over the share of tokens that are masked, as that is not p on average.
         max_span: Tokens of a group at most, at least 1; whole slots, at least one.
+        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper), ``harmonic``, about n times as much
+            for the first of n tokens as for the last (``ordered_sampling`` of Zarya), or ``harmonic_normalised``, the
+            same with the sum of ``equal``.
+        shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
+    slot_borders: tuple[float, ...] | None = None
     eps: float = 1e-3
     mdm_weight: float = 1.0
     ar_weight: float = 1.0
     mask_pattern: MaskPattern = "independent"
     max_span: int = 50
+    token_weights: TokenWeights = "equal"
+    shuffle_masked: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -60,6 +74,12 @@ class Hybrid(Objective):
         require_at_least("objective.ar_weight", self.ar_weight, 0.0)
         require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
         require_at_least("objective.max_span", self.max_span, 1)
+        require_choice("objective.token_weights", self.token_weights, get_args(TokenWeights))
+        borders = (0.0, *(self.slot_borders or ()))
+        holds = all(low < high <= 1 for low, high in pairwise(borders))
+        holds &= self.slot_borders is None or len(self.slot_borders) == len(self.slot_sizes)
+        expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
+        require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
 
     @property
     def traits(self) -> ModelTraits:
@@ -70,6 +90,13 @@ class Hybrid(Objective):
     def terms(self) -> Mapping[str, float]:
         """The autoregressive and the masked-diffusion term."""
         return {"ar": self.ar_weight, "mdm": self.mdm_weight}
+
+    def at(self, progress: float) -> Hybrid:
+        """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
+        if self.slot_borders is None:
+            return self
+        stage = sum(border < progress for border in self.slot_borders[:-1])
+        return replace(self, slot_sizes=self.slot_sizes[stage : stage + 1], slot_borders=None)
 
     def corrupt(
         self,
@@ -96,10 +123,26 @@ class Hybrid(Objective):
                 shuffled=self.mask_pattern == "shuffled_groups",
             )
         mask_token_id = required_mask_id(self, special_tokens)
-        layout = corrupt_slots(batch, noise, slot_is_masked, slot_sizes=slot_sizes, mask_token_id=mask_token_id)
+        layout = corrupt_slots(
+            batch,
+            noise,
+            slot_is_masked,
+            slot_sizes=slot_sizes,
+            mask_token_id=mask_token_id,
+            shuffle_masked=self.shuffle_masked,
+        )
         if self.mask_pattern != "independent":
             probability = masked_share(layout.is_masked, batch.response_lengths)
-        return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
+        corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
+        if self.token_weights == "equal":
+            return corrupted
+        offset = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0)
+        place = offset % slot_sizes[:, None]
+        length = slot_sizes[:, None].minimum(batch.response_lengths[:, None] - offset + place).clamp(min=1)
+        longest = max(self.slot_sizes)
+        factor = place_weights(self.token_weights, place, length, probability, eps=self.eps, max_length=longest)
+        weights = torch.where(layout.is_masked, corrupted.weights * factor, corrupted.weights)
+        return replace(corrupted, weights=weights.float())
 
     def targets(
         self, layout: SlotLayout, *, mask_probability: Float[Tensor, " batch"], response_lengths: Int[Tensor, " batch"]
@@ -159,6 +202,7 @@ def corrupt_slots(
     *,
     slot_sizes: Int[Tensor, " batch"],
     mask_token_id: int,
+    shuffle_masked: bool = False,
 ) -> SlotLayout:
     """Mask slots, then move the clean ones, in random order, before the masked ones.
 
@@ -169,6 +213,7 @@ def corrupt_slots(
             ignored.
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
+        shuffle_masked: Put masked slots in random order; the stream ``masked_order`` is used.
     """
     num_tokens, num_slots = batch.input_ids.shape[1], slot_is_masked.shape[1]
     positions, in_response = response_positions(batch)
@@ -176,7 +221,8 @@ def corrupt_slots(
     slots = offsets // slot_sizes[:, None]
 
     text_order = torch.arange(num_slots, device=slots.device)
-    slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + text_order, noise.bits("slot_order", num_slots))
+    masked_order = noise.bits("masked_order", num_slots) if shuffle_masked else text_order
+    slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, noise.bits("slot_order", num_slots))
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 
     is_masked = slot_is_masked.gather(1, slots) & in_response

@@ -6,6 +6,7 @@ Its hooks for validation are in :mod:`~refusion_lit.training.validation`, those 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -202,8 +203,19 @@ class SlotDiffusionModule(ValidationHooks):
 
     @property
     def training_objective(self) -> Objective:
-        """The objective with the noise interval that the last search has found."""
-        return replace(self.objective, **self._interval)
+        """The objective as it is at this step, with the noise interval that the last search has found."""
+        objective = replace(self.objective, **self._interval)
+        start = objective.at(0.0)
+        if start is objective or self._trainer is None or not self.global_step:
+            return start
+        return objective.at(self.global_step / self._num_steps)
+
+    @property
+    def _num_steps(self) -> int:
+        """Number of optimizer steps of the whole training."""
+        number, fix = self.trainer.estimated_stepping_batches, "set one of them"
+        require(0 < number < math.inf, "trainer.max_steps", "a number, or one in trainer.max_epochs", None, fix)
+        return int(number)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
         """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if it says so."""
@@ -263,5 +275,5 @@ class SlotDiffusionModule(ValidationHooks):
         if self.scheduler_callable is not None:
             scheduler = self.scheduler_callable(optimizer)
         else:
-            scheduler = self.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+            scheduler = self.schedule(optimizer, self._num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
