@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +107,7 @@ def refusion_lit(*args: str) -> dict[str, float]:
     return {
         "seconds": round(seconds, 1),
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_memory_gb": round(usage.ru_maxrss / 2**20, 2),
+        "peak_memory_gb": round(usage.ru_maxrss * 1024 / 1e9, 2),
     }
 
 
@@ -124,12 +123,7 @@ def fit(name: str, shared: list[str], work: Path, budget: int) -> None:
         write(work / f"{name}_plan.json", json.dumps({"num_steps": num_steps, "num_positions": num_positions}))
         write(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated)}))
         print(f"{name}: {num_steps} steps, {num_positions} positions", flush=True)
-    last = run / "checkpoints" / "last.ckpt"
-    if not last.exists():
-        shutil.rmtree(run, ignore_errors=True)
-    args = [*shared, "--config", str(settings), *_places(run)]
-    # Not --resume: the newest checkpoint may be one of weights alone.
-    cost = refusion_lit("fit", *args, *(["--ckpt_path", str(last)] if last.exists() else []))
+    cost = refusion_lit("fit", *shared, "--config", str(settings), *_places(run), "--ckpt_path", "last")
     write(done, json.dumps({"cost_since_last_start": cost}))
 
 
@@ -168,7 +162,7 @@ def _decoded(command: str, args: list[str], run: Path) -> None:
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Convert SmolLM2 by five objectives, decode, and measure.")
     parser.add_argument("--base", type=Path, default=Path("runs/smollm2/base"))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work_dir", type=Path, default=Path("runs/real_conversion"))

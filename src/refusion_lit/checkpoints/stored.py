@@ -41,11 +41,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def newest_checkpoint(folders: Sequence[Path]) -> Path | None:
-    """Return the newest readable checkpoint in some directories and below, ``None`` if there is none."""
+def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:
+    """Return the newest readable checkpoint in some directories and below, ``None`` if there is none.
+
+    Args:
+        folders: The directories.
+        resumable: Leave out files of weights alone (``save_weights_only``), from which no training resumes.
+    """
     found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if _is_readable(path):
+        if _is_readable(path, resumable=resumable):
             return path
     return None
 
@@ -76,11 +81,11 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
             )
 
 
-def _is_readable(path: Path) -> bool:
+def _is_readable(path: Path, *, resumable: bool) -> bool:
     if path.is_dir():
         return is_complete_sharded(path)
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # a damaged file can raise anything
         return False
-    return True
+    return not resumable or "optimizer_states" in content

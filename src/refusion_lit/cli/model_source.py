@@ -25,7 +25,7 @@ def last_checkpoint(config: Namespace, command: str) -> Path | None:
     for callback in config.trainer.callbacks or []:
         dirpath = callback.get("init_args", Namespace()).get("dirpath")
         folders += [Path(dirpath)] if dirpath else []
-    path = newest_checkpoint(folders)
+    path = newest_checkpoint(folders, resumable=command == "fit")
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
     return path

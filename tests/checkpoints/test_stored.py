@@ -1,0 +1,25 @@
+"""Which checkpoint of a directory is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from refusion_lit.checkpoints.stored import newest_checkpoint
+
+
+def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path: Path) -> None:
+    contents = {
+        "older.ckpt": {"state_dict": {}, "optimizer_states": []},
+        "last.ckpt": {"state_dict": {}, "optimizer_states": []},
+        "weights.ckpt": {"state_dict": {}},
+        "damaged.ckpt": None,
+    }
+    for age, (name, content) in enumerate(contents.items()):
+        path = tmp_path / name
+        torch.save(content, path) if content else path.write_bytes(b"PK")
+        os.utime(path, (1000 + age, 1000 + age))
+    assert newest_checkpoint([tmp_path]) == tmp_path / "weights.ckpt"
+    assert newest_checkpoint([tmp_path], resumable=True) == tmp_path / "last.ckpt"
