@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.distributed import checkpoint as distributed_checkpoint
 
 _INDEX, _PLAIN_VALUES = ".metadata", "meta.pt"
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # Modules and names that torch writes into the index, which is a pickle; None allows all names of a module.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
     "collections": {"OrderedDict"},
 }
 

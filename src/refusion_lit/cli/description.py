@@ -131,7 +131,7 @@ def _kinds(hint: Any, bases: _Bases) -> dict[str, Any]:  # noqa: ANN401 - a type
         return {"kinds": ("dict" if issubclass(origin, Mapping) else "list",)}
     if str(origin) == "<class 'collections.abc.Callable'>" and arguments:
         return _kinds(arguments[-1], bases)  # a class that is instantiated later
-    if inspect.isclass(hint) and hint.__module__ not in ("builtins", "datetime", "pathlib"):
+    if inspect.isclass(hint) and hint.__module__.partition(".")[0] not in ("builtins", "datetime", "pathlib"):
         bases.known[hint.__name__] = hint
         return {"kinds": ("component",), "base": hint.__name__}
     return {"kinds": ("any",)}
