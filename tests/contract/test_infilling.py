@@ -26,6 +26,7 @@ from refusion_lit.decoding import (
     BlockDiffusion,
     Decoder,
     FastDLLM,
+    FirstHitting,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -37,7 +38,7 @@ from refusion_lit.decoding import (
 from refusion_lit.types import Prompt, SamplingParams
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
-KEEPS = {BlockDiffusion, FastDLLM, LLaDA, ReFusion, RecomputeKV, SetDiffusion, WeDLM}
+KEEPS = {BlockDiffusion, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, WeDLM}
 REFUSES = {Autoregressive, SelfSpeculative, CARD}
 
 

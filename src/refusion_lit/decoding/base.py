@@ -122,6 +122,13 @@ class RowState:
         return len(self.prompt.token_ids)
 
     @property
+    def known(self) -> list[tuple[int, int]]:
+        """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
+        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
+                 if token is not None]  # fmt: skip
+        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
+
+    @property
     def num_committed(self) -> int:
         """Committed places of the canvas."""
         return len(self.committed)

@@ -67,10 +67,13 @@ class FirstHitting(Decoder):
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
 
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens join the context, at their own positions."""
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
-        """Create a canvas of ``max_new_tokens`` and draw the groups."""
+        """Create a canvas and draw the groups of its masks."""
         state = GroupState.blank(prompt, sampling, special_tokens)
-        places = list(range(len(state.tokens)))
+        places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
         if self.shuffled:
             places.sort(key=lambda place: uniform_scalar("place_order", sampling.seed, prompt.id, place))
         for size in self._sizes(state, len(places)):
@@ -104,8 +107,8 @@ class FirstHitting(Decoder):
         group, start = state.groups[state.num_done], state.prompt_length
         if state.num_done == 0:
             state.context_length = state.num_shared
-            clean = list(state.prompt.token_ids[state.num_shared :])
-            positions = list(range(state.num_shared, start))
+            known = state.known[state.num_shared :]
+            clean, positions = [token for token, _ in known], [position for _, position in known]
         else:
             before = state.groups[state.num_done - 1]
             clean, positions = [state.tokens[place] for place in before], [start + place for place in before]

@@ -63,13 +63,6 @@ class ReFusionState(RowState):
         keep, self.keep = self.keep, None
         return keep
 
-    @property
-    def known(self) -> list[tuple[int, int]]:
-        """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
-        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
-                 if token is not None]  # fmt: skip
-        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
-
     def places(self, slots: Sequence[int]) -> list[int]:
         """Return the canvas places of slots' tokens, slot by slot."""
         return [place for slot in slots for place in self.slots[slot]]
