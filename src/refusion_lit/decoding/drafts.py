@@ -37,14 +37,14 @@ class Drafts:
     ) -> None:  # fmt: skip
         where = {"prompt_id": prompt_id, "start": start, "length": length}
         self._in_hole = [branch.positions[offset] + branch.shift < holes_end for offset in offsets] if holes_end else []
-        inside, outside = ([*compress(offsets, (hole is kind for hole in self._in_hole))] for kind in (True, False))
-        no_end = replace(draw, forbidden=tuple(sorted({*draw.forbidden, *ends}))) if inside else draw
-        if inside and outside:
-            self.reads = [Read.drafts(branch, no_end, inside, **where), Read.drafts(branch, draw, outside, **where)]
-            self.reading = Reading()
+        if any(self._in_hole):
+            no_end = replace(draw, forbidden=tuple(sorted({*draw.forbidden, *ends})))
+            inside, outside = ([*compress(offsets, (hole is kind for hole in self._in_hole))] for kind in (True, False))
+            parts = [(no_end, inside), (draw, outside)] if outside else [(no_end, offsets)]
         else:
-            self.reads = [Read.drafts(branch, no_end, offsets, **where)]
-            self.reading = self.reads[0].reading
+            parts = [(draw, offsets)]
+        self.reads = [Read.drafts(branch, how, at, **where) for how, at in parts]
+        self.reading = self.reads[0].reading if len(parts) == 1 else Reading()
 
     def merge(self) -> None:
         """Put what two reads have drafted in order."""
