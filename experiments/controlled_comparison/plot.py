@@ -22,6 +22,11 @@ STYLES = {
     "autoregressive": ("#555555", "s"),
     "masked": ("#c2410c", "^"),
     "block": ("#1d4ed8", "D"),
+    "dual_stream": ("#9333ea", "v"),
+    "soft_tail": ("#be185d", "P"),
+    "diffusion_forcing": ("#0891b2", "X"),
+    "staggered": ("#65a30d", "<"),
+    "editable": ("#a16207", ">"),
 }
 
 
