@@ -34,7 +34,9 @@ def states_of(directory: str, text: str) -> tuple[Tensor, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(directory)(text)["input_ids"][:257]])
     hidden = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0, 1:]
-    return model.get_output_embeddings().weight, hidden
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    return head.weight, hidden
 
 
 def bounds(weight: Tensor, hidden: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
