@@ -1,6 +1,6 @@
 """What the order of slots is worth: the same models, the same filling of slots, other orders.
 
-usage: python experiments/slot_order/run.py [--work_dir runs/slot_order] [--output FILE] [--num_prompts 200]
+usage: python experiments/slot_order/run.py [--work_dir runs/slot_order] [--output FILE] [--tasks walk latin sudoku]
 
 Trains a hybrid model on each task unless its checkpoint is there, then decodes the test prompts slot by slot in each
 order. Finished parts are skipped, so it can be killed.
@@ -153,15 +153,16 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("runs/slot_order"))
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
     parser.add_argument("--num_prompts", type=int, default=200)
+    parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="training steps, in place of those of each task")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     results = {}
-    for task, steps in STEPS.items():
+    for task in args.tasks:
         part = args.work_dir / f"{task}.json"
         if not part.exists():
-            checkpoint = train(task, args.seed, args.work_dir, args.steps or steps)
+            checkpoint = train(task, args.seed, args.work_dir, args.steps or STEPS[task])
             part.write_text(json.dumps(measure(task, checkpoint, args.num_prompts, args.seed)))
         results[task] = json.loads(part.read_text())
     command = ["python", "experiments/slot_order/run.py"]
