@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
-from refusion_lit.data.encoding import encode_prompt
-from refusion_lit.data.templates import Template
+from refusion_lit.data.encoding import encode_prompt, prompt_of
+from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
 from refusion_lit.decoding.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
@@ -230,8 +228,8 @@ class TextModel:
         fix = "give None for those without"
         holds = not isinstance(texts, str) and len(texts) == len(prompts)
         require(holds, "templates", f"a list of one for each of {len(prompts)} prompts", texts, fix)
-        named = [self._prompt(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
-        encoded = [self.candidates(prompt, text) for prompt, text in zip(named, texts, strict=True)]
+        named = [prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
+        encoded = [candidates(prompt, text, self.tokenizer) for prompt, text in zip(named, texts, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         flat = [prompt for group in encoded for prompt in group]
         if len(flat) == len(encoded):
@@ -244,32 +242,6 @@ class TextModel:
             for callback in callbacks:
                 callback.on_finished(number, row)
         return rows
-
-    def candidates(self, prompt: Prompt, template: str | None) -> list[Prompt]:
-        """Return a prompt with what a template gives, for each combination of gap lengths.
-
-        Raises:
-            ValueError: If the template is wrong.
-        """
-        if template is None:
-            return [prompt]
-        require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
-        return [replace(prompt, given=given) for given in Template.parse(template).encode(self.tokenizer)]
-
-    def _prompt(self, tokens: Sequence[int], name: str) -> Prompt:
-        """Return a prompt of token ids, refusing what the tokenizer does not know."""
-        option, size = f"prompt {name}", len(self.tokenizer)
-        try:
-            token_ids = tuple(index(token) for token in tokens)
-        except TypeError as error:
-            raise ValueError(
-                f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-            ) from error
-        for token in token_ids:
-            # A vocabulary with gaps has ids beyond its size.
-            known = 0 <= token < size or (token >= size and self.tokenizer.convert_ids_to_tokens(token) is not None)
-            require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-        return Prompt(token_ids=token_ids, id=name)
 
 
 def load(

@@ -54,10 +54,12 @@ def write_answers(options: Namespace) -> None:
     sampling = sampling_of(options)
     template = template_of(options)
     templates = {request.id: template if request.template is None else request.template for request in requests}
+    from refusion_lit.data.templates import candidates
+
     model = load_model_of(options)
     encoded = {request.id: model.encode(request.prompt) for request in requests}
-    prompts = [prompt for name, tokens in encoded.items()
-               for prompt in model.candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name])]  # fmt: skip
+    named = [Prompt(token_ids=tuple(tokens), id=name) for name, tokens in encoded.items()]
+    prompts = [each for prompt in named for each in candidates(prompt, templates[prompt.id], model.tokenizer)]
     check_prompts(model.backbone, options.decoder, prompts, sampling, options.max_cache_tokens)
     progress = AnswerProgress()
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}

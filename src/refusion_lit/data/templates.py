@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.types import Example
+from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
@@ -95,6 +95,18 @@ def read_template(path: str) -> str:
         return file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"template: {path} is not UTF-8 text ({error.reason}); convert it.") from error
+
+
+def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return a prompt with what a template gives, for each combination of gap lengths.
+
+    Raises:
+        ValueError: If the template is wrong.
+    """
+    if template is None:
+        return [prompt]
+    require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
+    return [replace(prompt, given=given) for given in Template.parse(template).encode(tokenizer)]
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
