@@ -481,7 +481,7 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             "expected options, which start with --",
         ),
         (["generate"], "ckpt_path: expected a value, got none; give it."),
-        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, HumanEval"),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, Holes, HumanEval"),
         (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (no module 'none')."),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
