@@ -161,7 +161,7 @@ def decoders(draw: st.DrawFn) -> BlockDiffusion:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     decoder=decoders(),
     num_known=st.integers(1, 20),

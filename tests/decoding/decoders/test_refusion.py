@@ -41,7 +41,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30))
 def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, num_new_tokens: int) -> None:
     decoder = data.draw(decoders(num_new_tokens))

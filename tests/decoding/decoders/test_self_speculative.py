@@ -44,7 +44,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
     found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),

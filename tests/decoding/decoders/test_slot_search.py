@@ -163,7 +163,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
     return SlowText(model, size, prompt.token_ids, tuple(range(-(-length // size))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 4), length=st.integers(1, 12), num_simulations=st.integers(1, 9),

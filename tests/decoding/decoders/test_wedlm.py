@@ -84,7 +84,7 @@ class Reference:
         self.filled.append([start + masks[i] for i in chosen])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     window_size=st.integers(1, 7),
     threshold=st.sampled_from([None, 0.0, 0.2, 0.6, 1.2, 9.0]),
