@@ -43,18 +43,9 @@ class FromKnownEnd(ReFusion):
 
     backwards_token_id: int
 
-    def step(self, state: Any) -> Any:
-        """Decode the slot that is next from the known end."""
+    def _chosen(self, state: Any, certainties: Sequence[float]) -> list[int]:
         is_backwards = state.prompt.token_ids[0] == self.backwards_token_id
-        return _Directed(**_PLAIN, from_right=is_backwards).step(state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Directed(ReFusion):
-    from_right: bool
-
-    def _chosen(self, state: Any, certainties: Sequence[float]) -> list[int]:  # noqa: ARG002
-        return [len(certainties) - 1 if self.from_right else 0]
+        return [len(certainties) - 1 if is_backwards else 0]
 
 
 # One slot a round, filled token by token: with a token threshold of 1 no draft of a plan survives its verification.

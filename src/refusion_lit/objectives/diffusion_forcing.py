@@ -13,7 +13,7 @@ from torch import Tensor
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.text_order import extend_responses, shift_left
+from refusion_lit.objectives.text_order import extend_to_multiple, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
@@ -80,9 +80,9 @@ class DiffusionForcing(Objective):
         With ``mask_ratio``, all blocks of a row have that probability.
         """
         mask_token_id = required_mask_id(self, special_tokens)
-        size, eos, padding = self.block_size, special_tokens.eos_token_ids[0], special_tokens.pad_token_id
-        num_blocks = (batch.response_lengths + size - 1) // size
-        batch = extend_responses(batch, num_blocks * size, token_id=eos, pad_token_id=padding)
+        size = self.block_size
+        batch = extend_to_multiple(batch, size, special_tokens)
+        num_blocks = batch.response_lengths // size
         positions, in_response = response_positions(batch)
         block = ((positions - batch.prompt_lengths[:, None]) // size).clamp(min=0)
         ratios = self._ratios(num_blocks, -(-len(positions) // size), noise, mask_ratio).gather(1, block)

@@ -13,7 +13,7 @@ from torch import Tensor
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.text_order import extend_responses, shift_left
+from refusion_lit.objectives.text_order import extend_to_multiple, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
@@ -74,7 +74,8 @@ class Masked(Objective):
     ) -> CorruptedBatch:
         """Mask response tokens independently; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)
-        batch = self._lengthened(batch, special_tokens)
+        if self.pad_responses_to is not None:
+            batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
         probability = mask_probability(noise, self.eps, mask_ratio)
         positions, in_response = response_positions(batch)
         is_masked = in_response & (noise.uniform("token_mask", len(positions)) < probability[:, None])
@@ -99,14 +100,6 @@ class Masked(Objective):
             is_masked=is_masked,
             is_real=is_real,
         )
-
-    def _lengthened(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> ResponseBatch:
-        multiple = self.pad_responses_to
-        if multiple is None:
-            return batch
-        lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-        eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
-        return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding)
 
 
 def all_of(lengths: Int[Tensor, " batch"], num_tokens: int) -> Int[Tensor, "batch token range 2"]:

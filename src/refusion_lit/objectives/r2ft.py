@@ -16,7 +16,7 @@ from refusion_lit.objectives.base import Objective, mask_probability, required_m
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.cross_entropy import Head, default_chunk_size
 from refusion_lit.objectives.masked import all_of
-from refusion_lit.objectives.text_order import extend_responses
+from refusion_lit.objectives.text_order import extend_to_multiple
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
@@ -98,10 +98,8 @@ class R2FT(Objective):
         With ``mask_ratio``, that share of a response is masked, rounded up.
         """
         mask_token_id = required_mask_id(self, special_tokens)
-        multiple, eos = self.pad_responses_to or 1, special_tokens.eos_token_ids[0]
-        if multiple > 1:
-            lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-            batch = extend_responses(batch, lengths, token_id=eos, pad_token_id=special_tokens.pad_token_id)
+        if self.pad_responses_to is not None:
+            batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
         positions, in_response = response_positions(batch)
         lengths, ends = batch.response_lengths, batch.prompt_lengths + batch.response_lengths
         if mask_ratio is None:
@@ -109,7 +107,7 @@ class R2FT(Objective):
         else:
             cut = ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
         is_masked = in_response & (positions >= cut[:, None])
-        rejected = self._rejected(batch, cut, noise, eos)
+        rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
         num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -74,7 +75,7 @@ def _group_order(
     noise: KeyedNoise, num_rows: int, device: torch.device, *, shuffled: bool
 ) -> Int[Tensor, "batch group"]:
     """Return the groups' numbers in the order in which they are filled."""
-    orders = to_device(torch.tensor(list(permutations(range(len(_GROUPS))))), device)
+    orders = to_device(np.array(list(permutations(range(len(_GROUPS))))), device)
     if not shuffled:
         return orders[:1].expand(num_rows, -1)
     return orders[(noise.uniform("group_order", 1)[:, 0] * len(orders)).long()]

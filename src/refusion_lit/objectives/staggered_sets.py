@@ -14,7 +14,7 @@ from refusion_lit.modeling.transfer import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.text_order import extend_responses
+from refusion_lit.objectives.text_order import extend_to_multiple
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
@@ -78,10 +78,9 @@ class StaggeredSets(Objective):
         mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
         multiple = self.pad_responses_to or 1
         lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-        eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
         sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
         width, num_masks = to_host(sizes)  # in one transfer
-        batch = extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)
+        batch = extend_to_multiple(batch, multiple, special_tokens, width=width)
         positions, in_response = response_positions(batch)
         num_tokens, starts = len(positions), batch.prompt_lengths[:, None]
         uniform = noise.uniform("masking_time", num_tokens).gather(1, (positions - starts).clamp(min=0))
@@ -94,7 +93,7 @@ class StaggeredSets(Objective):
         rank = torch.arange(num_masks, device=clean.device).expand(len(clean), -1)
         is_mask = rank < lengths[:, None]
         source = (starts + rank).clamp(max=num_tokens - 1)
-        masks = torch.full_like(rank, mask_token_id).where(is_mask, padding)
+        masks = torch.full_like(rank, mask_token_id).where(is_mask, special_tokens.pad_token_id)
         labels = clean.gather(1, source).where(is_mask, IGNORE_INDEX)
         weights = (1 / lengths.double())[:, None].expand_as(rank).where(is_mask, 0.0)
         is_real = torch.cat((positions < starts + lengths[:, None], is_mask), 1)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from refusion_lit.modeling.transfer import to_host
 from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.types import SpecialTokens
 
 
 def extend_responses(
@@ -42,3 +43,19 @@ def extend_responses(
 def shift_left(values: Tensor, fill: int | float) -> Tensor:
     """Move the value at position i + 1 to position i, so that each token is predicted by the one before it."""
     return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)
+
+
+def extend_to_multiple(
+    batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens, *, width: int | None = None
+) -> ResponseBatch:
+    """Lengthen every response with end-of-sequence tokens to a multiple of a number of tokens.
+
+    Args:
+        batch: Prompts and responses.
+        multiple: At least 1, which changes nothing.
+        special_tokens: Ids of the tokenizer's special tokens.
+        width: As for :func:`extend_responses`.
+    """
+    lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
+    eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
+    return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)
