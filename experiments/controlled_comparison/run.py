@@ -62,40 +62,53 @@ def positions_a_step(args: list[str]) -> int:
 
 
 def command(*args: str) -> None:
-    """Run a refusion-lit command with one thread."""
+    """Run a refusion-lit command, with one thread if it computes."""
+    args += ("--num_threads", "1") if args[0] in {"fit", "test"} else ()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args, "--num_threads", "1"], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args], check=True, env=environment)
+
+
+def run_name(task: str, objective: str, seed: int, factor: float) -> str:
+    """Return the name of a run, of its directory and of its result."""
+    return f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
+
+
+def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> tuple[Path, dict[str, float]]:
+    """Train unless that is done; return the last checkpoint, and steps, positions and seconds."""
+    name, shared = run_name(task, objective, seed, factor), options(task, objective, seed)
+    fit = work / "runs" / name / "fit"
+    trained = fit / "trained.json"  # written last: a training that was killed starts anew
+    positions = positions_a_step(shared)
+    steps = round(factor * BUDGETS[task] / positions)
+    print(f"{name}: {steps} steps of {positions} positions", flush=True)
+    if not trained.exists():
+        shutil.rmtree(fit, ignore_errors=True)
+        places = ["--runs_dir", str(work / "runs"), "--run_name", name, "--run_version", "fit"]
+        start = time.perf_counter()
+        command("fit", *shared, *places, "--trainer.max_steps", str(steps))
+        trained.write_text(json.dumps({"training_seconds": time.perf_counter() - start}))
+    figures = {"num_steps": steps, "positions_per_step": positions, "num_positions": steps * positions}
+    return fit / "checkpoints" / "last.ckpt", {**figures, **json.loads(trained.read_text())}
 
 
 def one_run(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> None:
     """Train and test one objective; its result appears in ``work`` when all is done."""
-    name = f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
+    name = run_name(task, objective, seed, factor)
     target = work / f"{name}.json"
     if target.exists():
         print(f"{name}: done", flush=True)
         return
-    shared = options(task, objective, seed)
-    positions = positions_a_step(shared)
-    steps = round(factor * BUDGETS[task] / positions)
-    places = ["--runs_dir", str(work / "runs"), "--run_name", name]
-    fit, test = work / "runs" / name / "fit", work / "runs" / name / "test"
-    trained = fit / "trained.json"  # written last: a training that was killed starts anew
+    checkpoint, figures = train(task, objective, seed, work, factor)
+    test = work / "runs" / name / "test"
     shutil.rmtree(test, ignore_errors=True)
-    print(f"{name}: {steps} steps of {positions} positions", flush=True)
-    if not trained.exists():
-        shutil.rmtree(fit, ignore_errors=True)
-        start = time.perf_counter()
-        command("fit", *shared, *places, "--run_version", "fit", "--trainer.max_steps", str(steps))
-        trained.write_text(json.dumps({"training_seconds": time.perf_counter() - start}))
     start = time.perf_counter()
-    command("test", *shared, *places, "--run_version", "test", "--ckpt_path", str(fit / "checkpoints" / "last.ckpt"))
+    places = ["--runs_dir", str(work / "runs"), "--run_name", name, "--run_version", "test"]
+    command("test", *options(task, objective, seed), *places, "--ckpt_path", str(checkpoint))
     results = json.loads((test / "results.json").read_text())
     record = {
-        "task": task, "objective": objective, "seed": seed, "budget_factor": factor,
-        "num_steps": steps, "positions_per_step": positions,
-        "num_positions": steps * positions, **json.loads(trained.read_text()),
+        "task": task, "objective": objective, "seed": seed, "budget_factor": factor, **figures,
         "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
-        "environment": json.loads((fit / "environment.json").read_text()),
+        "environment": json.loads((checkpoint.parents[1] / "environment.json").read_text()),
     }  # fmt: skip
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -104,7 +117,7 @@ def one_run(task: str, objective: str, seed: int, work: Path, factor: float = 1.
 
 def main() -> None:
     """Run what is missing, and gather everything into results.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")

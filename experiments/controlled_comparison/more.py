@@ -1,0 +1,112 @@
+"""Decode the comparison's models with decoders that need no training of their own, and fine-tune one with R2FT.
+
+usage: python experiments/controlled_comparison/more.py [--work_dir DIR] [--output FILE] [--task NAME]
+
+Search and groups over the hybrid model, convolutional decoding over the masked one, before and after R2FT, and APD with
+the autoregressive model as its verifier. Trainings that run.py has finished in the same directory are taken from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import run
+import yaml
+
+import refusion_lit
+from refusion_lit import TextModel
+from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
+from refusion_lit.reports.environment import environment
+from refusion_lit.tasks import Sheet, Walk
+from refusion_lit.types import Prompt, SamplingParams
+
+HERE = Path(__file__).parent
+NUM_STEPS = 500
+"""Steps of R2FT."""
+
+
+def decoders_of(objective: str, length: int) -> dict[str, Decoder]:
+    """Return the decoders of a model; the first one of the hybrid and the masked model is to compare with."""
+    if objective == "hybrid":
+        slots: dict[str, Any] = {"slot_size": 8, "num_serial_blocks": 1}
+        return {
+            "refusion_8_t90": ReFusion(**slots, slot_threshold=0.9, token_threshold=0.9, forward_cost=32),
+            "search_beam_1": SlotSearch(**slots, selection="beam", beam_size=1),
+            "search_beam_4": SlotSearch(**slots, selection="beam", beam_size=4),
+            "first_hitting_8": FirstHitting(num_steps=8),
+            "first_hitting_16": FirstHitting(num_steps=16),
+            "first_hitting_32": FirstHitting(num_steps=32),
+        }
+    steps = {size: LLaDA(steps=length // size) for size in (1, 2, 4)}
+    kernels = {f"conv_{width}_{size}": LLaDA(steps=length // size, kernel_size=width)
+               for width in (8, 32) for size in (2, 4)}  # fmt: skip
+    apd = {
+        f"apd_r{round(100 * weight)}": APD(mixture_weight=weight, max_lookahead=16) for weight in (0.3, 0.5, 0.7, 0.9)
+    }
+    whole = {"fast_dllm_whole_t90": FastDLLM(block_length=None, threshold=0.9, stop_at_eos=True)}
+    return {**whole, **{f"llada_whole_{size}": decoder for size, decoder in steps.items()}, **kernels, **apd}
+
+
+def r2ft(task: str, work: Path, masked: Path) -> Path:
+    """Fine-tune the masked model unless that is done; return the checkpoint."""
+    base, fit = work / "masked_export", work / "runs" / f"{task}_r2ft_seed0" / "fit"
+    last = fit / "checkpoints" / "last.ckpt"
+    done = fit / "trained.json"
+    if not done.exists():
+        if not base.exists():
+            run.command("export", "--ckpt_path", str(masked), "--output", str(base))
+        configs = [item for name in ("common", f"task_{task}", "objective_r2ft")
+                   for item in ("--config", str(HERE / f"{name}.yaml"))]  # fmt: skip
+        places = ["--runs_dir", str(work / "runs"), "--run_name", f"{task}_r2ft_seed0", "--run_version", "fit"]
+        source = [
+            "--model.backbone",
+            yaml.safe_dump({"source": str(base), "config": {}}),
+            "--data.tokenizer",
+            "PretrainedTokenizer",
+        ]
+        source += ["--data.tokenizer.init_args.source", str(base)]
+        length = ["--model.objective.init_args.pad_responses_to", str(run.LENGTHS[task])]
+        run.command("fit", *configs, *places, *source, *length, "--trainer.max_steps", str(NUM_STEPS))
+        done.write_text("{}")
+    return last
+
+
+def measure(model: TextModel, task: str, decoder: Decoder) -> dict[str, float]:
+    """Decode the test prompts of the comparison; return the figures."""
+    kind = {"walk": Walk, "sheet": Sheet}[task]
+    tests = kind(num_train=400_000, num_validation=256, num_test=200)
+    examples = list(tests.examples("test"))
+    prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=e.id) for e in examples]
+    rows = model.decode(prompts, decoder, SamplingParams(max_new_tokens=run.LENGTHS[task]), batch_size=50).rows
+    tokens, forwards, positions = (sum(getattr(row, f"num_{name}") for row in rows)
+                                   for name in ("tokens", "forwards", "positions"))  # fmt: skip
+    score = sum(tests.score(e, row.text) for e, row in zip(examples, rows, strict=True)) / len(rows)
+    return {"score": score, "tokens_per_forward": tokens / forwards, "positions_per_token": positions / tokens}
+
+
+def main() -> None:
+    """Train what is missing, decode, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
+    parser.add_argument("--output", type=Path, default=HERE / "more.json")
+    parser.add_argument("--task", choices=("walk", "sheet"), default="walk")
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    trained = {name: run.train(args.task, name, 0, args.work_dir)[0] for name in ("hybrid", "masked", "autoregressive")}
+    trained["r2ft"] = r2ft(args.task, args.work_dir, trained["masked"])
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for objective in ("hybrid", "masked", "r2ft"):
+        model = refusion_lit.load(trained[objective], verifier=trained["autoregressive"])
+        decoders = decoders_of(objective, run.LENGTHS[args.task])
+        results[objective] = {name: measure(model, args.task, decoder) for name, decoder in decoders.items()}
+        print(objective, results[objective], flush=True)
+    command = ["python", "experiments/controlled_comparison/more.py"]
+    written = {"task": args.task, "r2ft_steps": NUM_STEPS, "results": results, "environment": environment(0, command)}
+    args.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
