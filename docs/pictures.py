@@ -240,13 +240,46 @@ def search() -> None:
         row(10, "1  plan: first token of each slot", [prompt, *masks]),
         row(62, "2  try slot 1, look ahead to 3", [prompt, ("draft", ["a@3", "b@4"]), ("draft", ["x@7", "y@8"])]),
         row(114, "3  try slot 3, look ahead to 1", [prompt, ("draft", ["e@7", "f@8"]), ("draft", ["a@3", "d@4"])]),
-        row(166, "4  commit the better one, begin anew", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
+        row(166, "4  commit the better one, plan again", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
         text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
                      "follows.", 12),
         text(8, 238, "Grey: prompt. Dashed: mask. Yellow: tried, then dropped. Green: committed, cached.", 12),
         text(8, 254, "What is tried lies in the cache side by side; each order sees its own slots only.", 12),
     ]  # fmt: skip
     picture("slot_search.svg", 700, 266, "One step of SlotSearch", parts)
+
+
+def convolution() -> None:
+    """Draw two steps of convolutional decoding with a kernel of five positions."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [f"M@{i}" for i in range(3, 9)]
+    parts = [
+        row(10, "1  feed the canvas", [prompt, ("mask", masks)]),
+        row(62, "2  weights of the drafts", [prompt, ("draft", [".96@3", ".76@4"]),
+                                             ("mask", [f"0@{i}" for i in range(5, 9)])]),
+        row(114, "3  unmask the best, feed again", [prompt, ("known", ["a@3"]), ("mask", masks[1:])]),
+        row(166, "4  weights of the drafts", [prompt, ("known", ["a@3"]), ("draft", [".96@4", ".76@5"]),
+                                              ("mask", [f"0@{i}" for i in range(6, 9)])]),
+        text(8, 222, "Small numbers: position in the text. Rows 1 and 3 are forwards over the whole canvas, in both "
+                     "directions.", 12),
+        text(8, 238, "A draft's weight: tanh(n) with n known tokens among the five positions around. The largest", 12),
+        text(8, 254, "product of weight and confidence is unmasked. Grey: prompt. Dashed: mask. Green: unmasked.", 12),
+    ]  # fmt: skip
+    picture("convolution.svg", 700, 266, "Two steps of convolutional decoding", parts)
+
+
+def preference() -> None:
+    """Draw a sample of R2FT whose rejected text repeats the two tokens before the cut."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    known = ("known", ["a@3", "b@4", "c@5"])
+    parts = [
+        row(10, "sample, cut after position 5", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
+        row(62, "input: everything after is masked", [prompt, known, ("mask", [f"M@{i}" for i in range(6, 10)])]),
+        row(114, "preferred: the text", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
+        row(166, "rejected: a repetition of b c", [prompt, known, ("rejected", ["c@6", "b@7", "c@8", "b@9"])]),
+        text(8, 222, "One forward of the input scores both. The repetition's length and phase are drawn.", 12),
+    ]  # fmt: skip
+    picture("r2ft.svg", 700, 234, "A sample of R2FT", parts)
 
 
 if __name__ == "__main__":
@@ -262,3 +295,5 @@ if __name__ == "__main__":
     verification()
     training()
     attention()
+    convolution()
+    preference()
