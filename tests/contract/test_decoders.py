@@ -42,7 +42,7 @@ each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__na
 
 
 @each_decoder
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=23, deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
 def test_output_is_text_within_the_budget(
     cls: type[Decoder],
@@ -66,7 +66,7 @@ def test_output_is_text_within_the_budget(
 
 
 @each_decoder
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), make=hash_models(["plain"]), found=prompts(max_size=1))
 def test_the_prompt_is_fed_as_it_is(
     cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], found: list[Prompt]
@@ -91,7 +91,7 @@ def text_of(model: FakeModel, decoder: Decoder, found: list[Prompt], sampling: S
 
 
 @each_decoder
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_is_what_it_is_alone(
     cls: type[Decoder],
@@ -113,7 +113,7 @@ def test_a_row_is_what_it_is_alone(
 
 
 @each_decoder
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data(), found=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_of_a_transformer_is_what_it_is_alone(
     cls: type[Decoder], data: st.DataObject, found: list[Prompt], temperature: float, size: int
@@ -129,7 +129,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
 
 
 @each_decoder
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2))
 def test_temperature_zero_ignores_the_seed(
     cls: type[Decoder],
@@ -167,7 +167,7 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
 
 
 @each_decoder
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     data=st.data(),
     found=prompts(max_size=4),
@@ -414,7 +414,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
 
 
 @each_decoder
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_options_are_values(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, _ = data.draw(setups(cls))

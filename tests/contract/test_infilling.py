@@ -100,7 +100,7 @@ def test_a_refusal_comes_before_work_and_names_the_reason(cls: type[Decoder]) ->
 
 
 @keepers
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=22, deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(1, 4))
 def test_given_tokens_stay_and_holes_are_filled(
     cls: type[Decoder],
@@ -143,7 +143,7 @@ def test_given_tokens_stay_and_holes_are_filled(
 
 
 @keepers
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_is_what_it_is_alone(
     cls: type[Decoder],
@@ -178,7 +178,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st
 
 
 @keepers
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=11, deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures())
 def test_a_template_that_gives_nothing_changes_nothing(
     cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], temperature: float
@@ -194,7 +194,7 @@ def test_a_template_that_gives_nothing_changes_nothing(
 
 
 @keepers
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=11, deadline=None)
 @given(data=st.data())
 def test_an_oracle_fills_holes_exactly(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling, found = data.draw(cases(cls, max_size=2))

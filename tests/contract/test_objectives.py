@@ -52,6 +52,7 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
     objectives.EditableBlockMasked(block_size=5, max_replaced=0.8, kept=0.4),
     objectives.DiffusionForcing(block_size=3, shifted=True),
+    objectives.DiffusionForcing(block_size=3, distill=True),
     objectives.R2FT(min_span=2, max_span=5, max_unit=3, pad_responses_to=4),
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
@@ -129,7 +130,7 @@ def toy_head(size: int = 6) -> torch.nn.Linear:
 
 
 @each_objective
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None) -> None:
     batch = make_batch(sizes, padding)
@@ -155,7 +156,7 @@ def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epo
 
 
 @each_objective
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_prompt_is_untouched_and_text_is_complete(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
@@ -191,7 +192,7 @@ def test_prompt_is_untouched_and_text_is_complete(
 
 
 @each_objective
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_labels_say_what_the_traits_say(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
@@ -231,7 +232,7 @@ def test_labels_say_what_the_traits_say(
 
 
 @each_objective
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     sizes=SIZES, padding=st.integers(0, 5), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3]), data=st.data()
 )
@@ -249,7 +250,7 @@ def test_a_sample_is_corrupted_as_if_it_were_alone(
 
 
 @each_objective
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_micro_batches_add_up_to_the_batch(
     objective: Objective, sizes: Sizes, padding: int, ratio: float | None

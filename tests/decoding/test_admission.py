@@ -43,7 +43,7 @@ def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("cls", DECODERS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))

@@ -128,7 +128,7 @@ def test_committing_a_place_twice_is_an_error() -> None:
         one(Scripted(script=((0, 1), (1,))), 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     max_batch_size=st.integers(1, 11),
@@ -385,7 +385,7 @@ def test_the_final_left_part() -> None:
     assert state.num_committed == 6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     max_batch_size=st.integers(1, 11),

@@ -69,7 +69,7 @@ def check(reading: Reading, branch: Branch, logits: Tensor) -> None:
     assert reading.scores == pytest.approx([float(softmax[o, t]) for o, t in branch.score_at], abs=1e-14)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(groups=st.lists(st.lists(branches(), min_size=1, max_size=3), min_size=1, max_size=4), chunk=st.integers(1, 40))
 def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
     model = HashModel(1)
@@ -329,7 +329,7 @@ def followed(draw: st.DrawFn) -> Branch:
     return Branch(tokens=tokens, positions=range(len(tokens)), draft_at=draft_at, prefetch_at=prefetch_at)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(
     branches=st.lists(followed(), min_size=1, max_size=4), num_prefetch=st.integers(1, 3), temperature=st.integers(0, 1)
 )

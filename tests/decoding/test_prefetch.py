@@ -26,7 +26,7 @@ def told(output: DecodingOutput) -> list[tuple[list[int], int, str]]:
 
 
 @pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
 def test_prefetching_changes_nothing(
     cls: type[ReFusion],
@@ -64,8 +64,9 @@ def test_chosen_slots_are_drafted_in_the_transfer_that_tells_their_certainty(mon
     assert num_reads == output.num_calls
 
 
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "library"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "lean"), [(0.0, False), (1.0, True)], ids=["greedy, library's body", "sampled, lean body"]
+)
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 def test_another_device_gives_the_same_text_and_makes_the_host_wait_at_most_once_a_call(
     cls: type[Decoder], temperature: float, lean: bool, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def slow_apd(
             return response[: None if end is None else end + 1], num_forwards
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lookahead=st.none() | st.integers(1, 9), shifted=st.booleans(),

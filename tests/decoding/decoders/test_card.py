@@ -48,7 +48,7 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
     return response if end is None else response[: end + 1], num_forwards
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),

@@ -57,7 +57,7 @@ def slow_d2f(model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length
             return [t for t in response[: None if end is None else end + 1] if t is not None], num_forwards
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=42, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),

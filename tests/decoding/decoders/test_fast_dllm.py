@@ -115,7 +115,7 @@ def chosen_by(decoder: FastDLLM, confidences: list[float]) -> list[int]:
     confidences=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     factor=st.floats(0, 5),
 )
-@settings(max_examples=120)
+@settings(max_examples=72)
 def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) -> None:
     decoder = FastDLLM(threshold=None, factor=factor, block_length=16)
     chosen = chosen_by(decoder, confidences)

@@ -41,7 +41,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30))
 def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, num_new_tokens: int) -> None:
     decoder = data.draw(decoders(num_new_tokens))
@@ -58,7 +58,7 @@ def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, n
     assert row.forward_shapes == reference.shapes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), num_new_tokens=st.integers(1, 20))
 def test_a_transformers_cache_gives_what_the_slow_reference_computes_anew(
     data: st.DataObject, num_new_tokens: int
@@ -345,7 +345,7 @@ def test_more_serial_blocks_than_slots_are_refused() -> None:
         decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [prompt_of([5])], sampling)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=72, deadline=None)
 @given(
     data=st.data(),
     seed=st.integers(0, 9999),
@@ -432,7 +432,7 @@ def test_an_infill_that_recomputes_plans_with_it() -> None:
     assert [entry.phase for entry in row.trace] == phases
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=72, deadline=None)
 @given(
     data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
     temperature=st.sampled_from([0.0, 0.0, 1.0]), cost=st.integers(0, 20),

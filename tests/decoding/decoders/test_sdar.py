@@ -87,7 +87,7 @@ def decoded(decoder: BlockDiffusion, prompt: Prompt, ends: tuple[int, ...], samp
     return row
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=54, deadline=None)
 @given(
     size=st.integers(1, 6),
     steps=st.integers(1, 6),

@@ -44,7 +44,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=54, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
     found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),
@@ -88,7 +88,7 @@ def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, 
     return tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     slot_size=st.integers(1, 5), options=options(), length=st.integers(1, 17), size=st.integers(1, 3),

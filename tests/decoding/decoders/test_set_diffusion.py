@@ -49,7 +49,7 @@ def slow_sets(
             return text[: None if end is None else end + 1], num_forwards
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     window_size=st.integers(1, 7), threshold=st.sampled_from([None, 0.0, 0.05, 0.1, 0.3, 1.0]),

@@ -163,7 +163,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
     return SlowText(model, size, prompt.token_ids, tuple(range(-(-length // size))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 4), length=st.integers(1, 12), num_simulations=st.integers(1, 9),
@@ -198,7 +198,7 @@ def test_tree_search_is_that_of_a_slow_search(
         assert (row.token_ids, row.num_forwards) == (text.response(length), tree.num_forwards)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 3), num_slots=st.integers(1, 4),

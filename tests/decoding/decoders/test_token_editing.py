@@ -60,7 +60,7 @@ def slow_editing(
             return response[: None if end is None else end + 1], num_forwards
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=42, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
