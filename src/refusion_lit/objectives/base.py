@@ -84,7 +84,18 @@ class Objective(ABC):
             ValueError: If the objective needs a mask token and there is none, or a ratio is out of range.
         """
 
-    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+    @property
+    def distills(self) -> bool:
+        """Whether the targets are predictions of the model without its low-rank adapters (``backbone.lora``)."""
+        return False
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "batch token hidden"],
+        head: Head,
+        corrupted: CorruptedBatch,
+        teacher: Float[Tensor, "batch token hidden"] | None = None,
+    ) -> LossOutput:
         """Compute the loss from the backbone's outputs.
 
         Args:
@@ -92,6 +103,7 @@ class Objective(ABC):
             head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``; a linear layer for a kernel
                 other than torch's.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
+            teacher: Hidden states whose predictions are the targets instead of the labels.
         """
         sums = chunked_cross_entropy(
             hidden,
@@ -100,6 +112,7 @@ class Objective(ABC):
             corrupted.weights,
             corrupted.terms,
             num_terms=len(corrupted.counts),
+            teacher=teacher,
             chunk_size=self.chunk_size,
             kernel=self.kernel,
         )

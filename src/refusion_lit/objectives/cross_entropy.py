@@ -32,10 +32,13 @@ def chunked_cross_entropy(
     terms: Int[Tensor, "batch token"],
     *,
     num_terms: int,
+    teacher: Float[Tensor, "batch token hidden"] | None = None,
     chunk_size: int | None = None,
     kernel: Kernel = "torch",
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
+
+    With a teacher, sums Kullback-Leibler divergences from its distributions instead.
 
     With gradients and more than one chunk, each chunk's logits are recomputed in the backward pass instead of kept.
 
@@ -46,6 +49,8 @@ def chunked_cross_entropy(
         weights: Weight of each labelled position; other entries have no influence.
         terms: Term of each labelled position, in ``[0, num_terms)``.
         num_terms: Number of sums to return.
+        teacher: Hidden states from which the head computes target distributions, without gradients. Labels then only
+            say which positions count. For the kernel ``torch``.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: as many as keep the chunk's float32
             logits below ``LOGITS_BYTES``.
         kernel: Implementation where gradients are needed; see :func:`~refusion_lit.objectives.liger.check_liger`.
@@ -56,7 +61,8 @@ def chunked_cross_entropy(
     """
     selected = (labels != IGNORE_INDEX).flatten().nonzero().squeeze(1)
     values = hidden.flatten(0, 1)[selected]
-    targets, factors, groups = (tensor.flatten()[selected] for tensor in (labels, weights, terms))
+    factors, groups = (tensor.flatten()[selected] for tensor in (weights, terms))
+    targets = labels.flatten()[selected] if teacher is None else teacher.detach().flatten(0, 1)[selected]
 
     def term_sums(losses: Tensor, groups: Tensor) -> Tensor:
         # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
@@ -67,9 +73,13 @@ def chunked_cross_entropy(
     size = chunk_size or default_chunk_size(values, head)
 
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
-        logits = head(values)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return term_sums(F.cross_entropy(logits, targets, reduction="none") * factors, groups)
+        logits = _at_least_float32(head(values))
+        if teacher is None:
+            return term_sums(F.cross_entropy(logits, targets, reduction="none") * factors, groups)
+        with torch.no_grad():
+            expected = _at_least_float32(head(targets)).log_softmax(-1)
+        divergences = F.kl_div(logits.log_softmax(-1), expected, log_target=True, reduction="none").sum(-1)
+        return term_sums(divergences * factors, groups)
 
     # Splitting an empty tensor gives one empty chunk: the loss then stays attached to the weights, as DDP needs.
     chunks = list(zip(*(tensor.split(size) for tensor in (values, targets, factors, groups)), strict=True))
@@ -77,6 +87,10 @@ def chunked_cross_entropy(
         return torch.stack([chunk_sums(*chunk) for chunk in chunks]).sum(0)
     sums = [checkpoint(chunk_sums, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(sums).sum(0)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def default_chunk_size(values: Tensor, head: Head) -> int:

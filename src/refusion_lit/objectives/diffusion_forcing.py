@@ -13,6 +13,7 @@ from torch import Tensor
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.objectives.masked import all_of
 from refusion_lit.objectives.text_order import extend_to_multiple, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -29,20 +30,23 @@ class DiffusionForcing(Objective):
     included. There is no clean copy, so a sample costs its own length. The term is ``mdm``, the mean over masked tokens
     of the cross-entropy / p.
 
-    Deliberate difference: D2F distils a masked model, whose bidirectional predictions on the same input are the targets
-    of low-rank adapters. Here the targets are the response's tokens, so that a model can be trained from any weights.
+    With ``distill``, as in D2F, the targets are the distributions that the model without its adapters predicts for the
+    same input with bidirectional attention, and the term is the mean Kullback-Leibler divergence / p. Without it they
+    are the response's tokens, so that a model can be trained from any weights.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1; the decoder's may be another one.
         t_min: Smallest mask probability, in (0, 1]; the paper's text has 0.3, the released program 0.2.
         t_max: Largest mask probability, in [t_min, 1].
         shifted: The hidden state at position i - 1 predicts the mask at position i (Dream).
+        distill: Train low-rank adapters (``backbone.lora``) on the predictions of the masked model that they adapt.
     """
 
     block_size: int = 16
     t_min: float = 0.2
     t_max: float = 0.7
     shifted: bool = False
+    distill: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -51,6 +55,13 @@ class DiffusionForcing(Objective):
         fix = "set it in that range"
         require(0 < self.t_min <= 1, "objective.t_min", "a number in (0, 1]", self.t_min, fix)
         require(self.t_min <= self.t_max <= 1, "objective.t_max", f"a number in [{self.t_min}, 1]", self.t_max, fix)
+        only_torch = self.kernel == "torch" or not self.distill
+        require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
+
+    @property
+    def distills(self) -> bool:
+        """With ``distill``."""
+        return self.distill
 
     @property
     def traits(self) -> ModelTraits:
@@ -109,6 +120,7 @@ class DiffusionForcing(Objective):
             visible=torch.where(is_real[..., None], seen, itself)[:, :, None],
             is_masked=is_masked,
             is_real=is_real,
+            teacher_visible=all_of(lengths[:, 0], len(positions)) if self.distill else None,
         )
 
     def _ratios(

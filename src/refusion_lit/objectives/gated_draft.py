@@ -10,12 +10,11 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.base import Objective, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.objectives.cross_entropy import Head, default_chunk_size
+from refusion_lit.objectives.cross_entropy import Head
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
@@ -109,26 +108,19 @@ class GatedDraft(Objective):
             num_drafts=positions.shape[1],
         )
 
-    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+    def loss(
+        self,
+        hidden: Float[Tensor, "batch token hidden"],
+        head: Head,
+        corrupted: CorruptedBatch,
+        teacher: Float[Tensor, "batch token hidden"] | None = None,
+    ) -> LossOutput:
         """Compute the loss; see :meth:`Objective.loss`."""
-        if not self.distill:
-            return super().loss(hidden, head, corrupted)
-        rows, columns = (corrupted.labels != IGNORE_INDEX).nonzero().unbind(1)
-        positions = corrupted.position_ids[rows, columns]
-        # The text's hidden state at a mask's position predicts the same token with all tokens before it in sight.
-        students, teachers = hidden[rows, columns], hidden[rows, positions].detach()
-        weights = corrupted.weights[rows, columns]
-        size = self.chunk_size or default_chunk_size(students, head)
-
-        def divergence(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = head(teacher).float().log_softmax(-1)
-            found = F.kl_div(head(student).float().log_softmax(-1), target, log_target=True, reduction="none").sum(-1)
-            return (found * weight).sum()
-
-        chunks = zip(students.split(size), teachers.split(size), weights.split(size), strict=True)
-        sums = torch.stack([checkpoint(divergence, *chunk, use_reentrant=False) for chunk in chunks]).sum()[None]
-        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+        if self.distill:
+            # The text's hidden state at a mask's position predicts the same token with all tokens before it in sight.
+            places = corrupted.position_ids.clamp(max=hidden.shape[1] - 1)
+            teacher = hidden.detach().take_along_dim(places[..., None], 1)
+        return super().loss(hidden, head, corrupted, teacher)
 
 
 def _two_pass_ranges(

@@ -30,6 +30,7 @@ from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Hybrid, Objective
 from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
@@ -97,6 +98,10 @@ class SlotDiffusionModule(ValidationHooks):
         self._progress = TrainingProgress()
         self._interval: dict[str, float] = {}
         self._searched_at = 0
+        distills = objective.distills and backbone.lora is None
+        require(
+            not distills, "objective.distill", "a model with backbone.lora", "one without", "set backbone.lora.rank"
+        )
         for name, decoder in self._decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
@@ -231,7 +236,11 @@ class SlotDiffusionModule(ValidationHooks):
         hidden = self.model(
             corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts
         )
-        return self.objective.loss(hidden, self.model.head, corrupted)
+        if corrupted.teacher_visible is None:
+            return self.objective.loss(hidden, self.model.head, corrupted)
+        with torch.no_grad(), without_adapters(self.model.model):
+            teacher = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.teacher_visible)
+        return self.objective.loss(hidden, self.model.head, corrupted, teacher)
 
     def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
         """Return a micro-batch's share of its step's loss; log the step's loss after the last one."""
