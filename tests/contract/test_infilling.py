@@ -21,7 +21,9 @@ from decoder_cases import (
 )
 from fakes import EOS, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
+    APD,
     CARD,
+    D2F,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -32,14 +34,15 @@ from refusion_lit.decoding import (
     ReFusion,
     SelfSpeculative,
     SetDiffusion,
+    TokenEditing,
     WeDLM,
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
-KEEPS = {BlockDiffusion, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, WeDLM}
-REFUSES = {Autoregressive, SelfSpeculative, CARD}
+KEEPS = {BlockDiffusion, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, TokenEditing, WeDLM}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
 
 
 @st.composite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,21 +16,32 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 
-def slow_d2f(model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length: int) -> tuple[list[int], int]:
-    """Decode a pipeline of blocks; every forward feeds the whole text and all open blocks."""
+def slow_d2f(
+    model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length: int, known: Sequence[int | None] = ()
+) -> tuple[list[int], int]:
+    """Decode a pipeline of blocks around what is known; every forward feeds the whole text and all open blocks."""
     size, num_forwards, start = decoder.block_size, 0, len(prompt)
+    length += sum(token is not None for token in known)
+    holes_end = start + len(known) if None in known else 0
     first = start if decoder.prompt_is_block else start - start % size
     eos = model.special_tokens.eos_token_ids
-    text: list[int | None] = [*prompt, *[None] * (first + size - start)]
+    whole = [*prompt, *known, *[None] * (size + length)]
+    text: list[int | None] = whole[: first + size]
     goal = start + length
     while True:
-        blocks = [range(stop - size, stop) for stop in range(first + size, len(text) + 1, size)]
-        share = [1.0, *(sum(text[p] is not None for p in block) / size for block in blocks)]
-        num_open = len(blocks) - next((i for i, value in enumerate(share[1:]) if value < 1), len(blocks))
-        has_room = len(text) < goal and (decoder.num_open_blocks is None or num_open < decoder.num_open_blocks)
-        if num_forwards and has_room and share[-1] >= decoder.add_threshold and not set(text[start:]) & set(eos):
-            blocks.append(range(len(text), len(text) + size))
-            text += [None] * size
+        while True:
+            blocks = [range(stop - size, stop) for stop in range(first + size, len(text) + 1, size)]
+            share = [1.0, *(sum(text[p] is not None for p in block) / size for block in blocks)]
+            num_open = len(blocks) - next((i for i, value in enumerate(share[1:]) if value < 1), len(blocks))
+            has_room = len(text) < goal and (decoder.num_open_blocks is None or num_open < decoder.num_open_blocks)
+            has_room = has_room and (num_forwards > 0 or num_open == 0)
+            if not has_room or share[-1] < decoder.add_threshold or set(text[start:]) & set(eos):
+                break
+            text += whole[len(text) : len(text) + size]
+            if None in text[-size:]:
+                blocks.append(range(len(text) - size, len(text)))
+                share.append(sum(token is not None for token in text[-size:]) / size)
+                break
         row = [MASK if token is None else token for token in text]
         number = torch.tensor([-1 if p < first and decoder.prompt_is_block else (p - first) // size
                                for p in range(len(row))])  # fmt: skip
@@ -44,6 +57,7 @@ def slow_d2f(model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length
                 allowed = own.clone()
                 allowed[[t for t in model.special_tokens.banned_token_ids if t < len(own)]] = -torch.inf
                 allowed[model.special_tokens.vocab_size :] = -torch.inf
+                allowed[list(eos) if p < holes_end else []] = -torch.inf
                 token = int(allowed.argmax())
                 found[p] = (float(own.softmax(-1)[token]), token)
             chosen = [p for p in masked if found[p][0] > decoder.threshold]
@@ -87,6 +101,48 @@ def test_the_text_is_that_of_a_loop_without_cache(
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
+
+
+@settings(max_examples=32, deadline=None)
+@given(
+    seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
+    known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),
+    block_size=st.integers(1, 5), add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), length=st.integers(14, 17),
+    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(), prompt_is_block=st.booleans(),
+)  # fmt: skip
+def test_what_is_given_is_part_of_its_block(
+    seed: int,
+    prompt: list[int],
+    known: tuple[int | None, ...],
+    block_size: int,
+    add: float,
+    length: int,
+    num_open_blocks: int | None,
+    shifted: bool,
+    prompt_is_block: bool,
+) -> None:
+    decoder = D2F(
+        block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks, shifted=shifted,
+        prompt_is_block=prompt_is_block, ignore_right_context=True,
+    )  # fmt: skip
+    model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
+    found = Prompt(token_ids=tuple(prompt), id="p", given=known)
+    [row] = decode(model, decoder, [found], SamplingParams(max_new_tokens=length)).rows
+    assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, known)
+
+
+def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> None:
+    decoder = D2F(block_size=4, threshold=0.0)
+    model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
+    prompt = Prompt(token_ids=(5, 6, 7), id="0", given=(3, 4, 3, 4, None, None, 3, 4))
+    row = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=4)).rows[0]
+    # The prompt, the given block and the next one; that one again, which stores it, with the one after it.
+    assert row.forward_shapes == [(1, 11), (1, 8)]
+    inside = Prompt(token_ids=(5, 6), id="0", given=(3, None, 3, 4))
+    assert decoder.refusal(inside) is None
+    reason = D2F(block_size=4, prompt_is_block=False).refusal(inside)
+    assert reason is not None
+    assert "ignore_right_context" in reason
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 1.0])

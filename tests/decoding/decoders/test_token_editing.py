@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,16 +20,23 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 
 def slow_editing(
-    model: LanguageModel, prompt: tuple[int, ...], decoder: TokenEditing, length: int
+    model: LanguageModel,
+    prompt: tuple[int, ...],
+    decoder: TokenEditing,
+    length: int,
+    known: Sequence[int | None] = (),
 ) -> tuple[list[int], int]:
-    """Fill and edit block by block; every forward feeds the whole text."""
+    """Fill and edit block by block, but what is known of the response; every forward feeds the whole text."""
     size, text, num_forwards = decoder.block_size, list(prompt), 0
-    special = model.special_tokens
+    special, length = model.special_tokens, length + sum(token is not None for token in known)
+    holes_end = len(known) if None in known else 0
     while True:
-        first = len(text)
-        block: list[int | None] = [None] * (size - first % size)
+        first, start = len(text), len(text) - len(prompt)
+        left = size - first % size
+        block: list[int | None] = [*known[start:], *[None] * left][:left]
+        fixed = [token is not None for token in block]
         num_post = 0
-        while num_post < decoder.max_post_forwards:
+        while not all(fixed) and num_post < decoder.max_post_forwards:
             row = [*text, *(MASK if token is None else token for token in block)]
             number = torch.arange(len(row)) // size
             sees = (number[:, None] >= number)[None]
@@ -38,6 +46,7 @@ def slow_editing(
             allowed = logits.clone()
             allowed[:, [t for t in special.banned_token_ids if t < logits.shape[1]]] = -torch.inf
             allowed[:, special.vocab_size :] = -torch.inf
+            allowed[: max(holes_end - start, 0), list(special.eos_token_ids)] = -torch.inf
             best = allowed.argmax(-1).tolist()
             sure = [float(p[token]) for p, token in zip(logits.softmax(-1), best, strict=True)]
             masked = [i for i, token in enumerate(block) if token is None]
@@ -46,7 +55,7 @@ def slow_editing(
                 filled = sorted(masked, key=lambda i: (-sure[i], i))[: decoder.num_per_forward]
             edited = [
                 i for i, token in enumerate(block)
-                if token not in (None, best[i]) and sure[i] > decoder.edit_threshold
+                if token not in (None, best[i]) and sure[i] > decoder.edit_threshold and not fixed[i]
             ]  # fmt: skip
             for i in [*filled, *edited]:
                 block[i] = best[i]
@@ -87,6 +96,25 @@ def test_the_text_is_that_of_a_loop_without_cache(
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_editing(slow, prompt.token_ids, decoder, length)
+
+
+@settings(max_examples=24, deadline=None)
+@given(
+    seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
+    known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),
+    block_size=st.integers(1, 5), threshold=st.sampled_from([0.0, 0.1, 0.3]), length=st.integers(14, 17),
+)  # fmt: skip
+def test_what_is_given_is_read_and_never_replaced(
+    seed: int, prompt: list[int], known: tuple[int | None, ...], block_size: int, threshold: float, length: int
+) -> None:
+    decoder = TokenEditing(
+        block_size=block_size, mask_threshold=0.3, edit_threshold=threshold, max_post_forwards=3,
+        ignore_right_context=True,
+    )  # fmt: skip
+    model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
+    found = Prompt(token_ids=tuple(prompt), id="p", given=known)
+    [row] = decode(model, decoder, [found], SamplingParams(max_new_tokens=length)).rows
+    assert (row.token_ids, row.num_forwards) == slow_editing(slow, tuple(prompt), decoder, length, known)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
@@ -140,6 +168,17 @@ def test_a_token_is_replaced_once_its_neighbour_is_known(cycles: bool, expected:
     prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p"), SamplingParams(max_new_tokens=4)
     [row] = decode(Regrets(cycles=cycles), decoder, [prompt], sampling).rows
     assert (row.token_ids, row.num_forwards) == (expected, num_forwards)
+
+
+def test_a_given_token_stays_though_the_model_wants_another() -> None:
+    decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5)
+    prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p", given=(7, None, 7)), SamplingParams(max_new_tokens=2)
+    model = Regrets(cycles=False)  # wants 6 at place 0 and 5 at place 2, with certainty
+    [row] = decode(model, decoder, [prompt], sampling).rows
+    # One forward fills both masks, the second replaces nothing.
+    assert (row.token_ids, row.num_forwards) == ([7, 5, 7, 5], 2)
+    assert decoder.refusal(replace(prompt, given=(None, 7, None, 7))) is None
+    assert "ignore_right_context" in str(decoder.refusal(replace(prompt, given=(None, 7, 7, 7, 7))))
 
 
 def test_a_model_that_never_saw_wrong_tokens_is_refused() -> None:

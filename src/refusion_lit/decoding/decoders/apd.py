@@ -66,6 +66,10 @@ class APD(Decoder):
         """Return bidirectional attention, shifted predictions if ``shifted``, and a verifier."""
         return replace(self.requires, predictions=("mask_shifted", "verifier")) if self.shifted else self.requires
 
+    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
+        """Refuse given tokens: text is accepted from the left, by a verifier that sees nothing on the right."""
+        return "it writes from left to right, and its verifier sees no text on the right of a token"
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> VerifiedState:
         """Create a canvas of ``max_new_tokens``."""
         return VerifiedState.blank(prompt, sampling, special_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState
+from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
 from refusion_lit.decoding.decoders.llada import step_quota
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
@@ -129,16 +129,7 @@ class BlockDiffusion(Decoder):
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        if self.ignore_right_context or not prompt.num_holes:
-            return None
-        start, size = len(prompt.token_ids), self.block_size
-        hole, last = ((start + place) // size for place in (prompt.given.index(None), prompt.given_length - 1))
-        if hole == last:
-            return None
-        return (
-            f"its model sees only blocks of {size} tokens and what is before them, and text is given in a block after "
-            "that of a hole (set ignore_right_context: true to fill that hole without it)"
-        )
+        return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""

@@ -1,10 +1,11 @@
-"""What is known about a prompt that is decoded in blocks over a cache of clean ones."""
+"""What decoders in blocks over a cache of clean ones know of a prompt, and which given tokens their model sees."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from refusion_lit.decoding.base import RowState
+from refusion_lit.types import Prompt
 
 
 @dataclass(kw_only=True)
@@ -27,3 +28,23 @@ class BlockState(RowState):
     def masked(self, start: int, stop: int) -> list[int]:
         """Return the masked positions from ``start`` to ``stop``."""
         return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
+
+
+def right_context_refusal(prompt: Prompt, block_size: int, *, from_response: bool = False) -> str | None:
+    """Return why a block-causal model does not see all given tokens when it fills holes; ``None`` if it does.
+
+    Args:
+        prompt: The prompt.
+        block_size: Tokens per block.
+        from_response: Blocks are counted from the response's start; otherwise from position 0.
+    """
+    if not prompt.num_holes:
+        return None
+    start = 0 if from_response else len(prompt.token_ids)
+    first, last = ((start + place) // block_size for place in (prompt.given.index(None), prompt.given_length - 1))
+    if first == last:
+        return None
+    return (
+        f"its model sees only blocks of {block_size} tokens and what is before them, and text is given in a block "
+        "after that of a hole (set ignore_right_context: true to fill that hole without it)"
+    )

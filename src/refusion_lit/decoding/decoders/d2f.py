@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState
+from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
@@ -24,7 +24,7 @@ class PipelineState(BlockState):
     blocks: list[range]
 
     def share(self, number: int) -> float:
-        """Return the share of a block's tokens that are known; 1 for the text before the first block."""
+        """Return the share of a block's tokens that are known, given ones too; 1 for the text before the blocks."""
         if number < 0:
             return 1.0
         block = self.blocks[number]
@@ -43,9 +43,10 @@ class D2F(Decoder):
     A forward feeds the complete blocks that are not cached yet and all open ones. Attention is block-causal: a block
     sees itself and all blocks before it, masks included. In each block it commits all masks more probable than
     ``threshold``. A block in which there are none commits its most probable one if it is *fully activated*: if a share
-    of ``activate_threshold`` of the block before it is known. At most one block is opened before each forward. The keys
-    and values of complete blocks after complete ones stay in the cache and are exact; they are stored by the next
-    forward. With ``num_open_blocks: 1`` and ``prompt_is_block: false`` it is :class:`BlockDiffusion`, if not shifted.
+    of ``activate_threshold`` of the block before it is known. At most one block with masks is opened before each
+    forward; blocks whose tokens are all given take no forward of their own. The keys and values of complete blocks
+    after complete ones stay in the cache and are exact; they are stored by the next forward. If not shifted, it is
+    :class:`BlockDiffusion` with ``num_open_blocks: 1`` and ``prompt_is_block: false``.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
     the defaults. Deliberate differences: no block is opened after any committed end of sequence, not only after one in
@@ -64,6 +65,8 @@ class D2F(Decoder):
         prompt_is_block: The prompt is one block, and blocks are counted from the response on, as D2F is trained.
             ``False``: from position 0, prompt included, for models of :class:`~refusion_lit.objectives.BlockMasked`,
             which never saw masks in an earlier block.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them while it fills that one: what it writes there need not go with them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -77,6 +80,7 @@ class D2F(Decoder):
     num_open_blocks: int | None = None
     shifted: bool = False
     prompt_is_block: bool = True
+    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -92,16 +96,23 @@ class D2F(Decoder):
         needs = replace(self.requires, block_size=size, prompt_is_block=self.prompt_is_block)
         return replace(needs, predictions=("mask_shifted",)) if self.shifted else needs
 
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context:
+            return None
+        return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block)
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole common blocks but the prompt's last one; nothing of a prompt that is one block."""
         size = self.block_size
         return 0 if self.prompt_is_block else max(min(num_common // size, prompt_length // size - 1), 0) * size
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
-        """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
         start = num_known if self.prompt_is_block else num_known // size * size
-        length = start + -(-(num_known + sampling.max_new_tokens - start) // size) * size - num_known
+        end = num_known + max_length(prompt, sampling, special_tokens)
+        length = start + -(-(end - start) // size) * size - num_known
         return PipelineState.blank(prompt, sampling, special_tokens, length, blocks=[range(start, start + size)])
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
@@ -122,15 +133,22 @@ class D2F(Decoder):
         state.finished = state.prefix_ends
 
     def _open(self, state: PipelineState) -> None:
-        """Open the next block, if the last one is known well enough and the response goes on."""
-        last, end = len(state.blocks) - 1, state.prompt_length + len(state.tokens)
-        num_open = len(state.blocks) - state.first_open
-        is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
-        # Nothing is known of the first block before the first forward, whatever the threshold.
-        is_due = state.num_forwards > 0 and state.share(last) >= self.add_threshold and state.blocks[last].stop < end
-        if is_due and not is_full and state.first_eos([state.tokens[place] for place in state.committed]) is None:
-            start = state.blocks[last].stop
+        """Open the next block with masks, and the given ones before it, as far as :meth:`_is_due` allows."""
+        while self._is_due(state):
+            start = state.blocks[-1].stop
             state.blocks.append(range(start, start + self.block_size))
+            if state.share(len(state.blocks) - 1) < 1:
+                return
+
+    def _is_due(self, state: PipelineState) -> bool:
+        """Whether the last block is known well enough to open the next one, and the response goes on."""
+        num_open, last = len(state.blocks) - state.first_open, len(state.blocks) - 1
+        if state.num_forwards == 0 and num_open > 0:
+            return False  # the first forward has one block with masks, whatever the threshold
+        is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
+        is_last = state.blocks[last].stop >= state.prompt_length + len(state.tokens)
+        ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
+        return state.share(last) >= self.add_threshold and not (is_full or is_last or ends)
 
     def _branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to that of the last block; each block sees those before it."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState
+from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
@@ -28,12 +28,12 @@ class EditingState(BlockState):
 class TokenEditing(Decoder):
     """Decodes block by block; each forward fills masks and replaces tokens of the block that the model disagrees with.
 
-    A forward reads every place of the block that is no prompt. It fills the masks more probable than
-    ``mask_threshold``, at least ``num_per_forward`` of them, and replaces visible tokens where another one is more
-    probable than ``edit_threshold``. Both follow from the same forward. Once a block has no masks, forwards go on until
-    one replaces nothing, at most ``max_post_forwards`` of them. Then the block is committed as a whole and never
-    changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt included;
-    attention is block-causal, and the cache of complete blocks is exact.
+    A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
+    masks more probable than ``mask_threshold``, at least ``num_per_forward`` of them, and replaces visible tokens where
+    another one is more probable than ``edit_threshold``. Both follow from the same forward. Once a block has no masks,
+    forwards go on until one replaces nothing, at most ``max_post_forwards`` of them. Then the block is committed as a
+    whole and never changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt
+    included; attention is block-causal, and the cache of complete blocks is exact.
 
     Source: LLaDA2.1 (arXiv 2602.08676) and the generation routine of its model card, whose thresholds are the defaults.
     Deliberate differences: the forward that caches a block is the first one of the next block, which saves one forward
@@ -48,6 +48,8 @@ class TokenEditing(Decoder):
         num_per_forward: Masks that a forward fills at least (``num_to_transfer``), at least 1.
         max_post_forwards: Maximum number of forwards of a block without masks (``max_post_steps``), at least 1. Bounds
             edits that undo each other.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them while it fills that one: what it writes there need not go with them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -59,6 +61,7 @@ class TokenEditing(Decoder):
     edit_threshold: float = 0.9
     num_per_forward: int = 1
     max_post_forwards: int = 16
+    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -71,15 +74,19 @@ class TokenEditing(Decoder):
         """Return block-causal attention with this block size, and predictions of visible tokens."""
         return replace(self.requires, block_size=self.block_size)
 
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
+
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
         size = self.block_size
         return max(min(num_common // size, prompt_length // size - 1), 0) * size
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> EditingState:
-        """Create a canvas of ``max_new_tokens``, extended to the end of its last block."""
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
-        length = -(-(num_known + sampling.max_new_tokens) // size) * size - num_known
+        length = -(-(num_known + max_length(prompt, sampling, special_tokens)) // size) * size - num_known
         return EditingState.blank(prompt, sampling, special_tokens, length)
 
     def step(self, state: EditingState) -> Steps[None]:  # type: ignore[override]
@@ -87,12 +94,13 @@ class TokenEditing(Decoder):
         state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         start = first // self.block_size * self.block_size
-        tokens: list[int | None] = [None] * (start + self.block_size - first)
+        positions = state.masked(first, start + self.block_size)
+        tokens: list[int | None] = [None] * len(positions)
         num_post = 0
         while num_post < self.max_post_forwards:
             is_post = None not in tokens
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
-            branch = self._branch(state, first, tokens)
+            branch = self._branch(state, positions, tokens)
             reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
             state.context_length = start
             edited = self._edited(tokens, reading.tokens, reading.probabilities)
@@ -104,7 +112,7 @@ class TokenEditing(Decoder):
             if is_post and not edited:
                 break
         final = [token for token in tokens if token is not None]
-        state.commit(range(first - state.prompt_length, first - state.prompt_length + len(final)), final)
+        state.commit([position - state.prompt_length for position in positions], final)
         state.finished = state.prefix_ends
 
     def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
@@ -122,14 +130,18 @@ class TokenEditing(Decoder):
             if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
         ]  # fmt: skip
 
-    def _branch(self, state: EditingState, first: int, tokens: Sequence[int | None]) -> Branch:
+    def _branch(self, state: EditingState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
-        start, stop, mask = state.context_length, first + len(tokens), state.mask_token_id
+        start, stop = state.context_length, (masked[0] // self.block_size + 1) * self.block_size
+        text = state.text(start, stop)
+        for position, token in zip(masked, tokens, strict=True):
+            if token is not None:
+                text[position - start] = token
         return Branch(
-            tokens=[*state.text(start, first), *(mask if token is None else token for token in tokens)],
+            tokens=text,
             positions=range(start, stop),
             order=[position // self.block_size for position in range(start, stop)],
             visible=((0, start),),
             write_at=start,
-            draft_at=range(first - start, stop - start),
+            draft_at=[position - start for position in masked],
         )
