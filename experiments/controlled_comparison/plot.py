@@ -27,6 +27,7 @@ STYLES = {
     "diffusion_forcing": ("#0891b2", "X"),
     "staggered": ("#65a30d", "<"),
     "editable": ("#a16207", ">"),
+    "sdar": ("#0f172a", "d"),
 }
 
 

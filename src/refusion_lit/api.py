@@ -31,20 +31,15 @@ class TextModel:
         backbone: The model.
         tokenizer: Its tokenizer.
         prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
-        verifier: An autoregressive model with the same tokenizer, for :class:`~refusion_lit.decoding.APD`.
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_template: str = "{query}",
-        verifier: Backbone | None = None,
+        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_template: str = "{query}"
     ) -> None:
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.prompt_template = prompt_template
-        self.verifier = verifier
+        self.verifier: Backbone | None = None
 
     @property
     def default_decoder(self) -> Decoder:
@@ -58,6 +53,18 @@ class TextModel:
         if self.verifier is not None:
             self.verifier.to(device)
         return self
+
+    def pair_with(self, other: TextModel) -> None:
+        """Take an autoregressive model as the verifier of :class:`~refusion_lit.decoding.APD`.
+
+        Raises:
+            ValueError: If it has another tokenizer.
+        """
+        own, given = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
+        expected, got = "a model with the same tokenizer", f"one with another id for {differing!r}"
+        require(differing is None, "verifier", expected, got, "load another one")
+        self.verifier = other.backbone
 
     def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
@@ -100,15 +107,9 @@ class TextModel:
         require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
         was_training = self.backbone.training
         self.backbone.eval()
-        model: LanguageModel = self.backbone
-        if "verifier" in decoder.requirements().predictions:
-            expected, fix = "a second model for this decoder", "load one with --verifier, or load(..., verifier=...)"
-            require(self.verifier is not None, "verifier", expected, None, fix)
-            assert self.verifier is not None
-            model = PairedModel(self.backbone, self.verifier)
         try:
             return decode(
-                model,
+                self.model_for(decoder),
                 decoder,
                 prompts,
                 sampling,
@@ -118,6 +119,19 @@ class TextModel:
             )
         finally:
             self.backbone.train(was_training)
+
+    def model_for(self, decoder: Decoder) -> LanguageModel:
+        """Return the backbone, or for decoders that need two models the pair of it and the verifier.
+
+        Raises:
+            ValueError: If such a decoder's verifier is missing.
+        """
+        if "verifier" not in decoder.requirements().predictions:
+            return self.backbone
+        fix = "load one with --verifier, model.decoding.verifier, or load(..., verifier=...)"
+        require(self.verifier is not None, "verifier", "a second model for this decoder", None, fix)
+        assert self.verifier is not None
+        return PairedModel(self.backbone, self.verifier)
 
     def piece(self, token_id: int) -> str:
         """Return the text of a single token, special ones by name."""
@@ -152,11 +166,9 @@ class TextModel:
         ids = tuple(self.encode(query) if token_ids is None else token_ids)
         decoder = decoder or self.default_decoder.fitted(sampling)
         row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
-        slot_size = getattr(decoder, "slot_size", None) or 1
-        name = type(decoder).__name__
-        return row, trace_of(
-            row, prompt=query, prompt_length=len(ids), decoder=name, slot_size=slot_size, piece=self.piece
-        )
+        name, slot_size = type(decoder).__name__, getattr(decoder, "slot_size", None) or 1
+        shown = {"prompt": query, "prompt_length": len(ids), "decoder": name, "slot_size": slot_size}
+        return row, trace_of(row, **shown, piece=self.piece)
 
     def generate(
         self,
@@ -284,10 +296,5 @@ def load(
             ) from error
     model = TextModel(backbone.eval(), tokenizer, template)
     if verifier is not None:
-        other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        own, given = tokenizer.get_vocab(), other.tokenizer.get_vocab()
-        differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
-        expected = f"a model with the tokenizer of {source}"
-        require(differing is None, "verifier", expected, f"one with another id for {differing!r}", "load another one")
-        model.verifier = other.backbone
+        model.pair_with(load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
     return model

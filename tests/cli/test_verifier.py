@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import APD, decode
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.paired import PairedModel
+from refusion_lit.tasks import Additions
 from refusion_lit.types import Prompt, SamplingParams
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
@@ -51,5 +54,44 @@ def test_a_verifier_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     first, second = [token for token in vocab if token.isdigit()][:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="verifier: expected a model with the tokenizer"):
+    with pytest.raises(ValueError, match="verifier: expected a model with the same tokenizer"):
         refusion_lit.load(ADDITIONS, verifier=other)
+
+
+def test_test_takes_a_verifier_and_resumes_with_the_same_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model": {
+            "backbone": {"source": str(ADDITIONS), "attention": "bidirectional"},
+            "decoders": {"apd": {"class_path": "APD"}},
+            "sampling": {"max_new_tokens": 12},
+        },
+        "data": {
+            "task": {"class_path": "Additions", "init_args": {"num_train": 4, "num_validation": 4, "num_test": 3}},
+            "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"source": str(ADDITIONS)}},
+        },
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(config))
+    command = ["test", "--config", str(tmp_path / "test.yaml"), "--runs_dir", str(tmp_path), "--run_version", "one"]
+    assert main(command) == 2
+    assert "model.decoding.verifier: expected a second model for apd" in capsys.readouterr().err
+    command += ["--trainer.accelerator=cpu", "--model.decoding.verifier"]
+    assert main([*command, str(ADDITIONS)]) == 0
+    [directory] = tmp_path.glob("*/one")
+    lines = [json.loads(line) for line in (directory / "predictions_apd.jsonl").read_text().splitlines()]
+
+    masked = refusion_lit.load(
+        ADDITIONS, overrides=BackboneConfig(source=str(ADDITIONS), attention="bidirectional"), verifier=ADDITIONS
+    )
+    examples = Additions(num_train=4, num_validation=4, num_test=3).examples("test")
+    rows = masked.generate([e.query for e in examples], ids=[e.id for e in examples], decoder=APD(), max_new_tokens=12)
+    assert {line["id"]: line["num_forwards"] for line in lines} == {row.id: row.num_forwards for row in rows}
+    assert {line["id"]: line["response"] for line in lines} == {row.id: row.text for row in rows}
+
+    other = tmp_path / "other"
+    shutil.copytree(ADDITIONS, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, other / "model.safetensors")
+    assert main([*command, str(other), "--resume", "true"]) == 2
+    assert "verifier" in capsys.readouterr().err

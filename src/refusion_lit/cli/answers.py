@@ -112,7 +112,7 @@ def _writer(
     from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 
     fingerprint = predictions_fingerprint(
-        model.backbone, options.decoder, sampling, contents.items(), record_forwards=options.record_forwards
+        model, options.decoder, sampling, contents.items(), record_forwards=options.record_forwards
     )
     file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
     pending = _Pending(file)

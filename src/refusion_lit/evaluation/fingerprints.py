@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder
-from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.fingerprint import Fingerprint, prompts_fingerprint
 
 
 def predictions_fingerprint(
-    backbone: Backbone,
+    model: TextModel,
     decoder: Decoder,
     sampling: SamplingParams,
     prompts: Iterable[tuple[str, object]],
@@ -24,17 +24,20 @@ def predictions_fingerprint(
     """Return what a decoder's predictions depend on.
 
     Args:
-        backbone: The model.
+        model: The model.
         decoder: The decoder.
         sampling: How much to generate and how tokens are drawn.
         prompts: Id and content of each prompt.
         record_forwards: Whether predictions hold the shapes of forwards.
     """
+    backbone = model.backbone
+    verifier = model.verifier if "verifier" in decoder.requirements().predictions else None
     return {
         "prompts": prompts_fingerprint(prompts),
         "decoder": described(decoder),
         "sampling": asdict(sampling),
         "weights": weights_digest(backbone),
+        **({} if verifier is None else {"verifier": weights_digest(verifier)}),
         "dtype": str(next(backbone.parameters()).dtype).removeprefix("torch."),
         "traits": backbone.traits.to_dict(),
         "record_forwards": record_forwards,

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel
+from refusion_lit.api import TextModel, load
 from refusion_lit.data.evaluation import collate_prompts
 from refusion_lit.decoding import Decoder, check_model, check_prompts
 from refusion_lit.evaluation.fingerprints import described
@@ -46,6 +46,7 @@ class EvaluationHooks(L.LightningModule):
         self.results: dict[str, dict[str, float]] = {}
         self.mismatches: dict[str, list[str]] = {}
         self._evaluation: Evaluation | None = None
+        self._verifiers: list[TextModel] = []  # in a list, so that its weights are not taken for this module's
 
     @property
     def decoders(self) -> dict[str, Decoder]:
@@ -61,13 +62,23 @@ class EvaluationHooks(L.LightningModule):
         """Return the model with the Python interface for generation."""
         self.configure_model()
         assert self.tokenizer is not None
-        return TextModel(self.model, self.tokenizer, self.prompt_template)
+        model = TextModel(self.model, self.tokenizer, self.prompt_template)
+        if self._verifiers:
+            model.pair_with(self._verifiers[0])
+        return model
+
+    def _load_verifier(self) -> None:
+        """Load the second model that decoders such as APD need, on the first one's device."""
+        if self.decoding.verifier is not None and not self._verifiers:
+            self._verifiers.append(load(self.decoding.verifier, device=self.model.device))
 
     def on_test_start(self) -> None:
         """Check every decoder against the model before any work, and open the predictions files."""
-        allow = self.decoding.allow_mismatch
+        self._load_verifier()
+        model, allow = self.text_model(), self.decoding.allow_mismatch
         self.mismatches = {
-            name: check_model(self.model, decoder, allow_mismatch=allow) for name, decoder in self.decoders.items()
+            name: check_model(model.model_for(decoder), decoder, allow_mismatch=allow)
+            for name, decoder in self.decoders.items()
         }
         self._evaluation = self._start(self.decoders, "predictions_{}.jsonl", counted=True)
 
@@ -95,6 +106,7 @@ class EvaluationHooks(L.LightningModule):
             "max_tokens_per_forward": self.decoding.max_tokens_per_forward,
             "max_cache_tokens": self.decoding.max_cache_tokens,
             "share_prefixes": self.decoding.share_prefixes,
+            "verifier": self.decoding.verifier,
             "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
             "forward_costs": self.model.forward_costs,
             "fingerprints": self._running.fingerprints,
@@ -104,8 +116,9 @@ class EvaluationHooks(L.LightningModule):
 
     def on_predict_start(self) -> None:
         """Check the decoder and open the predictions file."""
+        self._load_verifier()
         name, decoder = next(iter(self.decoders.items()))
-        check_model(self.model, decoder, allow_mismatch=self.decoding.allow_mismatch)
+        check_model(self.text_model().model_for(decoder), decoder, allow_mismatch=self.decoding.allow_mismatch)
         self._evaluation = self._start({name: decoder}, "predictions.jsonl", counted=False)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
@@ -124,6 +137,7 @@ class EvaluationHooks(L.LightningModule):
 
     def decoding_setup(self) -> DecodingSetup:
         """Return what decodes prompts in test, prediction and logged samples."""
+        self._load_verifier()
         return DecodingSetup(model=self.text_model(), sampling=self.sampling, options=self.decoding)
 
     def _start(self, decoders: Mapping[str, Decoder], file_name: str, *, counted: bool) -> Evaluation:
@@ -136,8 +150,9 @@ class EvaluationHooks(L.LightningModule):
             for prompt in prompts
         }
         encoded = collate_prompts(prompts).prompts
+        model = self.text_model()
         for decoder in decoders.values():
-            check_prompts(self.model, decoder, encoded, self.sampling, self.decoding.max_cache_tokens)
+            check_prompts(model.model_for(decoder), decoder, encoded, self.sampling, self.decoding.max_cache_tokens)
         return Evaluation(
             self.decoding_setup(),
             decoders,

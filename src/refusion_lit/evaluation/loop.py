@@ -61,8 +61,7 @@ class DecodingSetup:
     def fingerprint(self, decoder: Decoder, prompts: Iterable[tuple[str, object]]) -> Fingerprint:
         """Return what a decoder's predictions of prompts, given with their ids, depend on."""
         record_forwards = self.options.record_forwards
-        backbone = self.model.backbone
-        return predictions_fingerprint(backbone, decoder, self.sampling, prompts, record_forwards=record_forwards)
+        return predictions_fingerprint(self.model, decoder, self.sampling, prompts, record_forwards=record_forwards)
 
 
 class DecoderRun:

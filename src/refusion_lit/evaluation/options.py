@@ -21,6 +21,7 @@ class DecodingOptions:
         share_prefixes: Compute what prompts of a batch have in common at their beginning once. Changes no token.
         allow_mismatch: Run decoders that the model was not trained for; tables mark them.
         record_forwards: Add ``forward_shapes`` to predictions.
+        verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
         num_logged_samples: Number of validation samples that are decoded and logged as text after each validation.
     """
 
@@ -30,6 +31,7 @@ class DecodingOptions:
     share_prefixes: bool = True
     allow_mismatch: bool = False
     record_forwards: bool = False
+    verifier: str | None = None
     num_logged_samples: int = 4
 
     def __post_init__(self) -> None:

@@ -105,6 +105,9 @@ class SlotDiffusionModule(ValidationHooks):
         for name, decoder in self._decoders.items():
             check_decoder_name(name)
             decoder.check(sampling)
+            is_missing = decoding.verifier is None and "verifier" in decoder.requirements().predictions
+            fix = "name an autoregressive model with the same tokenizer"
+            require(not is_missing, "model.decoding.verifier", f"a second model for {name}", None, fix)
 
     # --- model -----------------------------------------------------------------------------------------------
 
