@@ -39,8 +39,9 @@ class Variant:
 
     @property
     def slot_size(self) -> int:
-        """Slot size to decode with."""
-        return min(8, max(self.options.get("model.objective.init_args.slot_sizes", [8])))
+        """Slot size to decode with: 1 if it was trained, else the largest one up to 8."""
+        sizes = self.options.get("model.objective.init_args.slot_sizes", [8])
+        return 1 if 1 in sizes else min(8, max(sizes))
 
 
 def hybrid(sizes: list[int], budget: float = 1.0, **more: Any) -> Variant:
@@ -54,6 +55,7 @@ VARIANTS = {
     "hybrid, slots of 4": hybrid([4]),
     "hybrid, slots of 2": hybrid([2]),
     "hybrid, slots of 1": hybrid([1]),
+    "hybrid, slots of 1, 2, 4 and 8": hybrid([1, 2, 4, 8]),
     "hybrid, slots of 1, no next-token loss": hybrid([1], ar_weight=0.0),
     "hybrid, slots of 1, 6 layers": Variant("Hybrid", 1.0, {**hybrid([1]).options, LAYERS: 6}),
     "hybrid, slots of 1, 3 times the positions": hybrid([1], 3.0),
@@ -102,19 +104,31 @@ def train(name: str, variant: Variant, work: Path, scale: float) -> Path:
 
 
 def decoders_of(variant: Variant) -> dict[str, Decoder]:
-    """Return the decoders that fit a variant: one token or slot at a time, and all that are certain."""
+    """Return the decoders that fit a variant: one token or slot at a time, and all above 0.9 or 0.99."""
     if variant.objective == "Masked":
-        return {"one at a time": LLaDA(steps=LENGTH), "certain": FastDLLM(block_length=None, threshold=0.9)}
+        return {
+            "one at a time": LLaDA(steps=LENGTH),
+            "certain": FastDLLM(block_length=None, threshold=0.9),
+            "almost sure": FastDLLM(block_length=None, threshold=0.99),
+        }
     if variant.objective == "BlockMasked":
         from refusion_lit.decoding import BlockDiffusion
 
-        return {"certain": BlockDiffusion(block_size=64, threshold=0.9)}
+        return {
+            "one at a time": BlockDiffusion(block_size=64, threshold=1.0),
+            "certain": BlockDiffusion(block_size=64, threshold=0.9),
+            "almost sure": BlockDiffusion(block_size=64, threshold=0.99),
+        }
     slots: dict[str, Any] = {"slot_size": variant.slot_size, "num_serial_blocks": 1, "forward_cost": 32}
+    sizes = variant.options["model.objective.init_args.slot_sizes"]
+    larger = {"slots of 8": ReFusion(**{**slots, "slot_size": 8})} if {1, 8} <= set(sizes) else {}
     return {
         "one at a time": ReFusion(**slots, selection="top_k", k=1),
         "left to right": ReFusion(**slots, selection="sequential"),
         "random order": ReFusion(**slots, selection="random"),
         "certain": ReFusion(**slots),
+        "almost sure": ReFusion(**slots, slot_threshold=0.99, token_threshold=0.99),
+        **larger,
     }
 
 

@@ -1,0 +1,55 @@
+"""Draws results.json: the scores of each variant; and writes them to table.md.
+
+usage: python experiments/latin_study/plot.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+DECODERS = {
+    "one at a time": "#00796b",
+    "almost sure": "#ca8a04",
+    "certain": "#c2410c",
+    "left to right": "#1d4ed8",
+    "random order": "#a3a3a3",
+    "slots of 8": "#9333ea",
+}
+
+
+def main() -> None:
+    """Write scores.png and table.md."""
+    results = json.loads((HERE / "results.json").read_text())["results"]
+    names = list(results)
+    lines = [
+        f"| training | {' | '.join(DECODERS)} | tokens/forward, almost sure |",
+        "| --- |" + " --: |" * (len(DECODERS) + 1),
+    ]
+    figure, axis = plt.subplots(figsize=(9, 0.42 * len(names) + 1.2))
+    for row, name in enumerate(names):
+        found = results[name]
+        scores = [f"{found[decoder]['score']:.2f}" if decoder in found else "" for decoder in DECODERS]
+        lines.append(f"| {name} | {' | '.join(scores)} | {found['almost sure']['tokens_per_forward']:.2f} |")
+        for decoder, colour in DECODERS.items():
+            if decoder in found:
+                axis.plot(found[decoder]["score"], row, "o", color=colour, label=decoder if row == 0 else None)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlim(-0.02, 1.02)
+    axis.set_xlabel("Latin squares completed, of 200")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(HERE / "scores.png", dpi=110)
+    (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
