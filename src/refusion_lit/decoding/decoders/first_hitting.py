@@ -84,7 +84,7 @@ class FirstHitting(Decoder):
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
         """Yield the sizes of the groups of the diffusion phase."""
-        num_steps = -(-num_masks // 4) if self.num_steps is None else self.num_steps
+        num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
         if self.schedule == "even":
             size, num_larger = divmod(int(num_masks * self.diffusion_share), num_steps)
             yield from (size + (step < num_larger) for step in range(num_steps) if size + (step < num_larger))
