@@ -9,12 +9,16 @@ from torch import Tensor
 from decoder_cases import traits_for
 from fakes import EOS, MASK, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
+    D2F,
     BlockDiffusion,
     Decoder,
     FastDLLM,
+    FirstHitting,
     Generation,
     LLaDA,
     ReFusion,
+    SlotSearch,
+    TokenEditing,
     WeDLM,
     decode,
 )
@@ -143,9 +147,10 @@ def test_wedlm_sees_given_tokens_within_its_window() -> None:
 
 @pytest.mark.parametrize(
     "decoder",
-    [ReFusion(slot_size=3), LLaDA(), FastDLLM(), WeDLM(), BlockDiffusion(ignore_right_context=True)],
+    [ReFusion(slot_size=3), SlotSearch(slot_size=3), LLaDA(), FastDLLM(), WeDLM(), D2F(), TokenEditing(),
+     BlockDiffusion(ignore_right_context=True)],
     ids=lambda decoder: type(decoder).__name__,
-)
+)  # fmt: skip
 def test_a_model_that_always_wants_to_end_fills_holes_and_ends_behind_them(decoder: Decoder) -> None:
     model = HashModel(3, end_bias=500.0, traits=traits_for(decoder))
     prompts = [Prompt(token_ids=PROMPT, id="p", given=(None, None, 7, None, 9)), Prompt(token_ids=PROMPT, id="q")]
@@ -156,8 +161,19 @@ def test_a_model_that_always_wants_to_end_fills_holes_and_ends_behind_them(decod
     assert (first.num_tokens, first.num_given) == (4, 2)
 
 
-def test_everything_given_takes_no_forward() -> None:
-    row, model = run(ReFusion(), "abc.")
+def test_a_decoder_that_does_not_say_that_it_can_refuses() -> None:
+    class Newcomer(LLaDA):
+        refusal = Decoder.refusal  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"Newcomer does not override Decoder\.refusal"):
+        run(Newcomer(), "a_a")
+    row, _ = run(Newcomer(), "__")
+    assert row.num_tokens == 16
+
+
+@pytest.mark.parametrize("cls", [D2F, FirstHitting, LLaDA, ReFusion, SlotSearch, TokenEditing])
+def test_everything_given_takes_no_forward(cls: type[Decoder]) -> None:
+    row, model = run(cls(), "abc.")
     assert (row.num_forwards, row.num_tokens, row.finish_reason) == (0, 0, "eos")
     assert not model.calls
 

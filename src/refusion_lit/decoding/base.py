@@ -215,10 +215,11 @@ class Decoder(ABC):
     def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
         """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
 
-        A decoder that can takes ``is_masked`` of a new state as it is, and commits only what is masked. The engine
+        Decoders that do not override it refuse all templates. One that can keep given tokens creates a canvas of
+        :func:`max_length`, takes ``is_masked`` of the new state as it is, and commits only what is masked. The engine
         draws no end of sequence in a hole.
         """
-        return "it has no rule for tokens that are given in the response"
+        return f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return how many leading prompt tokens may be taken from the cache of another prompt.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from math import exp, fsum, log, sqrt
@@ -21,12 +21,16 @@ from refusion_lit.types import Prompt, SamplingParams
 
 @dataclass
 class SlowText:
-    """Slots decoded in an order, each with a forward over everything for every token."""
+    """Slots decoded in an order, each with a forward over everything for every token.
+
+    What is known of the response follows the prompt. ``later`` are slots that may follow once none are left.
+    """
 
     model: LanguageModel
-    size: int
-    prompt: tuple[int, ...]
+    prompt: Prompt
+    slots: list[list[int]]
     left: tuple[int, ...]
+    later: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     probabilities: tuple[float, ...] = ()
@@ -40,41 +44,49 @@ class SlowText:
         allowed = logits.clone()
         allowed[:, [t for t in self.model.special_tokens.banned_token_ids if t < logits.shape[1]]] = -torch.inf
         allowed[:, self.model.special_tokens.vocab_size :] = -torch.inf
+        if self.slots[self.left[0]][0] < len(self.prompt.given):  # nothing ends in a hole
+            allowed[:, list(self.model.special_tokens.eos_token_ids)] = -torch.inf
         chosen = allowed.argmax(-1).tolist()
         return [(token, float(row.softmax(-1)[token])) for token, row in zip(chosen, logits, strict=True)]
 
+    def positions(self, slot: int) -> list[int]:
+        return [len(self.prompt.token_ids) + place for place in self.slots[slot]]
+
     @property
     def context(self) -> tuple[list[int], list[int]]:
-        row, positions = list(self.prompt), list(range(len(self.prompt)))
+        row, positions = list(self.prompt.token_ids), list(range(len(self.prompt.token_ids)))
+        for place, token in enumerate(self.prompt.given):
+            if token is not None:
+                row.append(token)
+                positions.append(len(self.prompt.token_ids) + place)
         for slot in self.order:
             row += self.tokens[slot]
-            start = len(self.prompt) + slot * self.size
-            positions += range(start, start + len(self.tokens[slot]))
+            positions += self.positions(slot)[: len(self.tokens[slot])]
         return row, positions
 
     @cached_property
     def plan(self) -> dict[int, tuple[int, float]]:
         row, positions = self.context
-        first = len(row)
+        firsts = []
         for slot in self.left:
-            row += [MASK] * self.size
-            start = len(self.prompt) + slot * self.size
-            positions += range(start, start + self.size)
-        found = self.read(row, positions, [first + i * self.size for i in range(len(self.left))])
+            firsts.append(len(row))
+            row += [MASK] * len(self.slots[slot])
+            positions += self.positions(slot)
+        found = self.read(row, positions, firsts)
         return dict(zip(self.left, found, strict=True))
 
     def after(self, slot: int) -> SlowText:
         token, probability = self.plan[slot]
-        tokens, own, start = [token], [probability], len(self.prompt) + slot * self.size
-        while len(tokens) < self.size and EOS not in tokens:
+        tokens, own = [token], [probability]
+        while len(tokens) < len(self.slots[slot]) and EOS not in tokens:
             row, positions = self.context
-            row, positions = row + tokens, positions + list(range(start, start + len(tokens)))
+            row, positions = row + tokens, positions + self.positions(slot)[: len(tokens)]
             [(token, probability)] = self.read(row, positions, [len(row) - 1])
             tokens, own = [*tokens, token], [*own, probability]
         left = tuple(other for other in self.left if other != slot and (EOS not in tokens or other < slot))
-        return SlowText(
-            self.model, self.size, self.prompt, left, (*self.order, slot), {**self.tokens, slot: tuple(tokens)},
-            (*self.probabilities, *own), tuple(own),
+        return replace(
+            self, left=left, order=(*self.order, slot), tokens={**self.tokens, slot: tuple(tokens)},
+            probabilities=(*self.probabilities, *own), own=tuple(own),
         )  # fmt: skip
 
     @property
@@ -90,12 +102,12 @@ class SlowText:
         return means[kind]
 
     def response(self, length: int) -> list[int]:
+        known = {place: token for place, token in enumerate(self.prompt.given) if token is not None}
+        for slot, tokens in self.tokens.items():
+            known.update(zip(self.slots[slot], tokens, strict=False))
         found: list[int] = []
-        for slot in range(len(self.tokens) + len(self.left)):
-            if slot not in self.tokens:
-                break
-            found += self.tokens[slot]
-        found = found[:length]
+        while len(found) in known and len(found) < length + self.prompt.num_given:
+            found.append(known[len(found)])
         return found[: found.index(EOS) + 1] if EOS in found else found
 
 
@@ -160,7 +172,16 @@ class SlowTree:
 
 
 def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> SlowText:
-    return SlowText(model, size, prompt.token_ids, tuple(range(-(-length // size))))
+    slots: list[list[int]] = []
+    for place, token in enumerate(prompt.given):
+        if token is None and slots and slots[-1][-1] == place - 1 and len(slots[-1]) < size:
+            slots[-1].append(place)
+        elif token is None:
+            slots.append([place])
+    inner, start = tuple(range(len(slots))), len(prompt.given)
+    slots += [list(range(first, first + size)) for first in range(start, length + prompt.num_given, size)]
+    outer = tuple(range(len(inner), len(slots)))
+    return SlowText(model, prompt, slots, inner or outer, outer if inner else ())
 
 
 @settings(max_examples=24, deadline=None)
@@ -170,6 +191,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
     exploration=st.sampled_from([0.0, 0.3, 2.0, 50.0]), temperature=st.sampled_from([0.5, 1.0]),
     horizon=st.integers(1, 3), weight=st.sampled_from([0.0, 0.3, 1.0]), max_candidates=st.integers(1, 4),
     confidence=st.sampled_from(["first", "mean", "geometric"]),
+    known=st.just(()) | st.lists(st.none() | st.integers(3, 8), max_size=7).map(lambda tokens: (*tokens, 4)),
 )  # fmt: skip
 def test_tree_search_is_that_of_a_slow_search(
     seed: int,
@@ -184,7 +206,9 @@ def test_tree_search_is_that_of_a_slow_search(
     weight: float,
     max_candidates: int,
     confidence: str,
+    known: tuple[int | None, ...],
 ) -> None:
+    found, length = [replace(prompt, given=known) for prompt in found], max(length, known.count(None))
     decoder = SlotSearch(
         slot_size=size, num_simulations=num_simulations, exploration=exploration, prior_temperature=temperature,
         horizon=horizon, immediate_weight=weight, max_candidates=max_candidates, confidence=confidence,  # type: ignore[arg-type]
@@ -193,8 +217,8 @@ def test_tree_search_is_that_of_a_slow_search(
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=2).rows
     for prompt, row in zip(found, rows, strict=True):
         tree, text = SlowTree(decoder), slow_root(slow, prompt, size, length)
-        while text.left:
-            text = tree.move(text)
+        while text.left or text.later:
+            text = tree.move(text) if text.left else replace(text, left=text.later, later=())
         assert (row.token_ids, row.num_forwards) == (text.response(length), tree.num_forwards)
 
 

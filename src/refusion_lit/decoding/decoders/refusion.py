@@ -12,9 +12,9 @@ from itertools import islice, pairwise
 from math import inf, prod
 from typing import ClassVar, Literal, get_args
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.decoding.base import Decoder, ModelRequirements, most_certain
 from refusion_lit.decoding.decoders.autoregressive_infill import infill_autoregressively
-from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState, slot_grid
+from refusion_lit.decoding.decoders.refusion_state import Plan, ReFusionState
 from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, infill_by_masks
 from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -117,10 +117,7 @@ class ReFusion(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        length, given = max_length(prompt, sampling, special_tokens), prompt.given[: prompt.given_length]
-        slots, blocks = slot_grid(given, length, self.slot_size, self.num_serial_blocks or 2)
-        length = max([len(given), *(slot.stop for slot in slots)])
-        return ReFusionState.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
+        return ReFusionState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """One round: plan, verify together, and fill in parallel if not even the first slot survived."""

@@ -14,35 +14,11 @@ from math import exp, log, sqrt
 from sys import float_info
 from typing import ClassVar, Literal, get_args
 
-from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
-from refusion_lit.decoding.decoders.slot_tree import Confidence, Node
-from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, Steps
+from refusion_lit.decoding.base import Decoder, ModelRequirements
+from refusion_lit.decoding.decoders.slot_tree import Confidence, Node, SearchState
+from refusion_lit.decoding.requests import Branch, Draw, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
-
-
-@dataclass(kw_only=True)
-class SearchState(RowState):
-    """State of a search.
-
-    Attributes:
-        root: What is decoded, with the slots of the current serial block that remain.
-        next_block: Number of the serial block after the current one.
-        top: First free cache index after the context and the tree.
-        num_plans: Plans made so far; keys their noise.
-        keep: How the next forward compacts the cache.
-    """
-
-    root: Node
-    next_block: int = 0
-    top: int = 0
-    num_plans: int = 0
-    keep: Compaction | None = None
-
-    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
-        """Return a forward of branches in one row, after the pending compaction."""
-        keep, self.keep = self.keep, None
-        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +31,8 @@ class SlotSearch(Decoder):
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right.
+        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. Holes before given
+            tokens have as many blocks of their own, which come first, as in :class:`ReFusion`.
         selection: ``tree_search`` commits one slot a step, the most visited one of ``num_simulations``. ``beam`` orders
             a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
             those with different slots first.
@@ -111,46 +88,22 @@ class SlotSearch(Decoder):
         """Return all common tokens: the first forward reads masks after the prompt."""
         return num_common
 
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens join the context, at their own positions."""
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SearchState:
-        """Create a canvas of ``max_new_tokens`` rounded up to whole slots in equal serial blocks."""
-        unit = self.slot_size * self.num_serial_blocks
-        length = -(-sampling.max_new_tokens // unit) * unit
-        root = Node(None, -1, 0, list(prompt.token_ids), 0, [])
-        return SearchState.blank(prompt, sampling, special_tokens, length, root=root)
+        """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
+        sizes, root = (self.slot_size, self.num_serial_blocks), Node(None, -1, [], [], 0, [])
+        return SearchState.cut(prompt, sampling, special_tokens, *sizes, root=root)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
         """Search and commit: one slot, or with a beam the whole serial block."""
         if not state.root.remaining:
-            self._begin_block(state)
+            state.begin_block()
         search = self._tree_search if self.selection == "tree_search" else self._beam_search
-        self._commit(state, (yield from search(state)))
-        is_last = state.next_block == self.num_serial_blocks
+        state.commit_path((yield from search(state)))
+        is_last = state.next_block == len(state.blocks)
         state.finished = not state.root.remaining and (is_last or state.prefix_ends)
-
-    def _begin_block(self, state: SearchState) -> None:
-        size = len(state.tokens) // self.slot_size // self.num_serial_blocks
-        first, root = state.next_block * size, state.root
-        root.remaining, root.drafts = list(range(first, first + size)), None
-        if state.next_block == 0:  # what the engine has copied is not fed
-            num = state.num_shared
-            root.start = root.write_at = num
-            root.tokens, state.top = root.tokens[num:], state.prompt_length
-        state.next_block += 1
-
-    def _commit(self, state: SearchState, leaf: Node) -> None:
-        """Make the slots on a path final; the leaf becomes the root of the next search."""
-        path = [*leaf.path][::-1]
-        for node in path[1:]:
-            first = node.slot * self.slot_size
-            state.commit(range(first, first + len(node.tokens)), node.tokens)
-        stored = [node.write_at + i for node in path for i in range(node.num_fed)]
-        num_leading = path[0].write_at
-        if state.keep is None:
-            state.keep = Compaction(num_leading, stored)
-        assert not stored or state.keep.indices == stored, "the compaction before has not been made yet"
-        unfed, length = leaf.tokens[leaf.num_fed :], num_leading + len(stored)
-        state.root = Node(None, -1, leaf.start + leaf.num_fed, unfed, length, leaf.remaining, drafts=leaf.drafts)
-        state.top = length + len(unfed)
 
     # --- search ----------------------------------------------------------------------------------------------
 
@@ -228,15 +181,15 @@ class SlotSearch(Decoder):
             return
         for node in nodes:
             if unfed := node.tokens[node.num_fed :]:
-                start, write_at = node.start + node.num_fed, node.write_at + node.num_fed
-                positions = range(start, start + len(unfed))
+                positions, write_at = node.positions[node.num_fed : len(node.tokens)], node.write_at + node.num_fed
                 branches.append(Branch(tokens=unfed, positions=positions, visible=node.visible, write_at=write_at))
                 node.num_fed = len(node.tokens)
-            places = [self._start(state, slot) + i for slot in node.remaining for i in range(self.slot_size)]
-            masks = [state.mask_token_id] * len(places)
-            firsts = range(0, len(places), self.slot_size)
-            branches.append(Branch(tokens=masks, positions=places, visible=node.visible, write_at=at, draft_at=firsts))
-            at += len(places)
+            positions, firsts = state.positions(node.remaining), state.bounds(node.remaining)[:-1]
+            masks = [state.mask_token_id] * len(positions)
+            branches.append(
+                Branch(tokens=masks, positions=positions, visible=node.visible, write_at=at, draft_at=firsts)
+            )
+            at += len(positions)
         draw = Draw(sampling=state.sampling, round=state.num_plans)
         state.num_plans += 1
         readings = yield state.forward("plan", branches, draw)
@@ -259,14 +212,14 @@ class SlotSearch(Decoder):
             assert node.drafts is not None
             token, probability = node.drafts[slot]
             left = [other for other in node.remaining if other != slot]
-            child = Node(node, slot, self._start(state, slot), [token], state.top, left, [probability])
+            child = Node(node, slot, state.positions([slot]), [token], state.top, left, [probability])
             node.children[slot] = child
             children.append(child)
-            state.top += self.slot_size
+            state.top += len(child.positions)
         while growing := [child for child in children if not self._is_complete(state, child)]:
             branches = [
                 Branch(
-                    tokens=child.tokens[-1:], positions=[child.start + child.num_fed], visible=child.visible,
+                    tokens=child.tokens[-1:], positions=[child.positions[child.num_fed]], visible=child.visible,
                     write_at=child.write_at + child.num_fed, shift=1, draft_at=(0,),
                 )
                 for child in growing
@@ -282,8 +235,4 @@ class SlotSearch(Decoder):
         """Whether a slot is full, or has ended: then only slots before it may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
             child.ends, child.remaining = True, [slot for slot in child.remaining if slot < child.slot]
-        return child.ends or len(child.tokens) == self.slot_size
-
-    def _start(self, state: SearchState, slot: int) -> int:
-        """Return the position of a slot's first token."""
-        return state.prompt_length + slot * self.slot_size
+        return child.ends or len(child.tokens) == len(child.positions)

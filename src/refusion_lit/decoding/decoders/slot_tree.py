@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, fsum, log
 from sys import float_info
 from typing import Literal
+
+from refusion_lit.decoding.decoders.slot_state import SlotState
+from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward
 
 Confidence = Literal["first", "mean", "geometric"]
 """Confidence of a decoded slot: of its first token, or the arithmetic or geometric mean over its tokens."""
@@ -19,7 +22,7 @@ class Node:
     Attributes:
         parent: The node before it; ``None`` at the root.
         slot: Its slot; -1 at the root.
-        start: Position of its first token.
+        positions: Of its tokens; of a slot also those that are not filled yet.
         tokens: Its tokens.
         write_at: Cache index of its first token; the other tokens follow.
         remaining: Slots that may be decoded next, in text order.
@@ -34,7 +37,7 @@ class Node:
 
     parent: Node | None
     slot: int
-    start: int
+    positions: Sequence[int]
     tokens: list[int]
     write_at: int
     remaining: list[int]
@@ -82,6 +85,53 @@ class Node:
     def score(self) -> float:
         """Return the mean log-probability of all tokens on the path, in nats."""
         return mean_log([p for node in self.path for p in node.probabilities] or [1.0])
+
+
+@dataclass(kw_only=True)
+class SearchState(SlotState):
+    """State of a search.
+
+    Attributes:
+        root: What is decoded, with the slots of the current serial block that remain.
+        top: First free cache index after the context and the tree.
+        num_plans: Plans made so far; keys their noise.
+        keep: How the next forward compacts the cache.
+    """
+
+    root: Node
+    top: int = 0
+    num_plans: int = 0
+    keep: Compaction | None = None
+
+    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
+        """Return a forward of branches in one row, after the pending compaction."""
+        keep, self.keep = self.keep, None
+        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
+
+    def begin_block(self) -> None:
+        """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
+        root = self.root
+        root.remaining, root.drafts = self.upcoming_block(), None
+        if self.next_block == 0:  # what the engine has copied is not fed
+            root.write_at, self.top = self.num_shared, len(self.known)
+            new = self.known[self.num_shared :]
+            root.tokens, root.positions = [token for token, _ in new], [position for _, position in new]
+        self.next_block += 1
+
+    def commit_path(self, leaf: Node) -> None:
+        """Make the slots on a path final; the leaf becomes the root of the next search."""
+        path = [*leaf.path][::-1]
+        for node in path[1:]:
+            self.commit(self.slots[node.slot][: len(node.tokens)], node.tokens)
+        stored = [node.write_at + i for node in path for i in range(node.num_fed)]
+        num_leading = path[0].write_at
+        if self.keep is None:
+            self.keep = Compaction(num_leading, stored)
+        assert not stored or self.keep.indices == stored, "the compaction before has not been made yet"
+        length = num_leading + len(stored)
+        unfed, positions = leaf.tokens[leaf.num_fed :], leaf.positions[leaf.num_fed :]
+        self.root = Node(None, -1, positions, unfed, length, leaf.remaining, drafts=leaf.drafts)
+        self.top = length + len(unfed)
 
 
 def mean_log(probabilities: list[float]) -> float:
