@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,7 +135,11 @@ def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
     reason = decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a")))
     assert reason is not None
     assert "ignore_right_context" in reason
-    assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))) is None
+    at_start = Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))
+    assert decoder.refusal(at_start) is None
+    assert replace(decoder, shifted=True).refusal(at_start) is not None, "the block before predicts a first token"
+    assert D2F(block_size=4, shifted=True).refusal(Prompt(token_ids=PROMPT, id="p", given=given("_a"))) is not None
+    assert D2F(block_size=4, shifted=True).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a_a"))) is None
     assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aaaaaaa"))) is None
 
 

@@ -129,7 +129,9 @@ class BlockDiffusion(Decoder):
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
+        if self.ignore_right_context:
+            return None
+        return right_context_refusal(prompt, self.block_size, shifted=self.shifted)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""

@@ -30,21 +30,24 @@ class BlockState(RowState):
         return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
 
 
-def right_context_refusal(prompt: Prompt, block_size: int, *, from_response: bool = False) -> str | None:
+def right_context_refusal(
+    prompt: Prompt, block_size: int, *, from_response: bool = False, shifted: bool = False
+) -> str | None:
     """Return why a block-causal model does not see all given tokens when it fills holes; ``None`` if it does.
 
     Args:
         prompt: The prompt.
         block_size: Tokens per block.
         from_response: Blocks are counted from the response's start; otherwise from position 0.
+        shifted: A block's first token is predicted by the block before it.
     """
     if not prompt.num_holes:
         return None
     start = 0 if from_response else len(prompt.token_ids)
-    first, last = ((start + place) // block_size for place in (prompt.given.index(None), prompt.given_length - 1))
-    if first == last:
+    hole, last = prompt.given.index(None), prompt.given_length - 1
+    if (start + hole - shifted) // block_size == (start + last) // block_size:
         return None
     return (
-        f"its model sees only blocks of {block_size} tokens and what is before them, and text is given in a block "
-        "after that of a hole (set ignore_right_context: true to fill that hole without it)"
+        f"its model fills a hole from blocks of {block_size} tokens that end before some of the given text "
+        "(set ignore_right_context: true to fill it without that text)"
     )

@@ -100,7 +100,7 @@ class D2F(Decoder):
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
         if self.ignore_right_context:
             return None
-        return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block)
+        return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block, shifted=self.shifted)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole common blocks but the prompt's last one; nothing of a prompt that is one block."""
