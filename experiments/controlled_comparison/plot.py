@@ -1,4 +1,4 @@
-"""Draw results.json: score against tokens per forward, a panel a task, a colour an objective; and a table.
+"""Draw results.json, a panel a task and a colour an objective; write table.md, with more.json.
 
 usage: python experiments/controlled_comparison/plot.py
 """
@@ -51,6 +51,17 @@ def points(runs: list[dict[str, Any]], task: str, objective: str) -> dict[str, P
     }
 
 
+def more_lines() -> list[str]:
+    """Return the table's lines for what more.py has decoded."""
+    more = json.loads((HERE / "more.json").read_text())
+    return [
+        f"| {more['task']} | {objective}, more.py | `{name}` | {values['score']:.3f} | {values['score']:.3f} | "
+        f"{values['tokens_per_forward']:.2f} | {values['positions_per_token']:.1f} |"
+        for objective, found in more["results"].items()
+        for name, values in found.items()
+    ]
+
+
 def main() -> None:
     """Write score_vs_tokens_per_forward.png and table.md."""
     runs = json.loads((HERE / "results.json").read_text())["runs"]
@@ -91,7 +102,7 @@ def main() -> None:
     axes[-1].legend()
     figure.tight_layout()
     figure.savefig(HERE / "score_vs_tokens_per_forward.png", dpi=110)
-    (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (HERE / "table.md").write_text("\n".join([*lines, *more_lines()]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

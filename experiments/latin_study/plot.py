@@ -20,7 +20,9 @@ DECODERS = {
     "certain": "#c2410c",
     "left to right": "#1d4ed8",
     "random order": "#a3a3a3",
-    "slots of 8": "#9333ea",
+    "slots of 2": "#d8b4fe",
+    "slots of 4": "#a855f7",
+    "slots of 8": "#6b21a8",
 }
 
 

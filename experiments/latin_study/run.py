@@ -120,14 +120,16 @@ def decoders_of(variant: Variant) -> dict[str, Decoder]:
             "almost sure": BlockDiffusion(block_size=64, threshold=0.99),
         }
     slots: dict[str, Any] = {"slot_size": variant.slot_size, "num_serial_blocks": 1, "forward_cost": 32}
+    sure: dict[str, Any] = {"slot_threshold": 0.99, "token_threshold": 0.99}
     sizes = variant.options["model.objective.init_args.slot_sizes"]
-    larger = {"slots of 8": ReFusion(**{**slots, "slot_size": 8})} if {1, 8} <= set(sizes) else {}
+    larger = {f"slots of {size}": ReFusion(**{**slots, "slot_size": size}, **sure)
+              for size in sizes if 1 in sizes and size > 1}  # fmt: skip
     return {
         "one at a time": ReFusion(**slots, selection="top_k", k=1),
         "left to right": ReFusion(**slots, selection="sequential"),
         "random order": ReFusion(**slots, selection="random"),
         "certain": ReFusion(**slots),
-        "almost sure": ReFusion(**slots, slot_threshold=0.99, token_threshold=0.99),
+        "almost sure": ReFusion(**slots, **sure),
         **larger,
     }
 
