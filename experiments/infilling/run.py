@@ -1,6 +1,6 @@
 """Train with each law of masking and fill holes, one run at a time; finished runs are skipped, so it can be killed.
 
-usage: python experiments/infilling/run.py [--work_dir DIR] [--output FILE] [--fit_only]
+usage: python experiments/infilling/run.py [--work_dir DIR] [--output FILE] [--tasks NAME ...] [--fit_only]
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work_dir", type=Path, default=Path("runs/infilling"))
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser.add_argument("--tasks", nargs="*", choices=tuple(TESTS), default=list(TESTS))
     parser.add_argument("--fit_only", action="store_true")
     args = parser.parse_args()
     rows = []
-    for task, tests in TESTS.items():
+    for task in args.tasks:
         for pattern in PATTERNS:
             run = fit(task, pattern, args.work_dir)
             if not args.fit_only:
                 rows += [
                     {"task": task, "mask_pattern": pattern, "test": name, "decoder": decoder, **figures}
-                    for name in tests
+                    for name in TESTS[task]
                     for decoder, figures in test(task, name, run).items()
                 ]
     if rows:
