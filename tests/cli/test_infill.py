@@ -106,3 +106,15 @@ def test_a_test_gives_all_text_but_the_holes(tmp_path: Path, capsys: pytest.Capt
         warnings.simplefilter("ignore")
         assert main(["test", *HOLES, *places, "other", f"--ckpt_path={path}", other, mismatch]) == 2
     assert "Autoregressive cannot keep the template of prompt test-0 in place" in capsys.readouterr().err
+
+
+def test_the_task_inside_is_named_shortly_and_has_known_values(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [
+        f"--data.task={json.dumps(TASK | {'init_args': {'task': {'class_path': name}}})}"
+        for name in ("Records", "Sheet")
+    ]
+    with pytest.raises(SystemExit):
+        main(["fit", *HOLES, named[0], "--print_config"])
+    assert "class_path: refusion_lit.tasks.Records" in capsys.readouterr().out
+    assert main(["fit", *HOLES, named[1], "--run_name=none"]) == 2
+    assert "task.task: expected Additions or Records, got 'Sheet'" in capsys.readouterr().err

@@ -14,12 +14,17 @@ from typing import overload
 
 from refusion_lit.tasks.additions import Additions
 from refusion_lit.tasks.base import Split, Task
+from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.tasks.records import Records
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
 
 _ROW_LENGTH = 3  # both tasks have three values in a row
-_VALUES = {Additions: re.compile(r"\d+"), Records: re.compile(r'(?<=":")\w+|(?<=":)\d+')}
+_VALUES: dict[type[Task], re.Pattern[str]] = {
+    Additions: re.compile(r"\d+"),
+    Records: re.compile(r'(?<=":")\w+|(?<=":)\d+'),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +35,15 @@ class Holes(Task):
     query of records stays as it is. Either way there is one right answer.
 
     Attributes:
-        task: The task whose responses get holes.
+        task: The task whose responses get holes, ``Additions`` or ``Records``.
     """
 
-    task: Additions | Records = field(default_factory=Additions)
+    task: GeneratedTask = field(default_factory=Additions)
+
+    def __post_init__(self) -> None:
+        """Refuse a task whose values are unknown here."""
+        names = " or ".join(task.__name__ for task in _VALUES)
+        require(type(self.task) in _VALUES, "task.task", names, type(self.task).__name__, "choose one of them")
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split as a lazy sequence, each with the character ranges of its holes.
@@ -58,13 +68,13 @@ class Holes(Task):
         holes = tuple(row[hidden] for row, hidden in zip(rows, chosen, strict=True))
         return replace(example, query=query, holes=holes)
 
-    def score(self, example: Example, response: str) -> float:
+    def score(self, example: Example, response: str) -> float | None:
         """Return 1 for the right values in the given text, else 0; the task's own rules decide what is equal."""
         return self.task.score(example, response)
 
     def characters(self) -> str:
         """Return the task's characters and the question mark."""
-        return "".join(sorted({*self.task.characters(), "?"}))
+        return "".join(sorted({*(self.task.characters() or ()), "?"}))
 
 
 @dataclass(frozen=True, kw_only=True)
