@@ -53,7 +53,10 @@ def points(runs: list[dict[str, Any]], task: str, objective: str) -> dict[str, P
 
 def more_lines() -> list[str]:
     """Return the table's lines for what more.py has decoded."""
-    more = json.loads((HERE / "more.json").read_text())
+    path = HERE / "more.json"
+    if not path.exists():
+        return []
+    more = json.loads(path.read_text())
     return [
         f"| {more['task']} | {objective}, more.py | `{name}` | {values['score']:.3f} | {values['score']:.3f} | "
         f"{values['tokens_per_forward']:.2f} | {values['positions_per_token']:.1f} |"

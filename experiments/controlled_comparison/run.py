@@ -22,11 +22,12 @@ import yaml
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
-EXTRA = (("sheet", "block", 0, 2.0), ("walk", "dual_stream", 0, 1.0))
-"""Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions; an
-objective that came later."""
-PREPARED = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar")
-"""Objectives that run on ``walk`` and ``sheet`` with one seed if named in ``--only``."""
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable")
+"""Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
+EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
+"""Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
+PREPARED = ("sdar",)
+"""Objectives that run on ``walk`` and ``sheet`` if named in ``--only``."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
