@@ -102,7 +102,7 @@ def main() -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("score on 200 test prompts")
     axes[0].set_ylim(-0.03, 1.03)
-    axes[-1].legend()
+    axes[-1].legend(*axes[1].get_legend_handles_labels(), loc="upper right", fontsize=8)  # walk has all objectives
     figure.tight_layout()
     figure.savefig(HERE / "score_vs_tokens_per_forward.png", dpi=110)
     (HERE / "table.md").write_text("\n".join([*lines, *more_lines()]) + "\n", encoding="utf-8")
