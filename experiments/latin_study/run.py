@@ -56,7 +56,6 @@ VARIANTS = {
     "hybrid, slots of 2": hybrid([2]),
     "hybrid, slots of 1": hybrid([1]),
     "hybrid, slots of 1, 2, 4 and 8": hybrid([1, 2, 4, 8]),
-    "hybrid, slots of 1, no next-token loss": hybrid([1], ar_weight=0.0),
     "hybrid, slots of 1, 6 layers": Variant("Hybrid", 1.0, {**hybrid([1]).options, LAYERS: 6}),
     "hybrid, slots of 1, 3 times the positions": hybrid([1], 3.0),
     "hybrid, slots of 1, more masks": Variant(
