@@ -41,13 +41,15 @@ def main() -> None:
         lines.append(f"| {name} | {' | '.join(scores)} | {found['almost sure']['tokens_per_forward']:.2f} |")
         for decoder, colour in DECODERS.items():
             if decoder in found:
-                axis.plot(found[decoder]["score"], row, "o", color=colour, label=decoder if row == 0 else None)
+                axis.plot(found[decoder]["score"], row, "o", color=colour)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlim(-0.02, 1.02)
-    axis.set_xlabel("Latin squares completed, of 200")
+    axis.set_xlabel("share of 200 Latin squares that is completed")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    for decoder, colour in DECODERS.items():
+        axis.plot([], [], "o", color=colour, label=decoder)
+    axis.legend(loc="upper right", fontsize=8)
     figure.tight_layout()
     figure.savefig(HERE / "scores.png", dpi=110)
     (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
