@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -93,5 +94,9 @@ def test_test_takes_a_verifier_and_resumes_with_the_same_alone(
     shutil.copytree(ADDITIONS, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: value * 1.01 for name, value in weights.items()}, other / "model.safetensors")
-    assert main([*command, str(other), "--resume", "true"]) == 2
-    assert "verifier" in capsys.readouterr().err
+    resume = ["test", "--resume", str(directory)]
+    capsys.readouterr()
+    assert main(resume) == 0
+    assert "predictions_apd.jsonl is complete" in capsys.readouterr().err
+    assert main([*resume, f"--model.decoding.verifier={other}"]) == 2
+    assert re.search(r"verifier was '\w+', is '\w+'", capsys.readouterr().err)
