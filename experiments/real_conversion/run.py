@@ -27,11 +27,11 @@ from results import collect
 HERE = Path(__file__).parent
 PARTS = ("fit", "decode", "measure")
 NAMES = ("autoregressive", "hybrid", "masked", "block", "hybrid_lora")
-BUDGET = 400_000
+BUDGET = 140_000
 """Token positions computed in each training: padding, lengthened responses and doubled sequences count."""
-NUM_FOLLOWED = 100
+NUM_FOLLOWED = 50
 """Number of test problems decoded with weights from before the end of a training."""
-CHECKPOINTS, KEPT = 8, 4
+CHECKPOINTS, KEPT = 8, 2
 """Number of times that a training saves its state, and of times that its weights are kept."""
 
 
