@@ -57,7 +57,7 @@ VARIANTS = {
     "hybrid, slots of 1": hybrid([1]),
     "hybrid, slots of 1, 2, 4 and 8": hybrid([1, 2, 4, 8]),
     "hybrid, slots of 1, 6 layers": Variant("Hybrid", 1.0, {**hybrid([1]).options, LAYERS: 6}),
-    "hybrid, slots of 1, 3 times the positions": hybrid([1], 3.0),
+    "hybrid, slots of 1, twice the positions": hybrid([1], 2.0),
     "hybrid, slots of 1, more masks": Variant(
         "objectives.SkewedHybrid", 1.0, {**hybrid([1]).options, "model.objective.init_args.power": 0.5}
     ),
