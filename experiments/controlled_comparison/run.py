@@ -22,12 +22,10 @@ import yaml
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
-LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable")
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
 """Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
-PREPARED = ("sdar",)
-"""Objectives that run on ``walk`` and ``sheet`` if named in ``--only``."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
@@ -127,8 +125,7 @@ def main() -> None:
     runs = [(task, objective, seed, 1.0) for task, seed in PLAN for objective in OBJECTIVES]
     runs += EXTRA
     if args.only is not None:
-        runs += [(task, objective, 0, 1.0) for objective in PREPARED for task in ("walk", "sheet")]
-        runs = [run for run in dict.fromkeys(runs) if run[1] in args.only]
+        runs = [run for run in runs if run[1] in args.only]
     for task, objective, seed, factor in runs:
         one_run(task, objective, seed, args.work_dir, factor)
     records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
