@@ -132,7 +132,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def hard(session: nox.Session) -> None:
-    """Fuzz all input and make 10 200 random decodes; `nox -s hard -- mutation` tests the tests, for an hour or two.
+    """Fuzz all input, make 1700 decodes a decoder; `nox -s hard -- mutation` tests the tests, for an hour or two.
 
     `nox -s hard -- PART OPTIONS` runs one part (fuzz, decodes, mutation), for example `decodes --seed 3` or
     `fuzz --hypothesis-seed=3`.
