@@ -17,6 +17,9 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transfer import to_device
 
+_FEW_POSITIONS = 16
+"""Positions whose logits a CPU computes hardly slower than one's: it waits for the head's weights."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Row:
@@ -49,7 +52,8 @@ class Executor:
         num_rows: Prompts that are decoded at the same time.
         all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
         prefetches: Prefetch drafts that are likely to be requested next; by default wherever a device-to-host transfer
-            makes the host wait, that is, everywhere but on CPUs. Never for traces, which show what was requested.
+            makes the host wait, and on CPUs a few that depend on nothing, for which the head's weights would be read
+            again. Never for traces, which show what was requested.
         cache: A cache that the model made for as many rows, to go on with what it holds; ``None``: a new one.
 
     Attributes:
@@ -71,7 +75,7 @@ class Executor:
         self._model, self._device = model, model.device
         self.cache = model.make_cache(num_rows) if cache is None else cache
         self._reader = LogitReader(model, all_probabilities=all_probabilities)
-        self._prefetches = (self._device.type != "cpu" if prefetches is None else prefetches) and not all_probabilities
+        self._prefetches = False if all_probabilities else prefetches
         self.num_calls = self.num_positions = self.num_shared = 0
 
     @property
@@ -151,6 +155,7 @@ class Executor:
         hidden = self._model.hidden_states(ids, positions, batch.visibility, cache)
         self.num_calls += 1
         self.num_positions += batch.ids.numel()
+        prefetches = self._prefetch(forwards)
         results: list[list[Reading]] = []
         drafts: list[Drafts] = []
         reads: list[Read] = []
@@ -163,7 +168,7 @@ class Executor:
                 states.append(row.hidden.flatten(0, 1))
             row.forward, row.hidden = forward, hidden[part]
             # Prefetching knows one way to draw; in holes it is another one than elsewhere.
-            row.prefetched = [{} for _ in forward.branches] if self._prefetches and not row.holes_end else None
+            row.prefetched = [{} for _ in forward.branches] if prefetches and not row.holes_end else None
             own, more = self._reads_of(row, forward, starts, hidden.shape[1], twin)
             results.append([drafted.reading for drafted in own])
             drafts += own
@@ -172,6 +177,16 @@ class Executor:
         for drafted in drafts:
             drafted.merge()
         return results
+
+    def _prefetch(self, forwards: Sequence[Forward]) -> bool:
+        """Whether a call prefetches."""
+        if self._prefetches is not None:
+            return self._prefetches
+        if self._device.type != "cpu":
+            return True
+        wanted = [branch for forward in forwards for branch in forward.branches if branch.prefetch_at]
+        number = sum(len(group) for branch in wanted for group in branch.prefetch_at)
+        return number <= _FEW_POSITIONS and not any(branch.draft_at for branch in wanted)
 
     def _reads_of(
         self, row: Row, forward: Forward, starts: Sequence[int], length: int, twin: int | None

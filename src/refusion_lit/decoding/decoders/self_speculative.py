@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding.decoders.draft_plan import draft_plan
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
+
+_NUM_TRIALS = 16
+"""Drafts of a text that are tested even if they do not seem to pay."""
 
 
 @dataclass(kw_only=True)
@@ -56,8 +60,10 @@ class SelfSpeculative(Decoder):
             ``slot_size``.
         slot_size: Tokens a slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``single_forward``: masks behind every possible acceptance, so that each forward verifies and drafts.
-            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: masks where they are
-            likely to pay, given the acceptance so far and ``forward_cost``. Changes forwards, never the text.
+            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks behind
+            each acceptance as cost least time per token, given the share of drafts accepted so far and
+            ``forward_cost`` (:func:`~refusion_lit.decoding.decoders.draft_plan.draft_plan`). Changes forwards, never
+            the text.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
             the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
     """
@@ -174,16 +180,17 @@ class SelfSpeculative(Decoder):
         return groups
 
     def _num_masks(self, state: SpeculativeState, accepted: int, num_drafts: int, most: int) -> int:
-        """Return how many masks behind a number of accepted drafts are worth their positions, at most ``most``.
-
-        A mask saves a token's share of a forward if so many drafts are accepted, and its own and those before it too.
-        """
+        """Return how many masks to put behind a number of accepted drafts, at most ``most``."""
         if self.layout != "auto":
             return most if self.layout == "single_forward" or num_drafts == 0 else 0
-        alpha = state.acceptance
-        chance = alpha**accepted * (1 if accepted == num_drafts else 1 - alpha)
-        cost_of_token = (self.fixed_cost + 1 + num_drafts) / (1 + alpha)
-        return sum(chance * alpha**k * cost_of_token > 1 for k in range(1, most + 1))
+        extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
+        if most <= extra:
+            return 0
+        plan = draft_plan(self.fixed_cost, round(state.acceptance, 1), max(most - extra, num_drafts))
+        wanted = plan[num_drafts][accepted]
+        if num_drafts == 0 and state.num_tested < _NUM_TRIALS:
+            wanted = max(wanted, 1)
+        return min(most, wanted + extra) if wanted else 0
 
     def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
         """Return the drafts behind the accepted ones, if masks were there."""

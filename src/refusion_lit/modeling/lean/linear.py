@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_FASTEST_FOR = {torch.float32: range(3, 33), torch.bfloat16: range(1, 257)}
+_FASTEST_FOR = {torch.float32: range(1, 49), torch.bfloat16: range(1, 257)}
 """Numbers of tokens for which a packed weight is faster, by type."""
 
 _FEWEST_ELEMENTS = 1 << 16

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refusion_lit.decoding.decoders.draft_plan import draft_plan
+
+Plan = tuple[tuple[int, ...], ...]
+
+
+def cost_per_token(plan: Plan, fixed_cost: float, acceptance: float) -> float:
+    """Positions per token in the long run, from the share of forwards that verify each number of drafts."""
+    size = len(plan)
+    follows, costs, tokens = np.zeros((size, size)), np.zeros(size), np.zeros(size)
+    for drafts, masks in enumerate(plan):
+        costs[drafts] = fixed_cost + 1 + drafts + sum(masks)
+        for right, number in enumerate(masks):
+            chance = acceptance**right * (1 if right == drafts else 1 - acceptance)
+            follows[drafts, number] += chance
+            tokens[drafts] += chance * (right + 1)
+    share = np.eye(size)[0]
+    for _ in range(12):  # 4096 forwards, a half-step at a time so that cycles die out
+        follows = follows @ follows if _ else (follows + np.eye(size)) / 2
+    share = share @ follows
+    return float(share @ costs / (share @ tokens))
+
+
+def same_everywhere(num_masks: int, *, verifying: int, drafting: int) -> Plan:
+    """Plan with one number of masks behind every acceptance, and another one in forwards that verify nothing."""
+    return ((drafting,), *((verifying,) * (drafts + 1) for drafts in range(1, num_masks + 1)))
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("fixed_cost", [2, 8, 30, 200])
+def test_of_all_plans_none_costs_less(fixed_cost: int, acceptance: float) -> None:
+    found = cost_per_token(draft_plan(fixed_cost, acceptance, 2), fixed_cost, acceptance)
+    plans = (((a,), (b, c), (d, e, f)) for a, b, c, d, e, f in product(range(3), repeat=6))
+    assert found <= min(cost_per_token(plan, fixed_cost, acceptance) for plan in plans) * 1.001
+
+
+@given(st.integers(0, 300), st.floats(0.05, 0.95), st.integers(1, 8))
+def test_it_costs_no_more_than_any_fixed_layout(fixed_cost: int, acceptance: float, num_masks: int) -> None:
+    plan = draft_plan(fixed_cost, acceptance, num_masks)
+    assert [len(row) for row in plan] == list(range(1, num_masks + 2))
+    assert all(0 <= number <= num_masks for row in plan for number in row)
+    found = cost_per_token(plan, fixed_cost, acceptance)
+    for verifying, drafting in ((0, 0), (0, num_masks), (num_masks, num_masks)):
+        other = same_everywhere(num_masks, verifying=verifying, drafting=drafting)
+        assert found <= cost_per_token(other, fixed_cost, acceptance) * 1.001
+
+
+@pytest.mark.parametrize(("fixed_cost", "acceptance"), [(0, 0.9), (50, 0.0), (1, 0.5)])
+def test_where_drafts_do_not_pay_there_are_none(fixed_cost: int, acceptance: float) -> None:
+    assert draft_plan(fixed_cost, acceptance, 4)[0] == (0,)
+
+
+def test_where_all_drafts_are_right_all_masks_stand_behind_them() -> None:
+    plan = draft_plan(100, 1.0, 5)
+    assert plan[0] == (5,)
+    assert plan[5] == (0, 0, 0, 0, 0, 5)
