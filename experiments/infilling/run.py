@@ -16,7 +16,7 @@ from pathlib import Path
 from refusion_lit.reports.environment import environment
 
 HERE = Path(__file__).parent
-PATTERNS = ("independent", "grouped", "shuffled_groups")
+PATTERNS = ("independent", "grouped")
 TESTS = {"additions": ("holes",), "records": ("holes", "plain")}
 """With the text around the holes given, and the whole response from the query alone, which hides parts of the sums."""
 
