@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import APD, decode
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.tasks import Additions
 from refusion_lit.types import Prompt, SamplingParams
@@ -44,6 +44,18 @@ def test_apd_without_a_verifier_is_refused(capsys: pytest.CaptureFixture[str]) -
     options = ["--ckpt_path", str(ADDITIONS), "--attention", "bidirectional", "--prompt", QUERY]
     assert main(["generate", *options, "--decoder", "APD"]) == 2
     assert "--verifier" in capsys.readouterr().err
+
+
+def test_the_two_models_may_have_other_types_of_weights() -> None:
+    def answer(own: DType, others: DType) -> str:
+        overrides = BackboneConfig(source=str(ADDITIONS), attention="bidirectional")
+        model = refusion_lit.load(ADDITIONS, dtype=own, overrides=overrides)
+        model.pair_with(refusion_lit.load(ADDITIONS, dtype=others))
+        return model.generate([QUERY], decoder=APD(), max_new_tokens=12)[0].text
+
+    expected = answer("float32", "float32")
+    assert answer("float32", "float64") == answer("float64", "float32") == expected
+    assert len(answer("bfloat16", "float32")) == len(answer("float32", "bfloat16")) == len(expected) == 12
 
 
 def test_a_verifier_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
