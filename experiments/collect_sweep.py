@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LOCAL = {"folder", "error", "point", "seconds"}
+LOCAL = {"folder", "error", "point", "point_seconds", "seconds"}
 
 
 def value(text: str) -> Any:

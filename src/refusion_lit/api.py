@@ -249,8 +249,12 @@ class TextModel:
         callbacks = options.pop("callbacks", ())
         traced = options | {"trace": True}
         ends = self.backbone.special_tokens.eos_token_ids
-        rows = choose_lengths(lambda prompts: self.decode(prompts, decoder, sampling, **traced).rows, encoded, ends)
+        rows = choose_lengths(
+            lambda *args: self.decode(args[0], decoder, args[1], **traced).rows, encoded, sampling, ends
+        )
         for number, row in enumerate(rows):
+            if not options.get("trace"):
+                row.trace = []
             for callback in callbacks:
                 callback.on_finished(number, row)
         return rows

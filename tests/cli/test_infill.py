@@ -14,6 +14,7 @@ from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
 from refusion_lit.tasks import Additions, Holes
+from refusion_lit.types import SamplingParams
 
 MODELS = REPOSITORY / "tests" / "goldens" / "models"
 MODEL = str(MODELS / "additions-clean")
@@ -68,6 +69,16 @@ def test_python_fills_templates_with_every_family() -> None:
         [row] = masked.infill(["12+34,56+78>"], ["12+34={{2}};56+78=134;"])
     assert re.fullmatch(r"12\+34=..;56\+78=134;", row.text)
     assert row.num_tokens == 2
+
+
+@pytest.mark.parametrize("stop", [";", "46", "5", "8=1"])
+def test_a_stop_string_may_cut_any_of_the_lengths(stop: str) -> None:
+    model = refusion_lit.load(MODEL)
+    options = {"decoder": ReFusion(slot_size=8), "sampling": SamplingParams(max_new_tokens=32, stop=(stop,))}
+    [row] = model.infill(["12+34,56+78>"], ["12+34={{1-3}};56+78={{1-3}};"], **options)
+    assert row.text == "12+34=46;56+78=134;".partition(stop)[0]
+    assert row.finish_reason == "stop"
+    assert not row.trace
 
 
 ADDITIONS = {"class_path": "Additions", "init_args": {"num_train": 64, "num_test": 3}}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import refusion_lit
 from refusion_lit.cli import main
+from refusion_lit.cli.chat import Chat, build_parser
 from refusion_lit.decoding import APD, decode
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.tasks import Additions
 from refusion_lit.types import Prompt, SamplingParams
@@ -44,6 +48,66 @@ def test_apd_without_a_verifier_is_refused(capsys: pytest.CaptureFixture[str]) -
     options = ["--ckpt_path", str(ADDITIONS), "--attention", "bidirectional", "--prompt", QUERY]
     assert main(["generate", *options, "--decoder", "APD"]) == 2
     assert "--verifier" in capsys.readouterr().err
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    """A masked model whose directory says what it was trained for."""
+    path = tmp_path / "masked"
+    shutil.copytree(ADDITIONS.parent / "additions-bidirectional", path)
+    config = json.loads((path / "config.json").read_text())
+    config["refusion_lit"] = {"attention": "bidirectional", "predictions": ["mask"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_chat_takes_a_verifier(
+    masked: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [f"--ckpt_path={masked}", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=12"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUERY))
+    assert main(["chat", *options]) == 0
+    expected = refusion_lit.load(masked, verifier=ADDITIONS).generate([QUERY], decoder=APD(), max_new_tokens=12)
+    assert capsys.readouterr().out.startswith(expected[0].text + "\n")
+
+
+def test_the_context_of_a_chat_is_the_shorter_one() -> None:
+    model = refusion_lit.load(ADDITIONS, overrides=BackboneConfig(source=str(ADDITIONS), attention="bidirectional"))
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    other = refusion_lit.load(ADDITIONS)
+    other.backbone.max_positions = 40
+    model.pair_with(other)
+    options: Any = build_parser().parse(
+        ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
+    )
+    chat = Chat(model, options, Console(file=io.StringIO()))
+    chat.turns = [("2" * 20, "3" * 20)]
+    chat.ask("12+34")
+    assert len(chat.turns) == 2
+
+
+@pytest.mark.parametrize("decoder", ["APD", "ReFusion", "SelfSpeculative"])
+def test_answers_are_not_lost_to_a_decoder_that_does_not_fit(masked: Path, decoder: str) -> None:
+    prompts, output = masked.parent / "prompts.txt", masked.parent / "answers.jsonl"
+    prompts.write_text(QUERY)
+    command = ["generate", f"--prompts={prompts}", f"--output={output}", "--max_new_tokens=12"]
+    source = ADDITIONS if decoder == "SelfSpeculative" else masked
+    assert main([*command, f"--ckpt_path={source}"]) == 0
+    text = output.read_text()
+    assert main([*command, f"--ckpt_path={source}", f"--decoder={decoder}"]) == 2
+    assert output.read_text() == text
+
+
+def test_the_two_models_may_have_other_types_of_weights() -> None:
+    def answer(own: DType, others: DType) -> str:
+        overrides = BackboneConfig(source=str(ADDITIONS), attention="bidirectional")
+        model = refusion_lit.load(ADDITIONS, dtype=own, overrides=overrides)
+        model.pair_with(refusion_lit.load(ADDITIONS, dtype=others))
+        return model.generate([QUERY], decoder=APD(), max_new_tokens=12)[0].text
+
+    expected = answer("float32", "float32")
+    assert answer("float32", "float64") == answer("float64", "float32") == expected
+    assert len(answer("bfloat16", "float32")) == len(answer("float32", "bfloat16")) == len(expected) == 12
 
 
 def test_a_verifier_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

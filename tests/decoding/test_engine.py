@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoder_cases import traits_for
 from fakes import EOS, HYBRID, MASK, SPECIAL, HashModel, OracleModel, oracle_text
+from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import (
+    D2F,
     Autoregressive,
+    BlockDiffusion,
     Decoder,
     Generation,
     GenerationCallback,
@@ -20,10 +24,15 @@ from refusion_lit.decoding import (
     ModelRequirements,
     ReFusion,
     RowState,
+    SlotSearch,
+    TokenEditing,
+    WeDLM,
     decode,
 )
 from refusion_lit.decoding.base import Steps
 from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.tasks import Additions
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ORDER = ModelTraits(predictions=("next_token",))
@@ -443,3 +452,22 @@ def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^max_tokens_per_forward: expected .*, got 0"):
         decode(HashModel(traits=ORDER), Autoregressive(), prompts_of(1), SamplingParams(), max_tokens_per_forward=0)
+
+
+@pytest.mark.parametrize("decoder", [BlockDiffusion(block_size=16), D2F(), ReFusion(), SlotSearch(), TokenEditing(),
+                                     WeDLM()], ids=lambda decoder: type(decoder).__name__)  # fmt: skip
+def test_nothing_is_fed_beyond_learnt_positions(decoder: Decoder) -> None:
+    options = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 24}
+    tokenizer = CharacterTokenizer().build(Additions())
+    model = BackboneConfig(config=options).build(tokenizer, seed=0).eval()
+    model.traits = traits_for(decoder)
+    [short, long] = prompts_of(2, 13)
+    sampling = SamplingParams(max_new_tokens=5)
+    with pytest.raises(ValueError, match=r"prompt p\d: expected whole blocks, slots or windows in 24 positions"):
+        decode(model, decoder, [short, long], replace(sampling, max_new_tokens=11))
+    small = {"block_size": 4, "slot_size": 4, "window_size": 4}
+    fields = {name: value for name, value in small.items() if hasattr(decoder, name)}
+    decoder = replace(decoder, **fields)
+    model.traits = traits_for(decoder)
+    [row] = decode(model, decoder, [long], sampling).rows
+    assert row.finish_reason in ("eos", "length")

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import refusion_lit
+from fakes import tiny_backbone
 from published import MODELS, published_model
 from refusion_lit.decoding import LLaDA
 from refusion_lit.evaluation.likelihood import is_greedy_text, monte_carlo_masked
 from refusion_lit.modeling.attention import order_mask
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.objectives import SoftTail
 
 CONTEXT = [1, 2, 10, 3, 4, 14]
 
@@ -75,6 +77,23 @@ def test_dreams_masks_are_scored_one_place_before() -> None:
     found = monte_carlo_masked(backbone, CONTEXT, [7], num_draws=2, batch_size=1)
     expected = predictions(backbone, [*CONTEXT, mask], 100)[len(CONTEXT) - 1, 7]
     assert found == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_causal_models_shifted_masks_stay_in_text_order() -> None:
+    backbone, context, text = tiny_backbone(SoftTail().traits), [3, 4, 6], [7, 3, 6]
+    num_known, clean = len(context), torch.tensor([*context, *text])
+    mask, expected = backbone.special_tokens.mask_token_id, 0.0
+    for count in (1, 2, 3):
+        for chosen in combinations(range(num_known, len(clean)), count):
+            ids = clean.clone()
+            ids[list(chosen)] = mask
+            with torch.no_grad():
+                hidden = backbone.hidden_states(ids[None], torch.arange(len(ids))[None], None)
+                logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].double()
+            value = sum(float(logits.log_softmax(-1)[place - 1, clean[place]]) for place in chosen)
+            expected += value * len(text) / count / comb(len(text), count) / len(text)
+    found = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5])

@@ -49,6 +49,12 @@ def test_invalid_prompts_are_refused_with_their_line(tmp_path: Path, line: str, 
         list(read_prompts(str(path)))
 
 
+def test_an_id_of_null_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "id": null}\n{"prompt": "b", "id": null}\n{"prompt": "c", "id": 7}\n')
+    assert [request.id for request in read_prompts(str(path))] == ["0", "1", "7"]
+
+
 def interrupted_predictions(path: Path) -> Path:
     """Write one prediction as an interrupted run does, and return where its fingerprint lies."""
     file = PredictionsFile(path, {"weights": "w"})

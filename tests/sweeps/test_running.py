@@ -79,6 +79,9 @@ def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], jou
 def test_a_failed_point_is_reported_and_the_others_run(tmp_path: Path, command: list[str], journal: Path) -> None:
     result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, options={"broken": 2})
     assert len(result.failed) == 1
+    # What a point takes, and what its decoding takes by its own account.
+    assert [row["seconds"] for row in result.rows] == [1e6, 2e6, None, 1e6, 2e6]
+    assert all(0 < row["point_seconds"] < 1e6 for row in result.rows)
     assert [(row["x"], row["status"]) for row in result.rows] == [
         (1, "finished"), (1, "finished"), (2, "failed"), (3, "finished"), (3, "finished"),
     ]  # fmt: skip

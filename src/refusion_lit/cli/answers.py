@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.generate import template_of
 from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
+from refusion_lit.decoding import Generation, GenerationCallback, check_model, check_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
@@ -60,7 +60,7 @@ def write_answers(options: Namespace) -> None:
     encoded = {request.id: model.encode(request.prompt) for request in requests}
     named = [Prompt(token_ids=tuple(tokens), id=name) for name, tokens in encoded.items()]
     prompts = [each for prompt in named for each in candidates(prompt, templates[prompt.id], model.tokenizer)]
-    check_prompts(model.backbone, options.decoder, prompts, sampling, options.max_cache_tokens)
+    _check_model(model, options, prompts, sampling)
     progress = AnswerProgress()
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
     with _writer(options, requests, contents, model, sampling) as (waiting, write):
@@ -95,6 +95,19 @@ def _check_output(options: Namespace) -> None:
     holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
     require(holds, "output", "another file than --prompts", str(output), "choose another name")
     check_writable(output, "output", overwrite=options.overwrite)
+
+
+def _check_model(model: TextModel, options: Namespace, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse a model that the decoder cannot run on, or prompts that do not fit, before the output file is emptied.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    paired = model.model_for(options.decoder)
+    if not options.allow_mismatch:
+        check_model(paired, options.decoder)
+    check_prompts(paired, options.decoder, prompts, sampling, options.max_cache_tokens)
+    options.decoder.begin(prompts[0], sampling, paired.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
 @contextmanager
@@ -202,7 +215,8 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
         raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")
     try:
         reference = None if reference is None else str(reference)
-        request = _Request(str(values.get("id", default_id)), values["prompt"], reference, template)
+        name = default_id if values.get("id") is None else str(values["id"])
+        request = _Request(name, values["prompt"], reference, template)
         "".join((request.id, request.prompt, reference or "", template or "")).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompts: {where}: expected Unicode, got half a surrogate pair; correct the line.") from error

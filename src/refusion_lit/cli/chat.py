@@ -119,7 +119,7 @@ class Chat:
         from refusion_lit.decoding import check_model
 
         if not self.options.allow_mismatch:
-            check_model(self.model.backbone, self.options.decoder)
+            check_model(self.model.model_for(self.options.decoder), self.options.decoder)
 
     def take(self, line: str) -> bool:
         """Do what a line says: a command, or a question to answer; return whether to go on.
@@ -187,7 +187,7 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
-        context, room = self.model.backbone.max_positions, self.sampling.max_new_tokens
+        context, room = self.model.model_for(self.options.decoder).max_positions, self.sampling.max_new_tokens
         num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
         kept = num_turns
         ids = self.model.encode(question, self.messages(question, kept))

@@ -100,6 +100,18 @@ def check_prompts(
             _check_given(model, decoder, prompt, sampling)
     lengths = {prompt.id: len(prompt.token_ids) + prompt.num_given for prompt in prompts}
     check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
+    if model.learns_positions:
+        _check_canvas(model, decoder, prompts, sampling)
+
+
+def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
+    limit, fix = model.max_positions, "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
+    for prompt in prompts:
+        reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
+        holds = limit is None or reach <= limit
+        expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
+        require(holds, f"prompt {prompt.id}", expected, f"{reach} with {decoder}", fix)
 
 
 def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.decoding.decoders.autoregressive import Autoregressive
 from refusion_lit.decoding.decoders.block_diffusion import BlockDiffusion
+from refusion_lit.decoding.decoders.card import CARD
 from refusion_lit.decoding.decoders.d2f import D2F
 from refusion_lit.decoding.decoders.llada import LLaDA
 from refusion_lit.decoding.decoders.refusion import ReFusion
@@ -24,11 +25,11 @@ _CLASSES: Mapping[str, type[Decoder]] = {
 def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
     """Return the decoder of a model: the one that its authors publish, if it fits, or one for its traits.
 
-    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, WeDLM if masks
-    predict themselves and clean tokens the next one everywhere, or set diffusion if masks predict themselves only where
-    they see no other mask; bidirectional ones get LLaDA; block-causal ones block
-    diffusion in their blocks, D2F if their blocks are counted from the response on, or token editing if visible tokens
-    predict their own place.
+    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, CARD if masks
+    predict the next one too, WeDLM if masks predict themselves and clean tokens the next one everywhere, or set
+    diffusion if masks predict themselves only where they see no other mask; bidirectional ones get LLaDA; block-causal
+    ones block diffusion in their blocks, D2F if their blocks are counted from the response on, or token editing if
+    visible tokens predict their own place.
 
     Args:
         traits: What the model was trained to do, perhaps after it was published.
@@ -52,4 +53,6 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         return SetDiffusion()
     if traits.predictions is None or "next_token" not in traits.predictions:
         return ReFusion()
-    return WeDLM() if "mask" in traits.predictions else Autoregressive()
+    if "mask" in traits.predictions:
+        return WeDLM()
+    return CARD() if "mask_shifted" in traits.predictions else Autoregressive()

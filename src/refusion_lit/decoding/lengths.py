@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from refusion_lit.decoding.output import Generation
-from refusion_lit.types import Prompt
+from refusion_lit.types import Prompt, SamplingParams
 
 _LEAST = 1e-12
 """Probabilities below this count as this."""
 
 
 def choose_lengths(
-    run: Callable[[Sequence[Prompt]], Sequence[Generation]],
+    run: Callable[[Sequence[Prompt], SamplingParams], Sequence[Generation]],
     groups: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
     eos_token_ids: Sequence[int],
 ) -> list[Generation]:
     """Return each group's most probable generation.
@@ -23,15 +24,18 @@ def choose_lengths(
     Args:
         run: Decodes prompts and records traces.
         groups: Groups of prompts that differ in the lengths of their holes; a single prompt is decoded, no more.
+        sampling: How tokens are drawn, and what ends a response.
         eos_token_ids: Ends of sequence.
     """
-    every = iter(run([prompt for group in groups for prompt in group]))
+    every = iter(run([prompt for group in groups for prompt in group], sampling))
     rows = [[next(every) for _ in group] for group in groups]
     probes = [
         [probe(*pair, eos_token_ids) for pair in zip(group, own, strict=True)] if len(group) > 1 else []
         for group, own in zip(groups, rows, strict=True)
     ]
-    found = iter(run([probed for again in probes for probed in again]))
+    # What ends a response must not hide a token that is asked for.
+    unending = replace(sampling, stop=(), min_entropy=None)
+    found = iter(run([probed for again in probes for probed in again], unending))
     tried = [(*parts, [next(found) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
     return [most_probable(*parts) if parts[2] else parts[1][0] for parts in tried]
 
@@ -43,12 +47,13 @@ def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prom
 
     Args:
         prompt: The prompt.
-        row: Its generation.
+        row: Its generation, which a stop string may have cut; what is given behind the cut stays as it is.
         eos_token_ids: Ends of sequence; one that is given stays.
     """
-    filled: list[int | None] = list(row.token_ids[: prompt.given_length])
+    length = prompt.given_length
+    filled: list[int | None] = [*row.token_ids[:length], *prompt.given[len(row.token_ids) : length]]
     for place in _seams(prompt):
-        if filled[place] not in eos_token_ids:
+        if place < len(row.token_ids) and filled[place] not in eos_token_ids:
             filled[place] = None
     return replace(prompt, given=tuple(filled))
 
@@ -59,8 +64,8 @@ def most_probable(
     """Return the generation with the most probable filling; ties go to the first one.
 
     Its score is the mean log-probability of the generated tokens as they were drafted last, plus that of the given
-    tokens right of holes. Of a token that was not drafted, what the draft left over counts. Forwards, positions and
-    seconds are those of everything that was tried.
+    tokens right of holes, as far as no stop string ends any of the generations before. Of a token that was not drafted,
+    what the draft left over counts. Forwards, positions and seconds are those of everything that was tried.
 
     Args:
         prompts: The prompts, which differ in the lengths of their holes.
@@ -68,12 +73,16 @@ def most_probable(
         probes: The prompts with filled holes, from :func:`probe`.
         found: The generations of these, with traces.
     """
+    hidden = [
+        [place for place in _seams(prompt) if probed.given[place] is None]
+        for prompt, probed in zip(prompts, probes, strict=True)
+    ]
+    num_reached = min(map(len, hidden))  # a stop string may end some of them before others
     scores = []
-    for prompt, row, probed, again in zip(prompts, rows, probes, found, strict=True):
+    for prompt, row, seams, again in zip(prompts, rows, hidden, found, strict=True):
         holes = [place for place in range(len(row.token_ids))
                  if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
-        seams = [place for place in _seams(prompt) if probed.given[place] is None]
-        drafted = (_mean_log(prompt, row, holes, row), _mean_log(prompt, row, seams, again))
+        drafted = (_mean_log(prompt, row, holes, row), _mean_log(prompt, row, seams[:num_reached], again))
         scores.append(sum(drafted))
     every = [*rows, *found]
     return replace(

@@ -86,8 +86,9 @@ def monte_carlo_masked(
     the batch size has no influence; distances are rounded down, not to even. Draws are a function of seed and text.
 
     A causal model gets the known tokens first, in sequence order, as in its training; position ids say where they
-    belong. A block-causal model sees the blocks before a masked one clean, as in training and decoding. Masks fall on
-    single tokens, also for a model that was trained with masked slots.
+    belong. One that predicts a mask at the position before it gets them in text order. A block-causal model sees the
+    blocks before a masked one clean, as in training and decoding. Masks fall on single tokens, also for a model that
+    was trained with masked slots.
 
     Args:
         backbone: A model that predicts its masks.
@@ -153,7 +154,7 @@ def _masked_states(
     predictions = traits.predictions or ()
     shifted = "mask_shifted" in predictions and "mask" not in predictions
     positions = torch.arange(length).expand(len(is_masked), -1)
-    if traits.attention == "causal":
+    if traits.attention == "causal" and not shifted:
         positions = is_masked.int().argsort(dim=-1, stable=True)  # known tokens, then masks
     masked, clean = is_masked.gather(1, positions), tokens[positions]
     ids, lengths, attention = clean.masked_fill(masked, mask_token_id), torch.full((len(is_masked),), length), None

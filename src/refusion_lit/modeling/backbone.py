@@ -59,6 +59,10 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter: Drafter | None = None
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        tables = [
+            m for m in body_of(model).modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
+        ]
+        self.learns_positions = any(table.num_embeddings >= (self.max_positions or math.inf) for table in tables)
         self._forward_costs: dict[tuple[object, ...], float] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None

@@ -20,11 +20,13 @@ class LanguageModel(ABC):
         traits: What the model was trained to do.
         special_tokens: Its special ids.
         max_positions: Length of its context; ``None`` if it has no limit.
+        learns_positions: Whether its positions are rows of a table, so that nothing can be fed beyond its context.
     """
 
     traits: ModelTraits
     special_tokens: SpecialTokens
     max_positions: int | None = None
+    learns_positions: bool = False
 
     @property
     @abstractmethod

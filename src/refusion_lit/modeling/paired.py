@@ -22,7 +22,7 @@ class PairedModel(LanguageModel):
     """A masked model, which runs the forwards without a cache, and a verifier, which runs those with one.
 
     For :class:`~refusion_lit.decoding.APD`. Hidden states of both have the larger model's size and one number more,
-    which tells whose they are.
+    which tells whose they are, in a type that holds those of either.
 
     Args:
         masked: Drafts.
@@ -52,7 +52,7 @@ class PairedModel(LanguageModel):
         empty = torch.zeros(1, 1, dtype=torch.long, device=masked.device)
         with torch.no_grad():
             states = [model.hidden_states(empty, empty, None) for model in (masked, verifier)]
-            self._sizes = [each.shape[-1] for each in states]
+            self._sizes, self._dtypes = [each.shape[-1] for each in states], [each.dtype for each in states]
             self._num_rows = masked.logits(states[0]).shape[-1]
 
     @property
@@ -69,6 +69,7 @@ class PairedModel(LanguageModel):
     ) -> Float[Tensor, "batch token hidden"]:
         model = self._masked if cache is None else self._verifier
         hidden = model.hidden_states(input_ids, position_ids, attention_mask, cache)
+        hidden = hidden.to(torch.promote_types(*self._dtypes))  # exact, and exact on the way back
         hidden = F.pad(hidden, (0, max(self._sizes) - hidden.shape[-1]))
         return F.pad(hidden, (0, 1), value=float(cache is None))
 
@@ -76,8 +77,8 @@ class PairedModel(LanguageModel):
         """Apply the head of the model that the hidden states are of; all must be of the same one."""
         is_masked = bool(hidden.flatten(0, -2)[0, -1] > 0)
         if is_masked:
-            return self._masked.logits(hidden[..., : self._sizes[0]])
-        found = self._verifier.logits(hidden[..., : self._sizes[1]])
+            return self._masked.logits(hidden[..., : self._sizes[0]].to(self._dtypes[0]))
+        found = self._verifier.logits(hidden[..., : self._sizes[1]].to(self._dtypes[1]))
         return F.pad(found, (0, self._num_rows - found.shape[-1]), value=_UNKNOWN)
 
     def make_cache(self, num_rows: int) -> KVCache | None:

@@ -26,7 +26,8 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
 
     Returns:
         Rows with the same keys in the same order. ``mismatch`` holds the reasons why the model was not trained for the
-        decoder, and is empty if it was. The figures of an unfinished point are ``None``.
+        decoder, and is empty if it was. ``point_seconds`` is the duration of the point's processes, ``seconds`` that of
+        decoding. The figures of an unfinished point are ``None``.
     """
     rows = []
     for point in points:
@@ -36,7 +37,7 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
             "point": point.id,
             "status": outcome["status"],
             "seed": point.seed,
-            "seconds": outcome.get("seconds"),
+            "point_seconds": outcome.get("seconds"),
             "folder": str(folder),
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in swept},

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit.evaluation.hooks import EvaluationHooks
 from refusion_lit.metrics import TermMeans
@@ -64,10 +65,19 @@ class ValidationHooks(EvaluationHooks):
         module = getattr(self.trainer, "datamodule", None)
         writers = text_writers(self.loggers)
         num_samples, decoder = self.decoding.num_logged_samples, next(iter(self.decoders.values()))
-        if module is None or not writers or not num_samples or decoder.requirements().mismatches(self.model.traits):
+        if module is None or not writers or not num_samples:
             return
-        batch: PromptBatch = module.sample_prompts(num_samples)
-        responses = [row.text for row in self.decoding_setup().decode(decoder, batch.prompts).rows]
+        try:
+            setup = self.decoding_setup()
+            if decoder.requirements().mismatches(setup.model.model_for(decoder).traits):
+                return
+            batch: PromptBatch = module.sample_prompts(num_samples)
+            responses = [row.text for row in setup.decode(decoder, batch.prompts).rows]
+        except (
+            ValueError
+        ) as error:  # long prompts, or templates that the decoder cannot keep: no reason to end a training
+            rank_zero_warn(f"no samples are logged: {error}")
+            return
         for writer in writers:
             writer.add_text("samples", samples_as_text(batch, responses), self.global_step)
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from decoder_cases import prompts
 from fakes import MASK, HashModel, tiny_backbone
-from refusion_lit.decoding import CARD, Autoregressive, decode
+from refusion_lit.decoding import CARD, Autoregressive, decode, default_decoder
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.objectives import GatedDraft, SoftTail
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
@@ -96,3 +97,8 @@ def test_finished_blocks_are_computed_twice_and_the_block_up_to_its_last_mask() 
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         CARD(**options)  # type: ignore[arg-type]
+
+
+def test_it_is_the_decoder_of_the_models_that_soft_tail_trains() -> None:
+    assert default_decoder(SoftTail().traits) == CARD()
+    assert isinstance(default_decoder(GatedDraft().traits), Autoregressive)

@@ -13,17 +13,6 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
 
-@dataclass(kw_only=True)
-class EditingState(BlockState):
-    """State of token editing.
-
-    Attributes:
-        num_edits: Tokens replaced so far.
-    """
-
-    num_edits: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(Decoder):
     """Decodes block by block; each forward fills masks and replaces tokens of the block that the model disagrees with.
@@ -83,13 +72,13 @@ class TokenEditing(Decoder):
         size = self.block_size
         return max(min(num_common // size, prompt_length // size - 1), 0) * size
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> EditingState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
         length = -(-(num_known + max_length(prompt, sampling, special_tokens)) // size) * size - num_known
-        return EditingState.blank(prompt, sampling, special_tokens, length)
+        return BlockState.blank(prompt, sampling, special_tokens, length)
 
-    def step(self, state: EditingState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
         """Fill and edit a whole block, then commit it."""
         state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
@@ -107,7 +96,6 @@ class TokenEditing(Decoder):
             filled = self._filled(tokens, reading.probabilities)
             for i in (*edited, *filled):
                 tokens[i] = reading.tokens[i]
-            state.num_edits += len(edited)
             num_post += is_post
             if is_post and not edited:
                 break
@@ -130,7 +118,7 @@ class TokenEditing(Decoder):
             if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
         ]  # fmt: skip
 
-    def _branch(self, state: EditingState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
+    def _branch(self, state: BlockState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
         start, stop = state.context_length, (masked[0] // self.block_size + 1) * self.block_size
         text = state.text(start, stop)
