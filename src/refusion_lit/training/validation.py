@@ -73,9 +73,7 @@ class ValidationHooks(EvaluationHooks):
                 return
             batch: PromptBatch = module.sample_prompts(num_samples)
             responses = [row.text for row in setup.decode(decoder, batch.prompts).rows]
-        except (
-            ValueError
-        ) as error:  # long prompts, or templates that the decoder cannot keep: no reason to end a training
+        except ValueError as error:  # long prompts, or templates that the decoder cannot keep
             rank_zero_warn(f"no samples are logged: {error}")
             return
         for writer in writers:
