@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import tempfile
@@ -180,4 +181,4 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG00
 
 
 def _again(args: list[str]) -> str:
-    return " ".join([*args, *([] if "--resume" in args else ["--resume"])])
+    return shlex.join([*args, *([] if "--resume" in args else ["--resume"])])

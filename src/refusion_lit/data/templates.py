@@ -19,8 +19,8 @@ from refusion_lit.data.encoding import encode_text
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
 
-MAX_LENGTHS = 64
-"""Combinations of gap lengths that are tried for one prompt, at most."""
+MAX_LENGTHS, MAX_GAP = 64, 1_000_000
+"""At most: combinations of gap lengths that are tried for one prompt, and tokens of a gap."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
@@ -55,8 +55,8 @@ class Template:
                 require(end == len(text), "template", "{{...}} at its end only", text[:80], "move or remove it")
                 continue
             gap = int(mark[1]), int(mark[2] or mark[1])
-            expected, fix = "gaps of one token or more, the lesser number first", "write {{3}} or {{1-6}}, say"
-            require(1 <= gap[0] <= gap[1], "template", expected, mark[0], fix)
+            expected = f"gaps of 1 to {MAX_GAP} tokens, the lesser number first"
+            require(1 <= gap[0] <= gap[1] <= MAX_GAP, "template", expected, mark[0], "write {{3}} or {{1-6}}, say")
             parts.append(gap)
         parts += [text[end:]] if text[end:] else []
         require(bool(parts), "template", "some text or a gap", text[:80], "write the text that is given")

@@ -62,8 +62,7 @@ class SelfSpeculative(Decoder):
         layout: ``single_forward``: masks behind every possible acceptance, so that each forward verifies and drafts.
             ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks behind
             each acceptance as cost least time per token, given the share of drafts accepted so far and
-            ``forward_cost`` (:func:`~refusion_lit.decoding.decoders.draft_plan.draft_plan`). Changes forwards, never
-            the text.
+            ``forward_cost``. Changes forwards, never the text.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
             the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
     """
