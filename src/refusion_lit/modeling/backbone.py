@@ -59,10 +59,9 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter: Drafter | None = None
         self.lean, self.compile_steps = lean, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
-        tables = [
-            m for m in body_of(model).modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
-        ]
-        self.learns_positions = any(table.num_embeddings >= (self.max_positions or math.inf) for table in tables)
+        embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
+        sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
+        self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
         self._forward_costs: dict[tuple[object, ...], float] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
