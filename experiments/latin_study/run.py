@@ -65,10 +65,6 @@ VARIANTS = {
         "objectives.SkewedHybrid", 1.0, {**hybrid([1]).options, "model.objective.init_args.power": 2.0}
     ),
     "masked, bidirectional": Variant("Masked", 1.0, {"model.objective.init_args.pad_responses_to": LENGTH}),
-    "masked, bidirectional, 6 layers": Variant(
-        "Masked", 1.0, {"model.objective.init_args.pad_responses_to": LENGTH, LAYERS: 6}
-    ),
-    "block diffusion, blocks of 64": Variant("BlockMasked", 1.0, {"model.objective.init_args.block_size": 64}),
 }
 
 
@@ -109,14 +105,6 @@ def decoders_of(variant: Variant) -> dict[str, Decoder]:
             "one at a time": LLaDA(steps=LENGTH),
             "certain": FastDLLM(block_length=None, threshold=0.9),
             "almost sure": FastDLLM(block_length=None, threshold=0.99),
-        }
-    if variant.objective == "BlockMasked":
-        from refusion_lit.decoding import BlockDiffusion
-
-        return {
-            "one at a time": BlockDiffusion(block_size=64, threshold=1.0),
-            "certain": BlockDiffusion(block_size=64, threshold=0.9),
-            "almost sure": BlockDiffusion(block_size=64, threshold=0.99),
         }
     slots: dict[str, Any] = {"slot_size": variant.slot_size, "num_serial_blocks": 1, "forward_cost": 32}
     sure: dict[str, Any] = {"slot_threshold": 0.99, "token_threshold": 0.99}
