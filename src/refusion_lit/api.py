@@ -247,11 +247,12 @@ class TextModel:
         if len(flat) == len(encoded):
             return self.decode(flat, decoder, sampling, **options).rows
         callbacks = options.pop("callbacks", ())
-        traced = options | {"trace": True}
-        ends = self.backbone.special_tokens.eos_token_ids
-        rows = choose_lengths(
-            lambda *args: self.decode(args[0], decoder, args[1], **traced).rows, encoded, sampling, ends
-        )
+        traced, ends = options | {"trace": True}, self.backbone.special_tokens.eos_token_ids
+
+        def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
+            return self.decode(tried, decoder, how, **traced).rows
+
+        rows = choose_lengths(run, encoded, sampling, ends)
         for number, row in enumerate(rows):
             if not options.get("trace"):
                 row.trace = []
