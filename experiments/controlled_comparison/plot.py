@@ -28,6 +28,7 @@ STYLES = {
     "staggered": ("#65a30d", "<"),
     "editable": ("#a16207", ">"),
     "sdar": ("#0f172a", "d"),
+    "zarya": ("#ea580c", "*"),
 }
 
 

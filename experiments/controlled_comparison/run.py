@@ -22,7 +22,7 @@ import yaml
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
-LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar")
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar", "zarya")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
 """Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
