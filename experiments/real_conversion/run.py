@@ -29,7 +29,7 @@ PARTS = ("fit", "decode", "measure")
 NAMES = ("autoregressive", "hybrid", "masked", "block", "hybrid_lora")
 BUDGET = 140_000
 """Token positions computed in each training: padding, lengthened responses and doubled sequences count."""
-NUM_FOLLOWED = 50
+NUM_FOLLOWED = 25
 """Number of test problems decoded with weights from before the end of a training."""
 CHECKPOINTS, KEPT = 8, 2
 """Number of times that a training saves its state, and of times that its weights are kept."""
