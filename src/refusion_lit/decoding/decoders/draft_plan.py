@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-
 _MAX_IMPROVEMENTS = 50
 _LENGTH = 1000.0
 """Forwards of a text, so that every one ends: a plan may have parts that lead nowhere else."""
@@ -28,6 +26,8 @@ def draft_plan(fixed_cost: float, acceptance: float, num_masks: int) -> tuple[tu
     Returns:
         Rows of d + 1 numbers for d from 0 to ``num_masks``; all zero behind d = 0 where drafts do not pay.
     """
+    import torch  # not with the module: the help of commands describes decoders without it
+
     num_states = num_masks + 1
     drafts = torch.arange(num_states, dtype=torch.float64)
     right = drafts[None, :]  # axes: drafts, right ones
