@@ -16,7 +16,8 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
     """Install with pip under constraints: a bare range resolves to torch's newest CUDA build."""
     # Pip applies -c to what it installs but not to the build backend, which gets constraints of its own.
-    session.install("-c", constraints, *packages, env={"PIP_BUILD_CONSTRAINT": CONSTRAINTS})
+    # Not compiled beforehand: most modules of the large packages are never imported.
+    session.install("--no-compile", "-c", constraints, *packages, env={"PIP_BUILD_CONSTRAINT": CONSTRAINTS})
 
 
 @nox.session
