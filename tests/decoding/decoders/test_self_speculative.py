@@ -23,6 +23,7 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
+from refusion_lit.decoding.reading import LogitReader
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
@@ -219,3 +220,17 @@ def outcomes(model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams
                 longer[(*text, token)] = longer.get((*text, token), 0) + probability * share
         found = longer
     return found
+
+
+def test_a_few_drafts_are_read_with_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads, read = 0, LogitReader.read
+
+    def counting(*args: Any) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        read(*args)
+
+    monkeypatch.setattr(LogitReader, "read", counting)
+    model, sampling = HashModel(5, end_bias=-60.0, traits=NEXT), SamplingParams(max_new_tokens=20)
+    output = decode(model, SelfSpeculative(layout="two_forwards"), [Prompt(token_ids=(5, 6, 7), id="0")], sampling)
+    assert num_reads == output.num_calls
