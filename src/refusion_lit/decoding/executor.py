@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -159,6 +160,7 @@ class Executor:
         results: list[list[Reading]] = []
         drafts: list[Drafts] = []
         reads: list[Read] = []
+        early: list[tuple[dict[int, int], Sequence[int], Reading]] = []
         states = [hidden.flatten(0, 1)]
         for row, forward, part, starts in zip(rows, forwards, batch.sequences, batch.starts, strict=True):
             twin = None
@@ -173,9 +175,14 @@ class Executor:
             results.append([drafted.reading for drafted in own])
             drafts += own
             reads += more
+            for tokens, offsets, read in self._early_reads(row, forward, starts, hidden.shape[1]):
+                reads.append(read)
+                early.append((tokens, offsets, read.reading))
         self._reader.read(torch.cat(states) if len(states) > 1 else states[0], reads)
         for drafted in drafts:
             drafted.merge()
+        for tokens, offsets, reading in early:
+            tokens.update(zip(offsets, reading.tokens, strict=True))
         return results
 
     def _prefetch(self, forwards: Sequence[Forward]) -> bool:
@@ -209,13 +216,27 @@ class Executor:
                 for read in own.reads:
                     read.guide = twin - start - branch.draft_at[0]
             read = own.reads[0]
-            if row.prefetched is not None and branch.prefetch_at and not read.guide:
+            if row.prefetched is not None and branch.prefetch_at and branch.draft_at and not read.guide:
                 read.prefetch = Prefetch.of(branch, forward.draw, row.prompt_id, start, tokens=row.prefetched[number])
             reads += own.reads
             if branch.score_at:
                 offsets, given = zip(*branch.score_at, strict=True)
                 reads.append(Read(own.reading, forward.draw, [start + o for o in offsets], given, guide=read.guide))
         return drafts, reads
+
+    @staticmethod
+    def _early_reads(
+        row: Row, forward: Forward, starts: Sequence[int], length: int
+    ) -> Iterator[tuple[dict[int, int], Sequence[int], Read]]:
+        """Yield what is prefetched whatever is drafted: where its tokens go, their offsets, and the read."""
+        if row.prefetched is None or forward.draw.guidance is not None:
+            return
+        draw = replace(forward.draw, with_probability=False)
+        for branch, start, tokens in zip(forward.branches, starts, row.prefetched, strict=True):
+            if branch.prefetch_at and not branch.draft_at:
+                offsets = list(chain.from_iterable(branch.prefetch_at))
+                yield tokens, offsets, Read.drafts(branch, draw, offsets, prompt_id=row.prompt_id, start=start,
+                                                   length=length)  # fmt: skip
 
     def _drafts(self, row: Row, branch: Branch, draw: Draw, offsets: Sequence[int], start: int, length: int) -> Drafts:
         ends = self._model.special_tokens.eos_token_ids

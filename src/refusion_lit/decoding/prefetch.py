@@ -25,7 +25,7 @@ class Prefetch:
 
     Attributes:
         start: Index of the branch's first hidden state.
-        groups: Groups of offsets of equal length: one for each draft of the read, or any if it drafts nothing.
+        groups: Groups of offsets of equal length, one for each draft of the read.
         noise_keys: Key of the noise at each offset; zeros for greedy draws.
         num_groups: Number of groups to prefetch.
         tokens: Receives the drafted token of each offset.
@@ -42,14 +42,14 @@ class Prefetch:
         """Return what a branch that starts at hidden state ``start`` prefetches."""
         groups = branch.prefetch_at
         keys = [noise_keys(branch, group, draw, prompt_id) or [0] * len(group) for group in groups]
-        return cls(start, groups, keys, branch.num_prefetch if branch.draft_at else len(groups), tokens)
+        return cls(start, groups, keys, branch.num_prefetch, tokens)
 
 
 class PrefetchedGroups:
     """The groups of the most probable drafts, selected on the device.
 
     Args:
-        wanted: For each read its first index among ``values``, its number of drafts, and what it prefetches.
+        wanted: For each read its first index among ``values``, and what it prefetches.
         values: Probability (or logit) of each draft.
 
     Attributes:
@@ -58,21 +58,21 @@ class PrefetchedGroups:
         chosen: Number of each selected group.
     """
 
-    def __init__(self, wanted: Sequence[tuple[int, int, Prefetch]], values: Tensor) -> None:
-        self._wanted = [prefetch for _, _, prefetch in wanted]
+    def __init__(self, wanted: Sequence[tuple[int, Prefetch]], values: Tensor) -> None:
+        self._wanted = [prefetch for _, prefetch in wanted]
         width = max(len(p.groups) for p in self._wanted)
         size = max(len(group) for p in self._wanted for group in p.groups)
         self._num_groups = min(width, max(p.num_groups for p in self._wanted))
-        # The two values past the end: minus infinity for padding, and zero for groups that depend on no draft.
+        # The value past the end is that of padding.
         index = np.full((len(wanted), width), len(values))
         tables = np.zeros((2, len(wanted), width, size), dtype=np.int64)
-        for row, (first, num_drafts, p) in enumerate(wanted):
+        for row, (first, p) in enumerate(wanted):
             number = len(p.groups)
-            index[row, :number] = np.arange(first, first + number) if num_drafts else len(values) + 1
+            index[row, :number] = np.arange(first, first + number)
             for column, (group, keys) in enumerate(zip(p.groups, p.noise_keys, strict=True)):
                 tables[0, row, column, : len(group)] = np.asarray(group) + p.start
                 tables[1, row, column, : len(group)] = keys
-        padded = torch.cat((values, values.new_full((1,), -torch.inf), values.new_zeros(1)))
+        padded = torch.cat((values, values.new_full((1,), -torch.inf)))
         ranked = padded.index_select(0, to_device(index.reshape(-1), values.device)).view(len(wanted), width)
         # Stable: among equal values, and certain drafts often tie, the host takes the first ones too.
         self.chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self._num_groups]

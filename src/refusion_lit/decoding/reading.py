@@ -93,7 +93,7 @@ class LogitReader:
         """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
-            if read.index or read.prefetch is not None:
+            if read.index:
                 groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
         launched = [_Group(self, hidden, group) for group in groups.values()]
         values = [group.launch() for group in launched]
@@ -220,10 +220,10 @@ class _Group:
         parts = self._read(careful=careful)
         firsts = accumulate((len(read.index) for read in self._reads), initial=0)
         reads = zip(firsts, self._reads, strict=False)
-        wanted = [(at, len(read.index), read.prefetch) for at, read in reads if read.prefetch is not None]
+        wanted = [(at, read.prefetch) for at, read in reads if read.prefetch is not None]
         if wanted:
-            values = self._hidden.new_zeros(0, dtype=torch.float32) if parts[1] is None else parts[1]
-            self._prefetched = likely = PrefetchedGroups(wanted, values)
+            assert parts[1] is not None
+            self._prefetched = likely = PrefetchedGroups(wanted, parts[1])
             options = {"num_silent": likely.rows.shape[0], "careful": careful}
             drawn = self._reader.draw(self._hidden, self._draw, likely.rows, likely.keys, likely.rows[:0], **options)
             parts = (*parts, likely.chosen, *drawn[:2])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from decoder_cases import decode_with_prefetch, prompts, temperatures
 from fakes import (
@@ -23,7 +24,6 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
-from refusion_lit.decoding.reading import LogitReader
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
@@ -222,15 +222,20 @@ def outcomes(model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams
     return found
 
 
-def test_a_few_drafts_are_read_with_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_reads, read = 0, LogitReader.read
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_few_drafts_are_read_with_the_verification_and_many_when_wanted(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_passes, logits = 0, HashModel.logits
 
-    def counting(*args: Any) -> None:
-        nonlocal num_reads
-        num_reads += 1
-        read(*args)
+    def counting(*args: Any) -> Tensor:
+        nonlocal num_passes
+        num_passes += 1
+        return logits(*args)
 
-    monkeypatch.setattr(LogitReader, "read", counting)
+    monkeypatch.setattr(HashModel, "logits", counting)
     model, sampling = HashModel(5, end_bias=-60.0, traits=NEXT), SamplingParams(max_new_tokens=20)
-    output = decode(model, SelfSpeculative(layout="two_forwards"), [Prompt(token_ids=(5, 6, 7), id="0")], sampling)
-    assert num_reads == output.num_calls
+    prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(num_rows)]
+    output = decode(model, SelfSpeculative(layout="two_forwards"), prompts, sampling, max_batch_size=num_rows)
+    assert (num_passes == output.num_calls) is (num_rows == 1)
+    assert num_passes >= output.num_calls

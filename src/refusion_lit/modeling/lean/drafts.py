@@ -17,12 +17,12 @@ from refusion_lit.modeling.drafter import Drafter
 class _Stacked:
     """Adapters of several linear layers with the same input: one product down, one up each."""
 
-    down: Float[Tensor, "stacked_rank input"]
-    ups: tuple[Float[Tensor, "_ rank"], ...]
+    down: Float[Tensor, "input stacked_rank"]
+    ups: tuple[Float[Tensor, "rank _"], ...]
 
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        low = F.linear(x.to(self.down.dtype), self.down).split(self.ups[0].shape[1], -1)
-        return [F.linear(part, up) for part, up in zip(low, self.ups, strict=True)]
+    def low(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the product down for each layer."""
+        return (x.to(self.down.dtype) @ self.down).split(self.ups[0].shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DraftMasks:
         def stacked(layer: int, names: Sequence[str]) -> _Stacked:
             adapters = [drafter.adapter(f"layers-{layer}-{name}") for name in names]
             down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
-            return _Stacked(down.to(dtype), tuple(adapter.up.detach().to(dtype) for adapter in adapters))
+            return _Stacked(down.to(dtype).t(), tuple(adapter.up.detach().to(dtype).t() for adapter in adapters))
 
         self.layers = [
             LayerAdapters(
@@ -106,11 +106,13 @@ class DraftGate:
 
     def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], *outputs: Float[Tensor, "token _"]) -> None:
         """Add the adapters' updates to the outputs of linear layers, in place, for draft masks only."""
-        updates = adapters(x if self.rows is None else x[self.rows])
-        for output, update in zip(outputs, updates, strict=True):
+        low = adapters.low(x if self.rows is None else x[self.rows])
+        for output, part, up in zip(outputs, low, adapters.ups, strict=True):
             if self.factor is not None:
-                output.add_(update * self.factor)
-            elif isinstance(self.rows, slice):
-                output[self.rows].add_(update)
+                output.add_(part @ up * self.factor)
+            elif not isinstance(self.rows, slice):
+                output.index_add_(0, self.rows, (part @ up).to(output.dtype))  # type: ignore[arg-type] - a tensor by now
+            elif output.dtype == up.dtype:
+                output[self.rows].addmm_(part, up)
             else:
-                output.index_add_(0, self.rows, update.to(output.dtype))  # type: ignore[arg-type] - a tensor by now
+                output[self.rows].add_(part @ up)
