@@ -67,6 +67,7 @@ def test_more_samples_or_options_leave_the_earlier_draws() -> None:
         ({"random": {"a": {"normal": [0, 1]}}}, "random.a: expected one of"),
         ({"random": {"a": {"uniform": [2, 1]}}}, r"random.a: expected uniform: \[low, high\]"),
         ({"random": {"a": {"log_uniform": [0, 1]}}}, "numbers above 0"),
+        ({"random": {"a": {"integers": [1.5, 3]}}}, "whole numbers"),
     ],
 )
 def test_a_wrong_sweep_is_refused(options: dict[str, Any], message: str) -> None:

@@ -97,9 +97,11 @@ def _check_distribution(name: str, distribution: Mapping[str, Any]) -> None:
         )
     if kind == "choice":
         return
-    are_numbers = len(values) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    types = int if kind == "integers" else (int, float)
+    are_numbers = len(values) == 2 and all(isinstance(v, types) and not isinstance(v, bool) for v in values)
     in_range = are_numbers and values[0] <= values[1] and (kind != "log_uniform" or values[0] > 0)
-    expected = f"{kind}: [low, high] in numbers{' above 0' if kind == 'log_uniform' else ''}"
+    numbers = {"integers": "whole numbers", "log_uniform": "numbers above 0"}.get(kind, "numbers")
+    expected = f"{kind}: [low, high] in {numbers}"
     require(in_range, f"random.{name}", expected, values, "change the bounds")
 
 
@@ -110,7 +112,7 @@ def _draw(key: str, distribution: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a
         return values[generator.randrange(len(values))]
     low, high = values
     if kind == "integers":
-        return generator.randint(int(low), int(high))
+        return generator.randint(low, high)
     if kind == "uniform":
         return generator.uniform(low, high)
     return min(max(math.exp(generator.uniform(math.log(low), math.log(high))), low), high)
