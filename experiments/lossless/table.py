@@ -1,11 +1,11 @@
 """Does SmolLM2 say the same with a drafter, in how many forwards, and how fast?
 
-usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--num_timed N] [--output FILE]
+usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--parts PART ...] [--output FILE]
 
-Two measurements. *Text*: prompts in batches of 16, the decoder's text against the model's own, token by token.
-*Speed*: some prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all.
-FILE holds a JSON object a line with ``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside
-this file, is always measured.
+Two parts. *text*: prompts in batches of 16, the decoder's text against the model's own, token by token. *speed*: some
+prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all. FILE holds a
+JSON object a line with ``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside this file, is
+always measured. What the output holds already is kept.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE@NUMBER")
+    parser.add_argument("--parts", nargs="*", choices=("text", "speed"), default=["text", "speed"])
     parser.add_argument("--num_timed", type=int, default=6)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
@@ -121,21 +122,25 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     sets = [text.replace("@", "=").split("=") for text in (*args.prompts, f"own={HERE / 'own.jsonl'}@100")]
-    result: dict[str, Any] = {"threads": args.threads, "max_new_tokens": args.max_new_tokens, "runs": []}
+    result: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "runs": []}
+    if args.output.is_file():
+        result = json.loads(args.output.read_text(encoding="utf-8"))
     for dtype in args.dtypes:
         model = refusion_lit.load(BASE, dtype=_dtype(dtype), draft=args.draft)
         for name, file, count in sets:
             texts = read_prompts(Path(file), int(count))
             prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
-            print(f"{dtype}, {name}: {len(prompts)} prompts", flush=True)
-            run = {"dtype": dtype, "prompts": name, "num_prompts": len(prompts)}
-            run["text"] = compared(model, prompts, args.max_new_tokens)
-            run["speed"] = timed(model, prompts[: args.num_timed], args.max_new_tokens)
-            result["runs"].append(run)
-            result.setdefault("forward_costs", {}).update(model.backbone.forward_costs)
-            result["environment"] = environment(None, sys.argv)
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            for part in args.parts:
+                if any((run["dtype"], run["prompts"], run["part"]) == (dtype, name, part) for run in result["runs"]):
+                    continue
+                some = prompts if part == "text" else prompts[: args.num_timed]
+                print(f"{dtype}, {name}, {part}: {len(some)} prompts", flush=True)
+                decoders = (compared if part == "text" else timed)(model, some, args.max_new_tokens)
+                run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), "decoders": decoders}
+                run |= {"forward_costs": model.backbone.forward_costs, "environment": environment(None, sys.argv)}
+                result["runs"].append(run)
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _dtype(name: str) -> DType:
