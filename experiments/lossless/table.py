@@ -5,7 +5,7 @@ usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--
 Two parts. *text*: prompts in batches of 16, the decoder's text against the model's own, token by token. *speed*: some
 prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all. FILE holds a
 JSON object a line with ``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside this file, is
-always measured. What the output holds already is kept.
+always measured. What the output holds already is kept. At the end the table is printed.
 """
 
 from __future__ import annotations
@@ -141,6 +141,26 @@ def main() -> None:
                 result["runs"].append(run)
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(markdown(result["runs"]))
+
+
+def markdown(runs: list[dict[str, Any]]) -> str:
+    """Return a table of all runs: one line for each type, set of prompts and decoder."""
+    lines = [
+        "| type | prompts | decoder | same text | tokens/forward | tokens/s over `Autoregressive` | over `generate` |",
+        "| --- | --- | --- | --- | --: | --: | --: |",
+    ]
+    for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in runs):
+        parts = {run["part"]: run for run in runs if (run["dtype"], run["prompts"]) == (dtype, prompts)}
+        for name in DECODERS:
+            cells = ["not counted", "", "", ""]
+            if "text" in parts and name in parts["text"]["decoders"]:
+                cells[0] = f"{parts['text']['decoders'][name]['identical']} of {parts['text']['num_prompts']}"
+            if "speed" in parts:
+                keys = ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate")
+                cells[1:] = [f"{parts['speed']['decoders'][name][key]:.2f}" for key in keys]
+            lines.append(f"| {dtype} | {prompts} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _dtype(name: str) -> DType:
