@@ -111,6 +111,18 @@ def test_killed_at_random_moments_and_while_writing(
     _assert_like_unbroken(run, unbroken)
 
 
+def test_the_last_step_is_saved_whatever_the_intervals(tmp_path: Path, fit_args: list[str]) -> None:
+    args = [*fit_args, "--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    for num_steps in (10, 17, 20):  # checkpoints are saved every third step
+        assert main([*args, f"--runs_dir={tmp_path}", f"--trainer.max_steps={num_steps}", "--ckpt_path=last"]) == 0
+        resumed = _state(_checkpoints(tmp_path / "quickstart")[-1])
+        assert resumed["global_step"] == num_steps
+    assert main([*args, f"--runs_dir={tmp_path / 'unbroken'}", "--trainer.max_steps=20"]) == 0
+    unbroken = _state(tmp_path / "unbroken" / "quickstart" / "version_0" / "checkpoints" / "last.ckpt")
+    for key in ("global_step", "state_dict", "optimizer_states"):
+        _assert_equal(resumed[key], unbroken[key])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_training_goes_on(
     tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]], number: signal.Signals

@@ -25,6 +25,7 @@ from refusion_lit.cli.parser import PARSER_ERRORS, OneLineErrors, brief
 from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.reports.environment import write_environment
+from refusion_lit.training.last_step import SaveLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.signals import SaveOnSignal
 from refusion_lit.utils.require import require, require_at_least
@@ -136,10 +137,11 @@ class RefusionCLI(LightningCLI):
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
             callbacks = [*callbacks, RunProgress()]
-        saves = any(isinstance(each, ModelCheckpoint) for each in own)
-        if self.subcommand == "fit" and config["enable_checkpointing"] is not False and not saves:
-            # After each validation, instead of Lightning's default, which leaves no last.ckpt.
-            callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_top_k=0)]
+        if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
+            if not any(isinstance(each, ModelCheckpoint) for each in own):
+                # After each validation, instead of Lightning's default, which leaves no last.ckpt.
+                callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_top_k=0)]
+            callbacks = [*callbacks, SaveLastStep()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
         for callback in trainer.checkpoint_callbacks:

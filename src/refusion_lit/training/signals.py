@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from refusion_lit.training.last_step import last_path
+
 
 class SaveOnSignal(L.Callback):
     """Ends training after the current optimizer step when a signal arrives, with a checkpoint that resumes exactly.
@@ -103,5 +105,5 @@ def _requeue() -> str:
 def _last_path(trainer: L.Trainer) -> Path:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+            return last_path(callback)
     return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
