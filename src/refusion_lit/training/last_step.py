@@ -32,7 +32,7 @@ class SaveLastStep(Checkpoint):
                 continue
             period = callback._every_n_epochs
             is_due = period and (trainer.current_epoch + 1) % period == 0 and (validates or is_last_batch)
-            if callback._last_global_step_saved != trainer.global_step and not is_due:
+            if not is_due and not callback._should_skip_saving_checkpoint(trainer):  # which knows what it has saved
                 trainer.save_checkpoint(last_path(callback), callback.save_weights_only)
 
 
