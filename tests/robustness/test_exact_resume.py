@@ -123,6 +123,29 @@ def test_the_last_step_is_saved_whatever_the_intervals(tmp_path: Path, fit_args:
         _assert_equal(resumed[key], unbroken[key])
 
 
+@pytest.mark.parametrize(
+    ("save", "length", "num_steps"),
+    [
+        ("every_n_train_steps: 100", ["--trainer.max_epochs=1", "--trainer.max_steps=-1"], None),
+        ("every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5"], 5),  # no validation until then
+    ],
+    ids=["in the last epoch", "between validations"],
+)
+def test_the_last_step_is_saved_where_nothing_else_would_be(
+    tmp_path: Path, fit_args: list[str], save: str, length: list[str], num_steps: int | None
+) -> None:
+    overlay = tmp_path / "rarely.yaml"
+    overlay.write_text(
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+        f"init_args: {{save_last: true, save_top_k: 0, {save}}}}}]}}"
+    )
+    assert main([*fit_args, "--config", str(overlay), *length, f"--runs_dir={tmp_path}"]) == 0
+    run = tmp_path / "quickstart"
+    last = _state(run / "version_0" / "checkpoints" / "last.ckpt")
+    assert last["global_step"] == (num_steps or max(_losses(run)) + 1)
+    assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 0  # resumes within the epoch
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_training_goes_on(
     tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]], number: signal.Signals

@@ -25,7 +25,7 @@ def measure_forward_cost(forward: Callable[[int], None], num_rows: int) -> float
         a / b, the fixed cost in positions a row, in [0, ``MAX_COST``].
     """
     longest = max(2, min(_LONGEST, _MAX_POSITIONS // num_rows))
-    # Not one position a row: CPUs multiply a single vector in another way, and what decoders weigh are longer forwards.
+    # For few rows not one position: CPUs multiply a single vector in another way, and decoders weigh longer forwards.
     lengths = sorted({-(-longest // 12), -(-longest // 3), longest})
     best = dict.fromkeys(lengths, float("inf"))
     for _ in range(1 + _NUM_REPEATS):  # the first one warms up

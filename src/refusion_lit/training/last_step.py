@@ -34,6 +34,9 @@ class SaveLastStep(Checkpoint):
             is_due = period and (trainer.current_epoch + 1) % period == 0 and (validates or is_last_batch)
             if not is_due and not callback._should_skip_saving_checkpoint(trainer):  # which knows what it has saved
                 trainer.save_checkpoint(last_path(callback), callback.save_weights_only)
+                # Or, where nothing was saved before, Lightning would replace it after the step, when the epoch counts
+                # as done and the rest of its samples would be left out on resuming.
+                callback._last_checkpoint_saved = str(last_path(callback))
 
 
 def last_path(callback: ModelCheckpoint) -> Path:
