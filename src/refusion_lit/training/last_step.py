@@ -33,10 +33,12 @@ class SaveLastStep(Checkpoint):
             period = callback._every_n_epochs
             is_due = period and (trainer.current_epoch + 1) % period == 0 and (validates or is_last_batch)
             if not is_due and not callback._should_skip_saving_checkpoint(trainer):  # which knows what it has saved
-                trainer.save_checkpoint(last_path(callback), callback.save_weights_only)
+                path = str(last_path(callback))
+                callback.last_model_path = path  # first, since it is in the checkpoint, by which it is found
+                trainer.save_checkpoint(path, callback.save_weights_only)
                 # Or, where nothing was saved before, Lightning would replace it after the step, when the epoch counts
                 # as done and the rest of its samples would be left out on resuming.
-                callback._last_checkpoint_saved = str(last_path(callback))
+                callback._last_checkpoint_saved = path
 
 
 def last_path(callback: ModelCheckpoint) -> Path:
