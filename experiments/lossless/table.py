@@ -2,10 +2,11 @@
 
 usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--parts PART ...] [--output FILE]
 
-Two parts. *text*: prompts in batches of 16, the decoder's text against the model's own, token by token. *speed*: some
-prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all. FILE holds a
-JSON object a line with ``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside this file, is
-always measured. What the output holds already is kept. At the end the table is printed.
+Three parts. *text*: prompts in batches of 16, the decoder's text against the model's own, token by token. *speed*: some
+prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all. *masks*, only
+when asked for: what a forward costs more when most of its tokens are masks. FILE holds a JSON object a line with
+``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside this file, is always measured. What
+the output holds already is kept. At the end the table is printed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -94,6 +96,31 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
     return result
 
 
+def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
+    """Draft and verify in turn; return milliseconds of the body for six tokens, and for a token and five masks."""
+    first_mask, body = model.backbone.special_tokens.draft_token_ids[0], model.backbone.hidden_states
+    milliseconds: dict[str, list[float]] = {"six tokens": [], "a token and five masks": []}
+
+    def stopped(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        hidden = body(input_ids, *args)
+        if input_ids.numel() == 6 and (input_ids[0, 0] < first_mask):
+            name = "a token and five masks" if bool((input_ids[0, 1:] >= first_mask).all()) else "six tokens"
+            milliseconds[name].append(1000 * (time.perf_counter() - started))
+        return hidden
+
+    model.backbone.hidden_states = stopped  # pyright: ignore[reportAttributeAccessIssue] - takes what the engine gives
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    model.decode(prompts, DECODERS["SelfSpeculative, two forwards"], sampling, batch_size=1)
+    del model.backbone.hidden_states
+    result = {
+        name: {"median_ms": round(statistics.median(values), 1), "best_ms": round(min(values), 1), "count": len(values)}
+        for name, values in milliseconds.items()
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
 def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int) -> int:
     ids = torch.tensor([prompt.token_ids])
     library: Any = model.backbone.model
@@ -105,12 +132,15 @@ def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int
     return output.shape[1] - ids.shape[1]
 
 
+PARTS = {"text": compared, "speed": timed, "masks": mask_cost}
+
+
 def main() -> None:
     """Measure in float32 and bfloat16, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE@NUMBER")
-    parser.add_argument("--parts", nargs="*", choices=("text", "speed"), default=["text", "speed"])
+    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=["text", "speed"])
     parser.add_argument("--num_timed", type=int, default=6)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
@@ -135,8 +165,9 @@ def main() -> None:
                     continue
                 some = prompts if part == "text" else prompts[: args.num_timed]
                 print(f"{dtype}, {name}, {part}: {len(some)} prompts", flush=True)
-                decoders = (compared if part == "text" else timed)(model, some, args.max_new_tokens)
-                run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), "decoders": decoders}
+                found = PARTS[part](model, some, args.max_new_tokens)
+                key = "forwards" if part == "masks" else "decoders"
+                run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), key: found}
                 run |= {"forward_costs": model.backbone.forward_costs, "environment": environment(None, sys.argv)}
                 result["runs"].append(run)
                 args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +181,9 @@ def markdown(runs: list[dict[str, Any]]) -> str:
         "| type | prompts | decoder | same text | tokens/forward | tokens/s over `Autoregressive` | over `generate` |",
         "| --- | --- | --- | --- | --: | --: | --: |",
     ]
-    for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in runs):
-        parts = {run["part"]: run for run in runs if (run["dtype"], run["prompts"]) == (dtype, prompts)}
+    rows = [run for run in runs if "decoders" in run]
+    for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in rows):
+        parts = {run["part"]: run for run in rows if (run["dtype"], run["prompts"]) == (dtype, prompts)}
         for name in DECODERS:
             cells = ["not counted", "", "", ""]
             if "text" in parts and name in parts["text"]["decoders"]:

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
+from refusion_lit.modeling.drafter import DrafterOptions
+from refusion_lit.modeling.loading import BackboneConfig
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 QUERIES = ["12+34,56+78>", "1+2,3+4>", "90+9,11+22>"]
@@ -161,6 +163,21 @@ def test_a_wrong_base_is_refused(draft: Path, base: Path, capsys: pytest.Capture
     message = capsys.readouterr().err
     assert "expected the model that" in message
     assert str(base) in message
+
+
+def test_a_drafter_is_trained_further(draft: Path, base: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "fit.yaml", {"class_path": "GatedDraft"}, 1, source=str(base), draft=str(draft))
+    output = tmp_path / "draft"
+    checkpoint = train(tmp_path, config) / "checkpoints" / "last.ckpt"
+    assert main(["export", "--ckpt_path", str(checkpoint), "--adapter_only=true", "--output", str(output)]) == 0
+    before, after = (load_file(path / "drafter.safetensors") for path in (draft, output))
+    change = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert 0 < change < 0.02  # one step of the optimizer, not another start
+
+
+def test_a_drafter_is_new_or_trained_further(draft: Path) -> None:
+    with pytest.raises(ValueError, match=r"got .drafter and draft.; train one of them"):
+        BackboneConfig(source="model", drafter=DrafterOptions(), draft=str(draft))
 
 
 def test_a_model_without_drafter_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.checks import check_compilable
-from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.layouts import Layout
 from refusion_lit.modeling.layouts.weights import load_published
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
@@ -59,6 +59,7 @@ class BackboneConfig:
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
+        draft: Instead of a new ``drafter``, train that of this directory further, for example on other texts.
         trust_remote_code: Let the source run Python code of its own on this machine. Off by default.
     """
 
@@ -76,6 +77,7 @@ class BackboneConfig:
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     drafter: DrafterOptions | None = None
+    draft: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +90,9 @@ class BackboneConfig:
         if self.attention is not None or self.block_size is not None:
             # Refuses one without the other.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
-        both = self.lora is not None and self.drafter is not None
-        require(not both, "backbone.drafter", "none with lora", self.drafter, "train one of them")
+        trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
+        expected = "one of lora, drafter (a new one) and draft (an exported one)"
+        require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
         if self.compile:
             check_compilable(lean=self.lean, attn_implementation=self.attn_implementation)
             if self.lora is not None:
@@ -128,9 +131,7 @@ class BackboneConfig:
             if self.lora is not None:
                 model = add_adapters(model, self.lora)
             base = self.source if pretrained else None
-            drafter = (
-                None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
-            )
+            drafter = self._drafter(model, base)
         backbone = Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean, compile=self.compile)
         if drafter is not None:
             backbone.attach(drafter)
@@ -143,6 +144,14 @@ class BackboneConfig:
                 new_token_ids=new_token_ids,
             )
         return backbone
+
+    def _drafter(self, model: PreTrainedModel, base: str | None) -> Drafter | None:
+        """Return the drafter that is to be trained; the model is frozen then."""
+        if self.draft is not None:
+            drafter = load_drafter(model, body_of(model.requires_grad_(False)), self.draft)
+            drafter.origin = replace(drafter.origin, base=base)
+            return drafter
+        return None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
 
     def _initialise_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         try:

@@ -12,12 +12,12 @@ from refusion_lit.decoding.decoders.draft_plan import draft_plan
 Plan = tuple[tuple[int, ...], ...]
 
 
-def cost_per_token(plan: Plan, fixed_cost: float, acceptance: float) -> float:
+def cost_per_token(plan: Plan, fixed_cost: float, acceptance: float, mask_cost: float) -> float:
     """Positions per token in the long run, from the share of forwards that verify each number of drafts."""
     size = len(plan)
     follows, costs, tokens = np.zeros((size, size)), np.zeros(size), np.zeros(size)
     for drafts, masks in enumerate(plan):
-        costs[drafts] = fixed_cost + 1 + drafts + sum(masks)
+        costs[drafts] = fixed_cost + 1 + drafts + sum(masks) + mask_cost * any(masks)
         for right, number in enumerate(masks):
             chance = acceptance**right * (1 if right == drafts else 1 - acceptance)
             follows[drafts, number] += chance
@@ -35,22 +35,24 @@ def same_everywhere(num_masks: int, *, verifying: int, drafting: int) -> Plan:
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("fixed_cost", [2, 8, 30, 200])
-def test_of_all_plans_none_costs_less(fixed_cost: int, acceptance: float) -> None:
-    found = cost_per_token(draft_plan(fixed_cost, acceptance, 2), fixed_cost, acceptance)
+@pytest.mark.parametrize(("fixed_cost", "mask_cost"), [(2, 0), (8, 2), (30, 0), (30, 6), (30, 60), (200, 20)])
+def test_of_all_plans_none_costs_less(fixed_cost: int, mask_cost: int, acceptance: float) -> None:
+    found = cost_per_token(draft_plan(fixed_cost, acceptance, 2, mask_cost), fixed_cost, acceptance, mask_cost)
     plans = (((a,), (b, c), (d, e, f)) for a, b, c, d, e, f in product(range(3), repeat=6))
-    assert found <= min(cost_per_token(plan, fixed_cost, acceptance) for plan in plans) * 1.001
+    assert found <= min(cost_per_token(plan, fixed_cost, acceptance, mask_cost) for plan in plans) * 1.001
 
 
-@given(st.integers(0, 300), st.floats(0.05, 0.95), st.integers(1, 8))
-def test_it_costs_no_more_than_any_fixed_layout(fixed_cost: int, acceptance: float, num_masks: int) -> None:
-    plan = draft_plan(fixed_cost, acceptance, num_masks)
+@given(st.integers(0, 300), st.floats(0.05, 0.95), st.integers(1, 8), st.integers(0, 60))
+def test_it_costs_no_more_than_any_fixed_layout(
+    fixed_cost: int, acceptance: float, num_masks: int, mask_cost: int
+) -> None:
+    plan = draft_plan(fixed_cost, acceptance, num_masks, mask_cost)
     assert [len(row) for row in plan] == list(range(1, num_masks + 2))
     assert all(0 <= number <= num_masks for row in plan for number in row)
-    found = cost_per_token(plan, fixed_cost, acceptance)
+    found = cost_per_token(plan, fixed_cost, acceptance, mask_cost)
     for verifying, drafting in ((0, 0), (0, num_masks), (num_masks, num_masks)):
         other = same_everywhere(num_masks, verifying=verifying, drafting=drafting)
-        assert found <= cost_per_token(other, fixed_cost, acceptance) * 1.001
+        assert found <= cost_per_token(other, fixed_cost, acceptance, mask_cost) * 1.001
 
 
 @pytest.mark.parametrize(("fixed_cost", "acceptance"), [(0, 0.9), (50, 0.0), (1, 0.5)])

@@ -10,18 +10,21 @@ _LENGTH = 1000.0
 
 
 @lru_cache(maxsize=1024)
-def draft_plan(fixed_cost: float, acceptance: float, num_masks: int) -> tuple[tuple[int, ...], ...]:
+def draft_plan(
+    fixed_cost: float, acceptance: float, num_masks: int, mask_cost: float = 0.0
+) -> tuple[tuple[int, ...], ...]:
     """Return how many masks to put behind j accepted ones of d drafts, as ``plan[d][j]``.
 
-    A forward that verifies d drafts costs ``fixed_cost + 1 + d`` positions and one for each of its masks; it commits
-    j + 1 tokens if exactly the first j drafts are right, and the masks behind j become the next drafts. Each draft is
-    right with the same probability, whatever came before. That is a Markov decision process whose state is d; policy
-    iteration finds the plan of the lowest cost per token.
+    A forward that verifies d drafts costs ``fixed_cost + 1 + d`` positions; if it has masks, ``mask_cost`` and one for
+    each of them. It commits j + 1 tokens if exactly the first j drafts are right, and the masks behind j become the
+    next drafts. Each draft is right with the same probability, whatever came before. That is a Markov decision process
+    whose state is d; policy iteration finds the plan of the lowest cost per token.
 
     Args:
-        fixed_cost: Cost of a forward without positions, in positions, at least 0.
+        fixed_cost: Cost of a forward without masks and without its positions, in positions, at least 0.
         acceptance: Probability that a draft is right, in [0, 1].
         num_masks: Maximum number of masks behind one acceptance, at least 1.
+        mask_cost: Cost of having masks at all, in positions, at least 0.
 
     Returns:
         Rows of d + 1 numbers for d from 0 to ``num_masks``; all zero behind d = 0 where drafts do not pay.
@@ -43,10 +46,11 @@ def draft_plan(fixed_cost: float, acceptance: float, num_masks: int) -> tuple[tu
         # value = cost - rate * tokens + follows @ value, with value[0] = 0: solved for the rate and the other values.
         equations = torch.eye(num_states, dtype=torch.float64) - (1 - 1 / _LENGTH) * follows
         equations[:, 0] = num_tokens
-        values = torch.linalg.solve(equations, fixed_cost + 1 + drafts + masks)
+        values = torch.linalg.solve(equations, fixed_cost + 1 + drafts + masks + mask_cost * (masks > 0))
         values[0] = 0.0
         options = drafts + chance[:, :, None] * values  # axes: drafts, right ones, masks
-        better = options.argmin(2)
+        saved = (options[:, :, 0] - options.amin(2)).sum(1)  # by having masks where they pay
+        better = torch.where(saved[:, None] > mask_cost, options.argmin(2), 0)
         if torch.equal(better, plan):
             break
         plan = better

@@ -17,6 +17,9 @@ from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Re
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
+_ADAPTERS = 0.15
+"""Share of calling a drafter's adapters in the fixed cost of a forward with masks; see experiments/lossless."""
+
 _NUM_TRIALS = 16
 """Drafts of a text that are tested even if they do not seem to pay."""
 
@@ -185,7 +188,9 @@ class SelfSpeculative(Decoder):
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
         if most <= extra:
             return 0
-        plan = draft_plan(self.fixed_cost, round(state.acceptance, 1), max(most - extra, num_drafts))
+        mask_cost = 0.0 if self.slot_size is not None else _ADAPTERS * self.fixed_cost
+        cost = self.fixed_cost - mask_cost  # of a forward without masks
+        plan = draft_plan(cost, round(state.acceptance, 1), max(most - extra, num_drafts), mask_cost)
         wanted = plan[num_drafts][accepted]
         if num_drafts == 0 and state.num_tested < _NUM_TRIALS:
             wanted = max(wanted, 1)

@@ -22,7 +22,7 @@ class _Stacked:
 
     def low(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the product down for each layer."""
-        return (x.to(self.down.dtype) @ self.down).split(self.ups[0].shape[0], -1)
+        return (x.to(self.down.dtype) @ self.down).chunk(len(self.ups), -1)
 
 
 @dataclass(frozen=True, slots=True)
