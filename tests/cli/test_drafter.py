@@ -171,6 +171,7 @@ def test_a_drafter_is_trained_further(draft: Path, base: Path, tmp_path: Path) -
     checkpoint = train(tmp_path, config) / "checkpoints" / "last.ckpt"
     assert main(["export", "--ckpt_path", str(checkpoint), "--adapter_only=true", "--output", str(output)]) == 0
     before, after = (load_file(path / "drafter.safetensors") for path in (draft, output))
+    assert main(["validate", "--config", config, "--ckpt_path", str(checkpoint), f"--runs_dir={tmp_path}"]) == 0
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < change < 0.02  # one step of the optimizer, not another start
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from refusion_lit.checkpoints.stored import newest_checkpoint
 from refusion_lit.cli import main
 from robustness.conftest import finished, start
 
@@ -123,13 +124,19 @@ def test_the_last_step_is_saved_whatever_the_intervals(tmp_path: Path, fit_args:
         _assert_equal(resumed[key], unbroken[key])
 
 
+AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
+EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=2"]
+
+
 @pytest.mark.parametrize(
     ("save", "length", "num_steps"),
     [
-        ("every_n_train_steps: 100", ["--trainer.max_epochs=1", "--trainer.max_steps=-1"], None),
-        ("every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5"], 5),  # no validation until then
+        ("save_top_k: 0, every_n_train_steps: 100", ["--trainer.max_epochs=1", "--trainer.max_steps=-1"], None),
+        ("save_top_k: 0, every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5"], 5),
+        ("every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5", *AT_EPOCH_ENDS], 5),
+        ("every_n_train_steps: 2, monitor: val/loss, mode: max", ["--trainer.max_steps=6", *EVERY_SECOND], 6),
     ],
-    ids=["in the last epoch", "between validations"],
+    ids=["in the last epoch", "between validations", "at the end of an epoch", "with a validation that is not best"],
 )
 def test_the_last_step_is_saved_where_nothing_else_would_be(
     tmp_path: Path, fit_args: list[str], save: str, length: list[str], num_steps: int | None
@@ -137,13 +144,23 @@ def test_the_last_step_is_saved_where_nothing_else_would_be(
     overlay = tmp_path / "rarely.yaml"
     overlay.write_text(
         "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        f"init_args: {{save_last: true, save_top_k: 0, {save}}}}}]}}"
+        f"init_args: {{save_last: true, {save}}}}}]}}"
     )
     assert main([*fit_args, "--config", str(overlay), *length, f"--runs_dir={tmp_path}"]) == 0
     run = tmp_path / "quickstart"
-    last = _state(run / "version_0" / "checkpoints" / "last.ckpt")
+    path = run / "version_0" / "checkpoints" / "last.ckpt"
+    assert newest_checkpoint([run]) == path
+    last = _state(path)
     assert last["global_step"] == (num_steps or max(_losses(run)) + 1)
-    assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 0  # resumes within the epoch
+    assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 0  # resumes within the epoch
+
+
+def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, fit_args: list[str]) -> None:
+    options = ["--trainer.callbacks=null", "--trainer.max_steps=-1", "--trainer.max_epochs=3"]
+    intervals = ["--trainer.check_val_every_n_epoch=2", "--trainer.val_check_interval=1.0"]
+    assert main([*fit_args, *options, *intervals, f"--runs_dir={tmp_path}"]) == 0
+    run = tmp_path / "quickstart"
+    assert _state(run / "version_0" / "checkpoints" / "last.ckpt")["global_step"] == max(_losses(run)) + 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -139,8 +139,8 @@ class RefusionCLI(LightningCLI):
             callbacks = [*callbacks, RunProgress()]
         if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
             if not any(isinstance(each, ModelCheckpoint) for each in own):
-                # After each validation, instead of Lightning's default, which leaves no last.ckpt.
-                callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_top_k=0)]
+                # Lightning's default, after each validation, with a last.ckpt.
+                callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])

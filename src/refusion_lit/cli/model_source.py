@@ -50,6 +50,9 @@ def use_source(config: Namespace, source: str) -> None:
         # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
         lora = stored.lora if is_sharded_checkpoint(source) else None
         config.model.backbone.lora = None if lora is None else Namespace(**asdict(lora))
+        drafter = stored.drafter  # with its weights in the checkpoint
+        config.model.backbone.drafter = None if drafter is None else Namespace(**asdict(drafter))
+        config.model.backbone.draft = None
         return
     if source == "best":
         raise ValueError("ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path.")
