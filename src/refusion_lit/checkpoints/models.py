@@ -41,7 +41,7 @@ def load_model(
         dtype: Type of the weights; ``None`` keeps float32.
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
-        overrides: Options of attention and its implementation, ``lean`` and ``compile``.
+        overrides: Options of attention and its implementation, ``lean``, ``batch_invariant`` and ``compile``.
         draft: Directory of a drafter for the model; ``None``: a checkpoint's own, if it has one.
 
     Returns:
@@ -60,6 +60,7 @@ def load_model(
             adapted.traits,
             adapted.special_tokens,
             lean=options.lean,
+            batch_invariant=options.batch_invariant,
             compile=options.compile,
         )
         if adapted.drafter is not None:

@@ -108,6 +108,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
     parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
+    exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
+    parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
     layouts = "published layout of a directory whose config does not tell: " + ", ".join(LAYOUTS)
     parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
@@ -156,7 +158,7 @@ def load_model_of(options: Namespace) -> TextModel:
     if options.trust_remote_code:
         sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
-    own = {name: options[name] for name in ("layout", "attention", "block_size")}
+    own = {name: options[name] for name in ("layout", "attention", "block_size", "batch_invariant")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
     model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
     if "max_new_tokens" in options and options.decoder is None:

@@ -10,14 +10,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive, block_mask
-from refusion_lit.modeling.checks import check_compilable, check_packed, check_supported
+from refusion_lit.modeling.checks import check_compilable, check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lean.architectures import is_known
 from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.modeling.lean.compiled import compiled_cache
+from refusion_lit.modeling.lean.invariant import NUM_KEYS
 from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
@@ -35,6 +36,7 @@ class Backbone(nn.Module, LanguageModel):
         special_tokens: Its special ids.
         lean: Decode with :class:`~refusion_lit.modeling.lean.body.LeanBody` where the architecture is known, which is
             faster. Other architectures, and training, use the library's forward.
+        batch_invariant: Decode so that a token's logits do not depend on what else is in a forward.
         compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean.compiled.CompiledBody`.
 
     Raises:
@@ -49,15 +51,18 @@ class Backbone(nn.Module, LanguageModel):
         special_tokens: SpecialTokens,
         *,
         lean: bool = True,
+        batch_invariant: bool = False,
         compile: bool = False,
     ) -> None:
         super().__init__()
         check_supported(model, body_of(model))
+        if batch_invariant:
+            check_invariant(model.config, is_lean=lean and is_known(body_of(model)), compile=compile)
         if compile:
             check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
         self.drafter: Drafter | None = None
-        self.lean, self.compile_steps = lean, compile
+        self.lean, self.batch_invariant, self.compile_steps = lean, batch_invariant, compile
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
@@ -110,12 +115,12 @@ class Backbone(nn.Module, LanguageModel):
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         head = self.head
-        if not (self.lean and self.packed.takes(head.weight)):
+        if not (self.batch_invariant or (self.lean and self.packed.takes(head.weight))):
             return head(hidden)
         is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)
         if is_traced or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
             return head(hidden)
-        return Linear(head.weight, head.bias, self.packed)(hidden)
+        return Linear(head.weight, head.bias, self.packed, batch_invariant=self.batch_invariant)(hidden)
 
     def attach(self, drafter: Drafter) -> None:
         """Let a drafter draft: its masks get the ids after the embedding's last row.
@@ -164,7 +169,7 @@ class Backbone(nn.Module, LanguageModel):
         # Modules may be wrapped or replaced between two generations, but not during one: look at them here, once.
         if self.compile_steps:
             return compiled_cache(self.body, self.config, num_rows, lean=self.lean)
-        cache = KVCache(self.config.num_hidden_layers, num_rows)
+        cache = KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
         cache.body = self._lean_body()
         return cache
 
@@ -217,7 +222,13 @@ class Backbone(nn.Module, LanguageModel):
 
     def _lean_body(self) -> LeanBody | None:
         body = self.body
-        return LeanBody(body, self.drafter, self.packed) if self.lean and is_known(body) else None
+        if not (self.lean and is_known(body)):
+            return None
+        if self.batch_invariant:
+            require(
+                self.device.type == "cpu", "batch_invariant", "a model on the CPU", str(self.device), "leave it out"
+            )
+        return LeanBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
 
     def _library_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None

@@ -8,6 +8,8 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from refusion_lit.utils.require import require
+
 _HEAD_CHANGES = (
     "final_logit_softcapping",
     "logit_scale",
@@ -67,6 +69,22 @@ def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
             f"backbone.compile: expected attn_implementation: sdpa, got {attn_implementation!r}, but the compiled "
             "step has attention of its own over static shapes; set attn_implementation: sdpa, or compile: false."
         )
+
+
+def check_invariant(config: Any, *, is_lean: bool, compile: bool) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse models and options for which ``batch_invariant`` cannot be kept.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    fix = "change that, or leave batch_invariant out"
+    expected = "an unadapted Llama, Qwen2 or Qwen3 model with lean: true and attn_implementation: sdpa"
+    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}, not decoded by the lean body"
+    require(is_lean and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
+    require(not compile, "batch_invariant", "compile: false", "compile: true", fix)
+    # torch rounds the last elements of a tensor in another way if they do not fill one of the processor's vectors.
+    widths = config.hidden_size, config.intermediate_size
+    require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)
 
 
 def check_packed(position_ids: Int[Tensor, "batch token"]) -> None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from refusion_lit.modeling.transfer import to_device
 
-_CHUNK = 128
+CHUNK = 128
 """A row's storage is a multiple of so many entries."""
 
 
@@ -60,7 +60,7 @@ class KVCache:
         past_key_values: The cache as transformers takes it.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int = _CHUNK) -> None:
+    def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
         self.num_rows, self.capacity = num_rows, capacity
         self.body: Callable[..., Tensor] | None = None
         self._plan: _Plan | None = None
@@ -105,7 +105,7 @@ class KVCache:
         """Return how many entries a row gets to hold ``num_keys``: a quarter more than before, to grow rarely."""
         if num_keys <= self.capacity:
             return self.capacity
-        return -(-max(num_keys, self.capacity * 5 // 4) // _CHUNK) * _CHUNK
+        return -(-max(num_keys, self.capacity * 5 // 4) // CHUNK) * CHUNK
 
     @property
     def num_bytes(self) -> int:

@@ -51,6 +51,9 @@ class BackboneConfig:
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). It
             gives the same hidden states up to rounding, about twice as fast on small models. Training and checkpoints
             do not depend on it.
+        batch_invariant: Decode so that a token's logits are the same to the last bit alone and in a batch, one by one
+            and together with drafts, in every type. For CPUs and the architectures of ``lean``; slower (see Speed in
+            the documentation).
         compile: Compile the lean body's decode steps (up to 128 tokens a row, with a cache) with ``torch.compile`` for
             a few static shapes, which become CUDA graphs on GPUs. Each shape is compiled at its first use. Needs
             ``lean`` and ``attn_implementation: sdpa``. It is meant for small models and batches on GPUs, where kernel
@@ -73,6 +76,7 @@ class BackboneConfig:
     dtype: DType = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
     lean: bool = True
+    batch_invariant: bool = False
     compile: bool = False
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
@@ -132,7 +136,8 @@ class BackboneConfig:
                 model = add_adapters(model, self.lora)
             base = self.source if pretrained else None
             drafter = self._drafter(model, base)
-        backbone = Backbone(model, traits, special_tokens_of(tokenizer), lean=self.lean, compile=self.compile)
+        decoding = {"lean": self.lean, "batch_invariant": self.batch_invariant, "compile": self.compile}
+        backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
         if drafter is not None:
             backbone.attach(drafter)
         if self.lora is not None:

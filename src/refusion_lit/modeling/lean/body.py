@@ -8,7 +8,9 @@ the library's forward. Results are equal up to rounding, not to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.attention import attention_for
 from refusion_lit.modeling.lean.drafts import DraftMasks
+from refusion_lit.modeling.lean.invariant import InvariantAttention
 from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lean.rows import Attention, Rows
 from refusion_lit.modeling.visibility import Visibility
@@ -86,6 +89,7 @@ class LeanBody:
         body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
         packed: Keeps weights in the layout that is fastest for a few tokens; ``None`` for none.
+        batch_invariant: Compute the same for a token whatever else is in the forward; on CPUs.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class LeanBody:
         body: Any,  # noqa: ANN401 - a transformers model
         drafter: Drafter | None = None,
         packed: PackedWeights | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         config, attention = body.config, body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
@@ -101,7 +107,9 @@ class LeanBody:
         self._implementation = config._attn_implementation
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [_layer(layer, self._num_heads, self._num_key_heads, packed) for layer in body.layers]
+        self._batch_invariant = batch_invariant
+        linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
+        self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
         self._sign = self._embedding.new_ones(self._head_dim)
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
@@ -153,7 +161,10 @@ class LeanBody:
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
-        attention = attention_for(rows, attention_mask, cache, self._embedding, width, self._implementation)
+        if self._batch_invariant:
+            attention: Attention = InvariantAttention(rows, attention_mask, cache, self._embedding)
+        else:
+            attention = attention_for(rows, attention_mask, cache, self._embedding, width, self._implementation)
         hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
 
@@ -221,16 +232,17 @@ class LeanBody:
         return heads[:, :num_heads], heads[:, num_heads:], value.view(len(value), -1, dim)
 
 
-def _layer(layer: Any, num_heads: int, num_key_heads: int, packed: PackedWeights | None) -> _Layer:  # noqa: ANN401
+def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant: bool) -> Linear:
+    return Linear(module.weight, module.bias, packed, batch_invariant=batch_invariant)
+
+
+def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.Linear], Linear]) -> _Layer:  # noqa: ANN401
     attention, mlp = layer.self_attn, layer.mlp
     heads_norm = None
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm, attention.k_norm
         weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
         heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
-
-    def linear(module: nn.Linear) -> Linear:
-        return Linear(module.weight, module.bias, packed)
 
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),

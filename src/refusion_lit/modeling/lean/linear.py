@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from refusion_lit.modeling.lean.invariant import in_blocks
+
 _FASTEST_FOR = {torch.float32: range(1, 49), torch.bfloat16: range(1, 257)}
 """Numbers of tokens for which a packed weight is faster, by type."""
 
@@ -71,14 +73,20 @@ class Linear:
         weight: W.
         bias: b.
         packed: Where packed copies are kept; ``None`` for none.
+        batch_invariant: Multiply a fixed number of tokens at a time, so that none depends on the others.
     """
 
-    __slots__ = ("_copy", "_packed", "bias", "weight")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "bias", "weight")
 
     def __init__(
-        self, weight: Float[Tensor, "output input"], bias: Tensor | None = None, packed: PackedWeights | None = None
+        self,
+        weight: Float[Tensor, "output input"],
+        bias: Tensor | None = None,
+        packed: PackedWeights | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self._batch_invariant = weight, bias, batch_invariant
         self._packed = packed if packed is not None and packed.takes(weight) else None
         self._copy: Tensor | None = None
 
@@ -88,11 +96,17 @@ class Linear:
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
+        return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         copy = None if self._packed is None else self._copy_for(x)
         return F.linear(x, self.weight, self.bias) if copy is None else _product(x, copy, self.bias)
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
         """Add y to states in place; for layers without a bias."""
+        if self._batch_invariant:
+            hidden.add_(self(x))
+            return
         copy = None if self._packed is None else self._copy_for(x)
         if copy is None:
             hidden.addmm_(x, self.weight.t())

@@ -1,0 +1,115 @@
+"""With ``batch_invariant`` a token's numbers are the same to the last bit, whatever else is in the forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import refusion_lit
+from fakes import SPECIAL, VOCAB
+from refusion_lit.decoding import Autoregressive, Decoder, LLaDA, ReFusion
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.types import ModelTraits
+
+ADDITIONS = Path(__file__).parents[2] / "goldens" / "models"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+    "initializer_range": 0.3,
+}  # fmt: skip
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def backbone(model_type: str, dtype: torch.dtype, **sizes: int) -> Backbone:
+    config = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    return Backbone(model, ModelTraits(), SPECIAL, batch_invariant=True)
+
+
+@torch.no_grad()
+def logits_by(model: Backbone, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Return logits [row, token, vocab] of texts that are fed in forwards of some lengths."""
+    num_rows, total = ids.shape
+    cache, found, start = model.make_cache(num_rows), [], 0
+    for length in lengths:
+        end = min(start + length, total)
+        positions = torch.arange(start, end).expand(num_rows, -1)
+        index = torch.arange(num_rows).repeat_interleave(end - start)
+        cache.prepare(list(range(num_rows)), end, None, index, positions.flatten())
+        mask = (torch.arange(end) <= positions[..., None]).contiguous()
+        found.append(model.logits(model.hidden_states(ids[:, start:end], positions, mask, cache)))
+        start = end
+        if start == total:
+            break
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@settings(max_examples=8)
+@given(lengths=st.lists(st.integers(1, 30), min_size=30, max_size=30), row=st.integers(0, 3))
+def test_any_cut_and_batch_gives_the_same_bits(
+    model_type: str, dtype: torch.dtype, lengths: list[int], row: int
+) -> None:
+    model = backbone(model_type, dtype)
+    ids = torch.randint(0, VOCAB, (4, 30), generator=torch.Generator().manual_seed(1))
+    at_once = logits_by(model, ids, [30])
+    assert torch.equal(logits_by(model, ids, lengths), at_once)
+    assert torch.equal(logits_by(model, ids[row : row + 1], lengths), at_once[row : row + 1])
+    with torch.no_grad():  # without a cache, beside a longer row
+        longer = torch.cat((ids[row : row + 1], ids[:1, :17]), 1)
+        hidden = model.hidden_states(longer, torch.arange(47)[None], None)
+    assert torch.equal(model.logits(hidden[:, :30]), at_once[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_past_512_keys(dtype: torch.dtype) -> None:
+    model = backbone("qwen3", dtype)
+    ids = torch.randint(0, VOCAB, (1, 600), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(logits_by(model, ids, [500, *[7] * 20]), logits_by(model, ids, [600]))
+
+
+def test_the_library_computes_the_same() -> None:
+    model = backbone("qwen3", torch.float64)
+    ids = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.model(ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(logits_by(model, ids, [9, 4, 17]), expected)
+
+
+CASES = [
+    ("additions-clean", "causal", Autoregressive()),
+    ("additions-mid", "causal", ReFusion(slot_size=4, forward_cost=8)),
+    ("additions-bidirectional", "bidirectional", LLaDA(steps=8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "attention", "decoder"), CASES)
+def test_bfloat16_rows_get_the_text_that_they_get_alone(name: str, attention: Any, decoder: Decoder) -> None:
+    overrides = BackboneConfig(source=str(ADDITIONS / name), attention=attention, batch_invariant=True)
+    model = refusion_lit.load(ADDITIONS / name, dtype="bfloat16", overrides=overrides)
+    prompts = [f"{a}+{a + 1},{a}+1,9+{a}>"[a % 7 :] for a in range(7, 90, 9)]
+    together = model.generate(prompts, decoder=decoder, max_new_tokens=24, batch_size=10)
+    alone = [model.generate([prompt], decoder=decoder, max_new_tokens=24)[0] for prompt in prompts]
+    assert [row.token_ids for row in together] == [row.token_ids for row in alone]
+
+
+def test_what_cannot_be_invariant_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_invariant: expected .* multiples of 32"):
+        backbone("qwen3", torch.float32, intermediate_size=100)
+    model = backbone("qwen3", torch.float32)
+    with pytest.raises(ValueError, match=r"batch_invariant: expected .* lean: true"):
+        Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, lean=False)
+    with pytest.raises(ValueError, match="batch_invariant: expected compile: false"):
+        Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, compile=True)
+    with pytest.raises(ValueError, match="batch_invariant: expected a model on the CPU"):
+        model.to("meta").make_cache(1)
