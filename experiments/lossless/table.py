@@ -25,7 +25,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
-from refusion_lit.modeling.loading import DType
+from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--num_timed", type=int, default=6)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--batch_invariant", action="store_true", help="load the model so")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/smollm2/results.json"))
     args = parser.parse_args()
@@ -155,8 +156,10 @@ def main() -> None:
     result: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "runs": []}
     if args.output.is_file():
         result = json.loads(args.output.read_text(encoding="utf-8"))
-    for dtype in args.dtypes:
-        model = refusion_lit.load(BASE, dtype=_dtype(dtype), draft=args.draft)
+    overrides = BackboneConfig(source=str(BASE), batch_invariant=args.batch_invariant)
+    for weights in args.dtypes:
+        model = refusion_lit.load(BASE, dtype=_dtype(weights), draft=args.draft, overrides=overrides)
+        dtype = f"{weights}, batch-invariant" if args.batch_invariant else weights
         for name, file, count in sets:
             texts = read_prompts(Path(file), int(count))
             prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
