@@ -150,7 +150,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a template file that does not exist": lambda p: p.generate(MODEL, f"--template={p.folder}/none"),
     "an empty template": lambda p: p.generate(MODEL, f"--template={p.text('t', '')}"),
     "a template with a gap of no tokens": lambda p: p.generate(MODEL, f"--template={p.text('t', '12{{0}}')}"),
-    "a template that goes on after its open end": lambda p: p.generate(
+    "a template that continues after its open end": lambda p: p.generate(
         MODEL, f"--template={p.text('t', '12{{...}}+')}"
     ),
     "a template with too many lengths of gaps": lambda p: p.generate(
@@ -216,7 +216,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a device that computes nothing": lambda p: p.generate(MODEL, "--device=meta"),
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
-    "going on from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
+    "resuming from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
     "a truncated checkpoint": lambda p: p.bytes_of_checkpoint(lambda data: data[: len(data) // 2]),
     "a checkpoint of zeros": lambda p: p.bytes_of_checkpoint(lambda data: bytes(len(data))),
     "a checkpoint of another program": lambda p: p.changed_checkpoint(lambda values: values.pop("refusion_lit")),
@@ -226,10 +226,10 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a checkpoint whose metadata are damaged": lambda p: p.changed_checkpoint(
         lambda values: values["refusion_lit"].update(traits="{")
     ),
-    "going on from a checkpoint of another architecture": lambda p: p.fit(
+    "resuming from a checkpoint of another architecture": lambda p: p.fit(
         "--model.backbone.config.hidden_size=24", f"--ckpt_path={p.checkpoint}"
     ),
-    "going on from a checkpoint with another tokenizer": lambda p: p.fit(
+    "resuming from a checkpoint with another tokenizer": lambda p: p.fit(
         "--data.tokenizer.characters=0123456789+,;=>-", f"--ckpt_path={p.checkpoint}"
     ),
     "a truncated safetensors file": lambda p: p.directory(lambda d: _half(d / "model.safetensors")),
@@ -244,7 +244,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         MODEL, "--data.tokenizer.characters=+,;=>0123456789"
     ),
     "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
-    "going on from a checkpoint whose weights are not finite": lambda p: p.fit(
+    "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
         p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"
     ),
     "weights of another shape": lambda p: p.directory(lambda d: _cut(d, "q_proj")),

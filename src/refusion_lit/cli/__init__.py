@@ -77,6 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 128 + SIGPIPE
     except OSError as error:
+        if error.errno is None:  # raised by a library, of a download that failed for example
+            return _fail(" ".join(str(error).split()))
         return _fail(f"{error.filename or 'standard output or a log file'}: {error.strerror or error}")
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)

@@ -22,7 +22,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
-    parser.add_argument("--limit", type=int | None, default=None, help="only the first so many documents of a task")
+    parser.add_argument("--limit", type=int | None, default=None, help="only the first N documents of a task")
     parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
                         help="generation options over the tasks' own, for example {max_gen_toks: 512}")  # fmt: skip
     parser.add_argument("--apply_chat_template", type=bool, default=False, help="prompts as turns of a chat")

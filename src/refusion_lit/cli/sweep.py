@@ -32,7 +32,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit sweep", description="Run points that differ in some options.")
     parser.add_argument("-c", "--config", type=str, required=True, help="the sweep's YAML file")
     parser.add_argument("--directory", type=str | None, default=None, help="where everything goes")
-    parser.add_argument("--resume", action="store_true", help="go on after a kill, or with further points")
+    parser.add_argument("--resume", action="store_true", help="resume after a kill, or with further points")
     parser.add_argument("--dry_run", action="store_true", help="list the points with their commands, run nothing")
     parser.add_argument("--num_workers", type=int | None, default=None, help="points that run at the same time")
     return parser
@@ -61,7 +61,7 @@ def run(args: list[str]) -> int:
             sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume
         )
     except KeyboardInterrupt:
-        print(f"interrupted; to go on: refusion-lit sweep {_again(args)}", file=sys.stderr)
+        print(f"interrupted; resume with: refusion-lit sweep {_again(args)}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
