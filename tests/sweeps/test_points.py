@@ -67,6 +67,20 @@ def test_options_of_one_subcommand_and_paths_relative_to_the_sweep_file(tmp_path
     }
 
 
+@pytest.mark.parametrize("option", ["group.objective.eps", "test.group.objective.eps", "group.objective.init_args.eps"])
+def test_a_swept_component_keeps_options_that_are_written_before_it(option: str, tmp_path: Path) -> None:
+    def objectives(**options: Any) -> list[dict[str, Any]]:
+        return [point.configs["test"]["group"]["objective"] for point in plan(Sweep(**options), tmp_path, resolve)]
+
+    for component in ("group.objective", "group.objective.class_path"):
+        shared = objectives(options={option: 0.5}, grid={component: ["Hybrid", "Masked"]})
+        assert shared == [{"class_path": name, "init_args": {"eps": 0.5}} for name in ("Hybrid", "Masked")]
+        both = objectives(grid={option: [0.5, 0.25], component: ["Hybrid", "Masked"]})
+        assert [(each["class_path"], each["init_args"]["eps"]) for each in both] == [
+            ("Hybrid", 0.5), ("Masked", 0.5), ("Hybrid", 0.25), ("Masked", 0.25),
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

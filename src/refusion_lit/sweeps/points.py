@@ -19,6 +19,8 @@ Resolve = Callable[[str, Config], Config]
 
 # Options that say where a run is stored; they do not change what it computes.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
+_INSIDE = ("class_path", "init_args")
+"""The parts of a component, in the order in which they are set: another class begins with no arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
     configs = {}
     for subcommand in sweep.subcommands:
         config = copy.deepcopy(base)
-        for name, value in {**sweep.options, **options}.items():
+        for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
             scope, _, rest = name.partition(".")
             if scope in ("fit", "test"):
                 if scope not in sweep.subcommands:
@@ -90,6 +92,14 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
         identity["test_checkpoint"] = sweep.test_checkpoint
     text = json.dumps(identity, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
+
+
+def _depth(name: str) -> tuple[int, int]:
+    """Return the sort key that puts a component before its own options, which it would otherwise replace."""
+    *path, leaf = name.removeprefix("fit.").removeprefix("test.").split(".")
+    if leaf in _INSIDE:
+        return sum(part not in _INSIDE for part in path), 1 + _INSIDE.index(leaf)
+    return sum(part not in _INSIDE for part in (*path, leaf)), 0
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
