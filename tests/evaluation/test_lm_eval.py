@@ -293,6 +293,15 @@ def test_the_command_writes_scores_and_throughput(
     capsys.readouterr()
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={tmp_path / 'none' / 'out.json'}"]) == 2
     assert "output: expected a file in a folder that exists" in capsys.readouterr().err
+    before = sorted(tmp_path.iterdir())
+    for wrong in (tmp_path, ""):
+        assert main([*arguments, '--tasks=["local_sums"]', f"--output={wrong}"]) == 2
+        assert f"output: expected a file, got {str(wrong)!r}, which is a folder" in capsys.readouterr().err
+    with monkeypatch.context() as context:
+        context.setattr("os.access", lambda *_: False)
+        assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
+    assert "output: expected a file in a folder that can be written" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
     assert main([*arguments, '--tasks=["local_sum"]']) == 2
     assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err
 

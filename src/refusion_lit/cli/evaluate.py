@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, as_list, load_model_of
+from refusion_lit.utils.files import write_atomically
 
 
 def build_parser() -> OneLineParser:
@@ -45,9 +47,7 @@ def run(args: list[str]) -> int:
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
-    output = Path(options.output) if options.output is not None else None
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
+    output = _output(options.output)
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]
@@ -72,5 +72,19 @@ def run(args: list[str]) -> int:
     if output is None:
         sys.stdout.write(text)
     else:
-        output.write_text(text, encoding="utf-8")
+        write_atomically(output, text)
     return 0
+
+
+def _output(name: str | None) -> Path | None:
+    """Return where to write, having made sure that it can be before hours of work."""
+    if name is None:
+        return None
+    output = Path(name)
+    if output.is_dir():
+        raise ValueError(f"output: expected a file, got {name!r}, which is a folder; add a file's name.")
+    if not output.parent.is_dir():
+        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"output: expected a file in a folder that can be written, got {output}; choose another one.")
+    return output
