@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ def load_or_encode(directory: Path, encode: Callable[[], EncodedStore]) -> Encod
     """
     try:
         return load_store(directory)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         rmtree(directory, ignore_errors=True)
         store = encode()
         save_store(store, directory)
@@ -61,6 +62,9 @@ def save_store(store: EncodedStore, directory: Path) -> None:
             np.save(unfinished / f"{name}.npy", getattr(store, name))
         about = {"ids": store.ids, "num_too_long": store.num_too_long, "num_malformed": store.num_malformed}
         (unfinished / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        for path in unfinished.iterdir():
+            with path.open("rb+") as file:  # the name must not reach the disk before what it names
+                os.fsync(file.fileno())
         with suppress(OSError):  # another process was faster
             unfinished.rename(directory)
 
