@@ -68,6 +68,11 @@ def test_more_samples_or_options_leave_the_earlier_draws() -> None:
         ({"random": {"a": {"uniform": [2, 1]}}}, r"random.a: expected uniform: \[low, high\]"),
         ({"random": {"a": {"log_uniform": [0, 1]}}}, "numbers above 0"),
         ({"random": {"a": {"integers": [1.5, 3]}}}, "whole numbers"),
+        ({"random": {"a": {"uniform": [0, float("inf")]}}}, "in finite numbers, got"),
+        ({"random": {"a": {"uniform": [-1e308, 1e308]}}}, "in finite numbers, got"),
+        ({"random": {"a": {"uniform": [0, 10**400]}}}, "in finite numbers, got"),
+        ({"random": {"a": {"log_uniform": [1, float("inf")]}}}, "in finite numbers above 0, got"),
+        ({"random": {"a": {"log_uniform": [1, 10**400]}}}, "in finite numbers above 0, got"),
     ],
 )
 def test_a_wrong_sweep_is_refused(options: dict[str, Any], message: str) -> None:

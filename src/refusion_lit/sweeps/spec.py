@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,10 +99,20 @@ def _check_distribution(name: str, distribution: Mapping[str, Any]) -> None:
         return
     types = int if kind == "integers" else (int, float)
     are_numbers = len(values) == 2 and all(isinstance(v, types) and not isinstance(v, bool) for v in values)
+    are_numbers = are_numbers and (kind == "integers" or _are_finite(values))
     in_range = are_numbers and values[0] <= values[1] and (kind != "log_uniform" or values[0] > 0)
-    numbers = {"integers": "whole numbers", "log_uniform": "numbers above 0"}.get(kind, "numbers")
+    numbers = {"integers": "whole numbers", "log_uniform": "finite numbers above 0"}.get(kind, "finite numbers")
     expected = f"{kind}: [low, high] in {numbers}"
     require(in_range, f"random.{name}", expected, values, "change the bounds")
+
+
+def _are_finite(bounds: Sequence[float]) -> bool:
+    """Return whether floats can hold two bounds and what lies between them."""
+    try:
+        low, high = map(float, bounds)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+    return math.isfinite(low) and math.isfinite(high) and math.isfinite(high - low)
 
 
 def _draw(key: str, distribution: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an option's value
