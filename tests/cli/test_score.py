@@ -10,6 +10,7 @@ import pytest
 
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
+from refusion_lit.cli.score import read_predictions
 from refusion_lit.reports import read_runs
 from refusion_lit.sandbox import Sandbox
 from tasks.test_code import HUMANEVAL, runs_code
@@ -39,6 +40,12 @@ def test_scores_are_written_anew_and_the_rest_is_kept(
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0]
     assert [row["x"] for row in rows] == [0, 1, 2]
     assert (tmp_path / "p.jsonl").read_text() == before
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "a", "response": "b"}\n', encoding="utf-8-sig")
+    assert read_predictions(path) == [{"id": "a", "response": "b"}]
 
 
 def test_predictions_for_other_prompts_are_refused_with_both(

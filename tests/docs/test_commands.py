@@ -80,7 +80,7 @@ def test_commands_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.M
         assert main(["init", "."]) == 0
     for args, runs in commands(page):
         if runs:
-            monkeypatch.setattr("sys.stdin", io.StringIO("12+34>\n"))
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"12+34>\n")))
             small = SMALL.get(args[0], [])
             assert main([*args, *(option for option in small if option not in args)]) == 0, shlex.join(args)
 

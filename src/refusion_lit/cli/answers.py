@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -91,6 +92,7 @@ def _check_output(options: Namespace) -> None:
     if options.output is None:
         require(not options.resume, "resume", "--output, whose answers are kept", None, "give --output")
         return
+    require(options.output != "", "output", "a file's name", "", "give one, or leave --output out")
     output = Path(options.output)
     holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
     require(holds, "output", "another file than --prompts", str(output), "choose another name")
@@ -185,16 +187,15 @@ def read_prompts(source: str) -> Iterator[_Request]:
     Raises:
         ValueError: If the file is missing or a line is malformed.
     """
-    if source == "-":
-        text = sys.stdin.read()
-    else:
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompts: {source} is not UTF-8 text ({error.reason}); convert it.") from error
+    path = Path(source)
+    if source != "-" and not path.is_file():
+        raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
+    content = sys.stdin.buffer.read() if source == "-" else path.read_bytes()
+    try:
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()  # with \n for other line ends
+    except UnicodeDecodeError as error:
+        name = "standard input" if source == "-" else source
+        raise ValueError(f"prompts: {name} is not UTF-8 text ({error.reason}); convert it.") from error
     lines = text.split("\n")  # other line separators (U+2028, say) are characters of a prompt
     is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
     for number, line in enumerate(lines, start=1):

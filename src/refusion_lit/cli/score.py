@@ -89,7 +89,7 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"predictions: expected a file, got {path}, which does not exist; check the path.")
     lines = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"predictions: {path} is not UTF-8 text ({error.reason}); convert it.") from error
     for number, line in enumerate(text.split("\n"), start=1):
