@@ -40,6 +40,7 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     [
         (["missing"], "RUN: expected the directory"),
         ([".", "--format=pdf"], "format: expected some of html, markdown, latex, got 'pdf'"),
+        ([".", "--seed=-1"], "seed: expected an integer of at least 0, got -1"),
         ([".", "--num_resamples=0"], "num_resamples: expected an integer of at least 1"),
         ([".", "--basline=x"], "did you mean 'baseline'"),
         ([], "runs"),

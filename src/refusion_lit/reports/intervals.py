@@ -31,7 +31,8 @@ class Bootstrap:
 
     Attributes:
         num_resamples: Number of resamples; at least 1.
-        seed: Random seed. The resampled prompts depend only on the seed, the number of prompts and ``num_resamples``.
+        seed: Random seed; at least 0. The resampled prompts depend only on the seed, the number of prompts and
+            ``num_resamples``.
         level: Coverage of the intervals, in (0, 1); 0.95 gives 95 % intervals.
     """
 
@@ -41,6 +42,7 @@ class Bootstrap:
 
     def __post_init__(self) -> None:
         require_at_least("num_resamples", self.num_resamples, 1)
+        require_at_least("seed", self.seed, 0)
         require(0 < self.level < 1, "level", "a number between 0 and 1", self.level, "set it to 0.95, for example")
 
     def ratio(self, numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
