@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ import torch
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
+from refusion_lit.cli.answers import read_prompts
 from refusion_lit.decoding import ReFusion
-from refusion_lit.evaluation.predictions import KEYS
+from refusion_lit.evaluation.predictions import KEYS, PredictionsFile, write_predictions
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
@@ -365,7 +368,7 @@ def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pyte
     objects = "".join(json.dumps({"id": f"p{i}", "prompt": p, "reference": "?"}) + "\n" for i, p in enumerate(prompts))
     path = tmp_path / ("prompts.jsonl" if source == "jsonl" else "prompts.txt")
     path.write_text(objects if source == "jsonl" else plain)
-    monkeypatch.setattr("sys.stdin", io.StringIO(plain))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(plain.encode())))
     output = tmp_path / "out.jsonl"
     args = ["generate", f"--ckpt_path={checkpoint}", f"--prompts={'-' if source == 'stdin' else path}"]
     args += [
@@ -380,6 +383,46 @@ def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pyte
     assert [list(line) for line in lines] == [list(KEYS)] * 2
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)
     assert {line["id"] for line in lines} == ({"p0", "p1"} if source == "jsonl" else {"0", "1"})
+
+
+def test_standard_input_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"\xef\xbb\xbf1+1>\r\n2+2>\n"
+    path = tmp_path / "prompts.txt"
+    for source in (str(path), "-"):
+        path.write_bytes(content)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        assert [request.prompt for request in read_prompts(source)] == ["1+1>", "2+2>"]
+        path.write_bytes(b"caf\xe9")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+        with pytest.raises(ValueError, match=r"prompts: .* is not UTF-8 text"):
+            list(read_prompts(source))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    path = tmp_path / "out.jsonl"
+    write_predictions(path, [{"id": "0"}], {"weights": "a"})
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    opened = Path.open
+
+    def refused(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:  # root may write read-only files
+        if self == path and mode[0] in "aw":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ValueError, match=r"output: expected a file that can be written, got .*out\.jsonl"):
+        PredictionsFile(path, {"weights": "a"}, overwrite=overwrite)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_directory_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dir").mkdir()
+    assert main(["generate", "--ckpt_path=x", "--prompt=1", f"--output={tmp_path / 'dir'}", "--overwrite"]) == 2
+    assert "output: expected a file, got" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["dir"]
 
 
 def test_any_optimizer_and_schedule_by_class_path(tmp_path: Path) -> None:
@@ -461,6 +504,7 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
         (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
         (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--output="], "output: expected a file's name, got ''"),
         (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
         (
             ["test", "--config", ABLATION],

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from refusion_lit.decoding import Generation
 from refusion_lit.utils.errors import NothingToDoError
@@ -71,10 +71,11 @@ def check_writable(file: Path, option: str, *, overwrite: bool) -> None:
         overwrite: Write over any file.
 
     Raises:
-        ValueError: If it holds something else, or its directory does not exist.
+        ValueError: If it holds something else or is a directory, or its directory does not exist.
     """
     directory = file.resolve().parent
     require(directory.is_dir(), option, "a file in a directory that exists", str(file), f"create {directory} first")
+    require(not file.is_dir(), option, "a file", str(file), "which is a directory; add a file's name")
     if file.exists() and not overwrite and read_fingerprint(file) is None:
         raise ValueError(
             f"{option}: expected a new file or one with predictions of refusion-lit, got {file}, which is something "
@@ -142,11 +143,10 @@ class PredictionsFile:
                 self._resume()
             else:
                 check_writable(path, "output", overwrite=overwrite)
+            self._file = self._opened()
         except BaseException:
             release_lock(self._lock)
             raise
-        self._write_meta()  # before the file is emptied: a kill must not leave an empty file that counts as complete
-        self._file = self.path.open("a" if self.done else "w", encoding="utf-8")
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
         """Write a batch's predictions, then that they are done.
@@ -197,6 +197,18 @@ class PredictionsFile:
     def _write_meta(self) -> None:
         progress = {"num_lines": self._num_lines, "state": self.state}
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
+
+    def _opened(self) -> TextIO:
+        """Open the file to go on with, empty if nothing is done."""
+        try:
+            if self.path.exists():
+                self.path.open("a").close()  # a file that is refused keeps its meta file too
+            self._write_meta()  # before it is emptied: a kill must not leave an empty file that counts as complete
+            return self.path.open("a" if self.done else "w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"output: expected a file that can be written, got {self.path} ({error.strerror}); choose another one."
+            ) from error
 
     def _locked(self) -> Lock:
         """Keep other processes from writing the same file."""
