@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
@@ -118,6 +117,7 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     goes_on = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
     directory = Path(resume)
     if resume and (directory / CONFIG).is_file():
+        directory = Path(os.path.abspath(directory))  # its name and its parents' are needed, of . or .. too
         config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
         place = (directory.parent.parent, directory.parent.name, directory.name)
         named = [f"--{option}={value}" for option, value in zip(_OPTIONS, place, strict=True)]
@@ -133,15 +133,15 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
 
 
-def _given(args: Sequence[str]) -> Mapping[str, Any]:
-    """Return where a run lands, as far as arguments and config files say so."""
-    known: dict[str, Any] = {}
+def _given(args: Sequence[str]) -> Mapping[str, str]:
+    """Return where a run lands, as far as arguments and config files say so; the parser refuses what is no text."""
+    known: dict[str, str] = {}
     for place, arg in enumerate(args):
         name, equals, value = arg.partition("=")
         value = value if equals else next(iter(args[place + 1 :]), "")
         if name in ("--config", "-c"):
             values = read_yaml(Path(value), "config")
-            known.update({option: values[option] for option in _OPTIONS if values.get(option) is not None})
+            known.update({option: str(values[option]) for option in _OPTIONS if values.get(option) is not None})
         elif name.removeprefix("--") in _OPTIONS:
             known[name.removeprefix("--")] = value
     return known
