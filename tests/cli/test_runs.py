@@ -13,6 +13,9 @@ import yaml
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
+from refusion_lit.cli.lightning import RefusionCLI
+from refusion_lit.cli.run_directory import with_resume
+from refusion_lit.cli.running import _how_to_resume
 from refusion_lit.utils.locks import release_lock, try_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -139,6 +142,39 @@ def test_a_run_that_fails_keeps_its_losses(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "quickstart" / "version_0" / "metrics.csv").is_file()
 
 
+@pytest.mark.parametrize(
+    ("inside", "named"),
+    [("quickstart/version_0", "."), ("quickstart", "version_0"), ("quickstart/version_0", "../version_0")],
+)
+def test_a_run_is_named_from_inside_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, named: str
+) -> None:
+    run = tmp_path / "quickstart" / "version_0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path / inside)
+    args = with_resume("test", [], named)
+    assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
+
+
+@pytest.mark.parametrize("resume", ["--resume", "--resume=version_0"])
+def test_a_name_that_is_no_text_is_refused_when_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICKSTART).read_text()), "run_name": 2024}))
+    assert main(["fit", f"--config={config}", *TINY, f"--runs_dir={tmp_path}", resume]) == 2
+    error = capsys.readouterr().err
+    expected = '"run_name": Expected' if resume == "--resume" else "resume: expected a run's directory"
+    assert expected in error
+
+
+def test_the_commands_that_are_printed_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tmp_path / "my runs" / "it's" / "version_0"
+    monkeypatch.setattr(RefusionCLI, "run_directory", run)
+    assert shlex.split(_how_to_resume("fit"))[-4:] == ["refusion-lit", "fit", "--resume", str(run)]
+
+
 def test_validate_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--config", QUICKSTART, "--resume"]) == 2
     assert "resume: expected fit, test or predict, got 'validate'" in capsys.readouterr().err
@@ -159,6 +195,7 @@ def test_a_test_is_resumed_only_with_its_settings(
 
 
 def test_fit_prints_its_checkpoint_and_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path = tmp_path / "my runs"
     assert fit(tmp_path) == 0
     shown = capsys.readouterr().out
     checkpoint = tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"

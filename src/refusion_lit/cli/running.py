@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -84,7 +85,7 @@ def _fail(message: str, code: int) -> int:
 def _how_to_resume(command: str) -> str:
     directory = RefusionCLI.run_directory
     return "finished work is on disk" + (
-        f"; resume with: refusion-lit {command} --resume {_shown(directory)}" if directory is not None else ""
+        f"; resume with: refusion-lit {command} --resume {_quoted(directory)}" if directory is not None else ""
     )
 
 
@@ -102,9 +103,14 @@ def _say_what_next(cli: RefusionCLI) -> None:
         path = last_checkpoint(cli.trainer)
         if path is not None:
             config = cli.config["fit"].get("config") or [(directory or Path()) / run_directory.CONFIG]
-            configs = " ".join(f"--config {_shown(Path(str(file)))}" for file in config)
+            configs = " ".join(f"--config {_quoted(Path(str(file)))}" for file in config)
             print(f"checkpoint: {_shown(Path(path))}")
-            print(f"next: refusion-lit test {configs} --ckpt_path {_shown(Path(path))}")
+            print(f"next: refusion-lit test {configs} --ckpt_path {_quoted(Path(path))}")
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as one word of a command."""
+    return shlex.quote(_shown(path))
 
 
 def _shown(path: Path) -> str:
