@@ -53,6 +53,43 @@ def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
     assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in files[1:])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mismatches", []),
+        ("mismatches.a", "x"),
+        ("batch_size", "x"),
+        ("sampling", [1]),
+        ("environment", [1]),
+        ("environment.hardware", "a GPU"),
+        ("environment.hardware.devices", [1]),
+        ("results.a.num_prompts", "x"),
+    ],
+)
+def test_a_field_of_another_type_is_named(field: str, value: object, tmp_path: Path) -> None:
+    write_run(tmp_path / "good", {"a": predictions([1.0])})
+    path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
+    results = json.loads(path.read_text())
+    *names, leaf = field.split(".")
+    node = results
+    for name in names:
+        node = node[name]
+    node[leaf] = value
+    path.write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {field}: expected ")):
+        write_report([path.parent], bootstrap=QUICK)
+    collection = read_runs([tmp_path])
+    assert [run.name for run in collection.runs] == ["good"]
+    assert f"{field}: expected " in collection.notes[0]
+
+
+def test_fields_may_be_null(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", {"a": predictions([1.0])}) / "results.json"
+    nothing = dict.fromkeys(("mismatches", "batch_size", "sampling", "environment", "config"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
+    assert write_report([path.parent], formats=("html", "markdown", "latex"), bootstrap=QUICK)
+
+
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
     run = write_run(tmp_path / "run", {"good": good, "bad": bad}, mismatches={"bad": ["another attention"]})

@@ -101,7 +101,7 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
         paths: Directories of runs or sweeps, or single ``results.json`` files.
 
     Raises:
-        ValueError: If a path does not exist or has no results.
+        ValueError: If a path does not exist, or has no results that can be read.
     """
     notes: list[str] = []
     runs: dict[Path, Run] = {}
@@ -114,7 +114,17 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
         files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS), key=_sweep_order(folder))
-        found = [run for path in files if (run := _read_run(path, folder, source, notes))]
+        found, errors = [], []
+        for path in files:
+            try:
+                run = _read_run(path, folder, source)
+                found += [] if run is None else [run]
+            except ValueError as error:
+                errors.append(error)
+                reason = str(error).removeprefix(f"{path}: ")
+                notes.append(f"{path} could not be read and was left out: {reason}")
+        if errors and not found:
+            raise errors[0]
         if not found:
             raise ValueError(
                 f"RUN: expected the {RESULTS} of a finished `test` in {argument} or below, got none; "
@@ -156,12 +166,8 @@ def _sweep_order(folder: Path) -> Callable[[Path], _Key]:
     return key
 
 
-def _read_run(path: Path, argument: Path, source: str, notes: list[str]) -> Run | None:
-    try:
-        results = read_results(path)
-    except ValueError:
-        notes.append(f"{path} could not be read and was left out.")
-        return None
+def _read_run(path: Path, argument: Path, source: str) -> Run | None:
+    results = read_results(path)
     if results is None:
         return None
     folder, config = path.parent, results.get("config")
@@ -229,7 +235,7 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
                 method=method,
                 run=run,
                 figures=figures,
-                mismatches=list(run.results.get("mismatches", {}).get(decoder) or []),
+                mismatches=list((run.results.get("mismatches") or {}).get(decoder) or []),
                 predictions=predictions,
                 options=options,
             )
