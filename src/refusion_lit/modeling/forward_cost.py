@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 _MAX_POSITIONS = 256
-_LONGEST, _NUM_REPEATS = 24, 4
+_LONGEST, _NUM_REPEATS = 48, 4
 MAX_COST = 1024.0
 """Where longer forwards take no longer, as on a large GPU."""
 
