@@ -102,8 +102,9 @@ def _say_what_next(cli: RefusionCLI) -> None:
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:
-            config = cli.config["fit"].get("config") or [(directory or Path()) / run_directory.CONFIG]
-            configs = " ".join(f"--config {_quoted(Path(str(file)))}" for file in config)
+            own = (directory or Path()) / run_directory.CONFIG  # which has the options of the command line, too
+            files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
+            configs = " ".join(f"--config {_quoted(file)}" for file in files)
             print(f"checkpoint: {_shown(Path(path))}")
             print(f"next: refusion-lit test {configs} --ckpt_path {_quoted(Path(path))}")
 
