@@ -191,6 +191,9 @@ class Backbone(nn.Module, LanguageModel):
             num_drafts: The last tokens of each row are draft masks. The tokens before them run first, causally, without
                 gradients and without the drafter; the masks then see them by their keys and values.
         """
+        if torch.is_grad_enabled():
+            # A training step follows, and fused optimizers change weights without raising torch's count of changes.
+            self.packed = PackedWeights()
         if num_drafts:
             return self._draft_states(input_ids, position_ids, attention_mask, num_drafts)
         return self._library_states(input_ids, position_ids, attention_mask, None)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,3 +107,22 @@ def test_a_model_that_changes_type_and_back_is_packed_anew() -> None:
     assert len(model.packed) > 0
     model.to(torch.bfloat16).to(torch.float32)
     assert len(model.packed) == 0
+
+
+def test_weights_that_a_fused_optimizer_changed_are_packed_anew() -> None:
+    needs(torch.float32)
+    model = backbone()
+    ids, positions = torch.arange(5, 17)[None], torch.arange(12)[None]
+
+    def logits(one: Backbone) -> Tensor:
+        with torch.no_grad():
+            return one.logits(one.hidden_states(ids, positions, None))
+
+    before = logits(model)
+    assert len(model.packed) > 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model.head(model(ids, positions)).square().mean().backward()
+    optimizer.step()
+    after = logits(model)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, logits(copy.deepcopy(model)))

@@ -27,7 +27,8 @@ class PackedWeights:
     """Copies of weights in oneDNN's layout, made when they are first needed, again if a weight was changed since.
 
     They take as much memory as the weights, 4 GiB at most. A change that goes around torch's count of changes (by
-    ``Tensor.data``) is not seen.
+    ``Tensor.data``, or by a fused optimizer) is not seen: ``Backbone.forward`` drops all copies when it runs for
+    training.
     """
 
     def __init__(self) -> None:
