@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative, decode
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.lean import linear
 from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -72,6 +74,25 @@ def test_copies_of_a_model_hold_no_packed_weights() -> None:
     assert len(packed) == 1
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert len(other) == 0
+
+
+def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(torch.float32)
+    packed, weights = PackedWeights(), [weight(torch.float32) for _ in range(3)]
+    packed.of(weights[0])
+    second = threading.Thread(target=packed.of, args=(weights[2],))
+
+    def num_bytes(_: Tensor) -> int:
+        # In the middle of the first thread's look at the copies, the second one tries to add another.
+        if threading.current_thread() is threading.main_thread() and not second.ident:
+            second.start()
+            second.join(0.5)
+        return 1
+
+    monkeypatch.setattr(linear, "_num_bytes", num_bytes)
+    packed.of(weights[1])
+    second.join()
+    assert len(packed) == 3
 
 
 def backbone() -> Backbone:

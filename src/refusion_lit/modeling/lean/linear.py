@@ -6,6 +6,8 @@ with weights laid out for it beforehand, takes up to half the time for those in 
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -33,6 +35,7 @@ class PackedWeights:
 
     def __init__(self) -> None:
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
         """Leave the copies out of copies and pickles of a model."""
@@ -55,16 +58,17 @@ class PackedWeights:
 
     def of(self, weight: Float[Tensor, "output input"]) -> Tensor | None:
         """Return the copy of a weight that :meth:`takes` allows; ``None`` if the memory for it is used up."""
-        found = self._copies.get(weight)
-        state = (weight.data_ptr(), weight._version)
-        if found is not None and found[0] == state:
-            return found[1]
-        others = sum(_num_bytes(other) for other in self._copies if other is not weight)
-        if others + _num_bytes(weight) > _MOST_BYTES:
-            return None
-        copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-        self._copies[weight] = (state, copy)
-        return copy
+        with self._lock:  # threads that decode with one model share its copies
+            found = self._copies.get(weight)
+            state = (weight.data_ptr(), weight._version)
+            if found is not None and found[0] == state:
+                return found[1]
+            others = sum(_num_bytes(other) for other in self._copies if other is not weight)
+            if others + _num_bytes(weight) > _MOST_BYTES:
+                return None
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+            self._copies[weight] = (state, copy)
+            return copy
 
 
 class Linear:
