@@ -191,6 +191,14 @@ def test_a_bound_below_the_longest_prompt_is_refused_before_work_starts() -> Non
     assert model.calls == []
 
 
+def test_of_prompts_with_the_same_id_the_longest_one_is_checked() -> None:
+    model = HashModel(3, traits=traits_for(Autoregressive()))
+    found = [Prompt(token_ids=(3,) * length, id="p") for length in (9, 2)]
+    with pytest.raises(ValueError, match=r"^max_cache_tokens: expected at least 13 \(prompt p of 9 tokens"):
+        decode(model, Autoregressive(), found, NEXT, max_cache_tokens=12)
+    assert model.calls == []
+
+
 def test_running_out_of_memory_names_the_options_to_lower() -> None:
     class Full(HashModel):
         def hidden_states(self, *_: Any, **__: Any) -> Any:

@@ -98,7 +98,9 @@ def check_prompts(
         require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
         if prompt.num_given:
             _check_given(model, decoder, prompt, sampling)
-    lengths = {prompt.id: len(prompt.token_ids) + prompt.num_given for prompt in prompts}
+    lengths: dict[str, int] = {}
+    for prompt in prompts:  # the candidates of a template, for one, have the same id
+        lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_given)
     check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
         _check_canvas(model, decoder, prompts, sampling)
