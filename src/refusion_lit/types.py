@@ -135,16 +135,23 @@ class Prompt:
         given: What is known of the response, from its first token on: a token, or ``None`` for one to generate. Unknown
             tokens before the last given one are holes; the response goes on after that one, unless it is an end of
             sequence. Empty: nothing is given.
+        num_filled: How many of the given tokens count towards ``max_new_tokens``, as they fill holes of another prompt.
     """
 
     token_ids: tuple[int, ...]
     id: str
     given: tuple[int | None, ...] = ()
+    num_filled: int = 0
 
     @property
     def num_given(self) -> int:
         """Given tokens of the response."""
         return len(self.given) - self.given.count(None)
+
+    @property
+    def num_uncounted(self) -> int:
+        """Given tokens that do not count towards ``max_new_tokens``."""
+        return self.num_given - self.num_filled
 
     @property
     def given_length(self) -> int:

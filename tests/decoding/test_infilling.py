@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,8 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.decoding.lengths import most_probable, probe
+from refusion_lit.decoding.base import max_length
+from refusion_lit.decoding.lengths import choose_lengths, most_probable, probe
 from refusion_lit.decoding.output import TraceRound
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -208,6 +210,21 @@ def test_a_probe_hides_the_given_tokens_right_of_holes_but_no_end() -> None:
     prompt, row = generation("__ab", [5, 6], [0.5] * 2, 1)
     row.token_ids += [4, 4, EOS]
     assert probe(prompt, row, [EOS]).given == (5, 6, None, row.token_ids[3])
+
+
+@pytest.mark.parametrize("decoder", [ReFusion(), LLaDA(block_length=4)], ids=lambda decoder: type(decoder).__name__)
+def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end(decoder: Decoder) -> None:
+    model = HashModel(3, traits=traits_for(decoder))
+    prompts = [Prompt(token_ids=PROMPT, id="p", given=(None,) * n + (7,)) for n in range(1, 5)]
+    lengths = []
+
+    def decoded(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
+        lengths.append({max_length(prompt, how, model.special_tokens) for prompt in tried})
+        return decode(model, decoder, tried, how, trace=True, max_cache_tokens=len(PROMPT) + 1 + 8).rows
+
+    [row] = choose_lengths(decoded, [prompts], SamplingParams(max_new_tokens=8), [EOS])
+    assert 7 in row.token_ids
+    assert lengths == [{8 + 1}] * 2
 
 
 def test_the_length_that_fits_wins_and_pays_for_all() -> None:

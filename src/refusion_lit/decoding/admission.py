@@ -170,7 +170,7 @@ def groups_within(
         return [(num_rows, list(enumerate(prompts)))]
     groups: dict[int, list[tuple[int, Prompt]]] = {}
     for index, prompt in enumerate(prompts):
-        length = len(prompt.token_ids) + prompt.num_given + max_new_tokens
+        length = len(prompt.token_ids) + prompt.num_uncounted + max_new_tokens
         fitting = max_cache_tokens // length
         fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # few groups
         groups.setdefault(fitting, []).append((index, prompt))

@@ -178,7 +178,7 @@ def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: Special
     given = prompt.given
     if given and given[-1] in special_tokens.eos_token_ids:
         return len(given)
-    return sampling.max_new_tokens + prompt.num_given
+    return sampling.max_new_tokens + prompt.num_uncounted
 
 
 class Decoder(ABC):

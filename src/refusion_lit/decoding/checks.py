@@ -100,7 +100,7 @@ def check_prompts(
             _check_given(model, decoder, prompt, sampling)
     lengths: dict[str, int] = {}
     for prompt in prompts:  # the candidates of a template, for one, have the same id
-        lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_given)
+        lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_uncounted)
     check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
         _check_canvas(model, decoder, prompts, sampling)

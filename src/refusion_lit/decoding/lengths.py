@@ -43,7 +43,8 @@ def choose_lengths(
 def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
     """Return the prompt with its holes filled, and each given token right of a hole to be generated instead.
 
-    A hole of the right length lets the model find that token again.
+    A hole of the right length lets the model find that token again. The response is as long as the prompt's at most:
+    what fills the holes counts towards ``max_new_tokens``, so that the context and the cache have room for both.
 
     Args:
         prompt: The prompt.
@@ -55,7 +56,8 @@ def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prom
     for place in _seams(prompt):
         if place < len(row.token_ids) and filled[place] not in eos_token_ids:
             filled[place] = None
-    return replace(prompt, given=tuple(filled))
+    probed = replace(prompt, given=tuple(filled))
+    return replace(probed, num_filled=probed.num_given - prompt.num_given)
 
 
 def most_probable(
