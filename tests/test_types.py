@@ -74,6 +74,10 @@ def test_mask_and_padding_are_never_drawn(
         ({"top_p": 0.0}, r"^top_p: expected a number in \(0, 1\], got 0.0"),
         ({"top_p": 1.01}, r"^top_p: expected a number in \(0, 1\], got 1.01"),
         ({"top_k": 0}, "^top_k: expected an integer of at least 1, or null, got 0"),
+        ({"top_k": 1.5}, "^top_k: expected an integer of at least 1, or null, got 1.5"),
+        ({"top_k": True}, "^top_k: expected an integer of at least 1, or null, got True"),
+        ({"stop": "ab"}, "^stop: expected a list of texts, none of them empty, got 'ab'; put a single text in a list"),
+        ({"stop": ("a", "")}, "^stop: expected a list of texts, none of them empty, got"),
     ],
 )
 def test_impossible_sampling_is_refused(options: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -216,8 +217,11 @@ class SamplingParams:
         in_range = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")
         require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "use 1 to keep every token")
-        holds = self.top_k is None or self.top_k >= 1
+        is_integer = isinstance(self.top_k, Integral) and not isinstance(self.top_k, bool)
+        holds = self.top_k is None or (is_integer and self.top_k >= 1)
         require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
+        holds = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
+        require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         require_at_least("entropy_window", self.entropy_window, 2)
         most, least = math.log(self.entropy_window), self.min_entropy
         holds = least is None or 0 < least <= most

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,15 @@ def test_the_error_names_option_expectation_value_and_fix() -> None:
     ("value", "minimum", "message"),
     [
         (0, 1, "n: expected an integer of at least 1, got 0; set n to 1 or more."),
+        (2.5, 1, "n: expected an integer of at least 1, got 2.5; set n to 1 or more."),
+        (True, 1, "n: expected an integer of at least 1, got True; set n to 1 or more."),
+        ("5", 1, "n: expected an integer of at least 1, got '5'; set n to 1 or more."),
+        (None, 0.0, "n: expected a number of at least 0.0, got None; set n to 0.0 or more."),
         (-0.5, 0.0, "n: expected a number of at least 0.0, got -0.5; set n to 0.0 or more."),
         (math.nan, 0.0, "n: expected a number of at least 0.0, got nan; set n to 0.0 or more."),
     ],
 )
-def test_a_value_below_its_minimum_is_refused(value: float, minimum: float, message: str) -> None:
+def test_a_value_below_its_minimum_is_refused(value: Any, minimum: float, message: str) -> None:
     require_at_least("n", minimum, minimum)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         require_at_least("n", value, minimum)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 
 def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
@@ -23,9 +24,10 @@ def require(holds: bool, option: str, expected: str, got: object, fix: str) -> N
 
 
 def require_at_least(option: str, value: float, minimum: float) -> None:
-    """Refuse a value below ``minimum``; an integer minimum stands for integer options."""
-    kind = "an integer" if isinstance(minimum, int) else "a number"
-    require(value >= minimum, option, f"{kind} of at least {minimum}", value, f"set {option} to {minimum} or more")
+    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
+    kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
+    holds = isinstance(value, kind) and not isinstance(value, bool) and value >= minimum
+    require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
