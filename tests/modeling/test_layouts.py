@@ -209,6 +209,30 @@ def test_layouts_without_a_golden_are_renamings_too(
     }
 
 
+@pytest.mark.parametrize(
+    ("layout", "mask", "traits"),
+    [
+        ("sdar", "<|MASK|>", ModelTraits(attention="block_causal", block_size=8, predictions=MASKED)),
+        ("zarya", "<|mdm_mask|>", ModelTraits(predictions=("mask", "next_token_in_slot"))),
+    ],
+)
+def test_an_export_keeps_block_size_and_scaled_positions(
+    layout: str, mask: str, traits: ModelTraits, tmp_path: Path
+) -> None:
+    tokenizer = qwen_tokenizer(mask)
+    tokenizer.add_special_tokens({"mask_token": mask})
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = {**QWEN, "model_type": "qwen3", "rope_scaling": dict(scaling)}
+    backbone = BackboneConfig(config=config).build(tokenizer, seed=0)
+    backbone.traits = traits
+    save_model(backbone, tokenizer, tmp_path, layout=layout)
+    assert {name: config_in(tmp_path)["rope_scaling"][name] for name in scaling} == scaling
+    again = refusion_lit.load(tmp_path)
+    assert again.backbone.traits == traits
+    assert again.backbone.config.rope_parameters == backbone.config.rope_parameters
+    assert again.backbone.config.rope_parameters["factor"] == 4.0
+
+
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # transformers 5.15 reads the files in an old way
 def test_dreams_slow_tokenizer_is_read_without_its_code(tmp_path: Path) -> None:
     folder = copied("dream-tiny", tmp_path / "dream")

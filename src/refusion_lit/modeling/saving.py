@@ -53,7 +53,7 @@ def save_model(
     first, *others = backbone.special_tokens.eos_token_ids
     model.generation_config.eos_token_id = [first, *others] if others else first
     if published is not None:
-        _save_published(model, published, path)
+        _save_published(model, published, backbone.traits.block_size, path)
     else:
         stored = getattr(model.config, "refusion_lit", None) or {}
         model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
@@ -85,15 +85,25 @@ def _checked_layout(backbone: Backbone, name: str) -> Layout:
     )
     wanted = f"a model trained as {name} is ({layout.attention}, {', '.join(layout.predictions)})"
     require(fits, "layout", wanted, traits, "leave the layout out")
+    fits = layout.block_size_option is not None or traits.block_size == layout.block_size
+    wanted = f"a model with block_size {layout.block_size}, as {name} has no option for it"
+    require(fits, "layout", wanted, traits.block_size, "leave the layout out")
     return layout
 
 
-def _save_published(model: Any, layout: Layout, path: Path) -> None:  # noqa: ANN401 - a class of transformers
+def _save_published(
+    model: Any,  # noqa: ANN401 - a class of transformers
+    layout: Layout,
+    block_size: int | None,
+    path: Path,
+) -> None:
     """Write weights and configs under the names of a published layout."""
     weights = {layout.published_name(name): weight for name, weight in model.named_parameters()}  # tied ones once
     path.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict({name: weight.detach().contiguous() for name, weight in weights.items()}, path)
     config = layout.published_options(json.loads(model.config.to_json_string(use_diff=False)))
+    if layout.block_size_option is not None and block_size is not None:
+        config[layout.block_size_option] = block_size
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(path)
 

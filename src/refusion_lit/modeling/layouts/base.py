@@ -111,6 +111,8 @@ class Layout:
         kept = {name: value for name, value in options.items() if name not in {*_NOT_CARRIED, "refusion_lit"}}
         rope = kept.pop("rope_parameters", None) or {}
         kept |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        if rope.get("rope_type", "default") != "default":  # the families' classes have it under its older name
+            kept["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         theirs = {self.config_names.get(name, name): value for name, value in kept.items()}
         return {
             **theirs,
