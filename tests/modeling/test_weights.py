@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 
 from fakes import tiny_backbone
+from refusion_lit.modeling.backbone import body_of
+from refusion_lit.modeling.drafter import load_drafter, save_drafter
 from refusion_lit.modeling.weights import weights_digest
 
 
@@ -39,3 +42,13 @@ def test_a_large_embedding_has_a_digest() -> None:
     before = weights_digest(model)
     model.weight.data[-1] = 1
     assert weights_digest(model) != before
+
+
+def test_a_models_own_drafter_goes_with_it_in_float16(tmp_path: Path) -> None:
+    model = tiny_backbone()
+    assert model.drafter is not None
+    torch.nn.init.constant_(model.head.weight, 1.003907)  # float16 rounds it to a tie of bfloat16, which goes to 1
+    save_drafter(model.drafter, model.model.float(), tmp_path)
+    half = copy.deepcopy(model.model).half()
+    assert weights_digest(half) != weights_digest(model.model)
+    load_drafter(half, body_of(half), tmp_path)
