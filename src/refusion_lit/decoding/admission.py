@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from refusion_lit.decoding.base import Decoder
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt
@@ -120,21 +122,28 @@ class KeptCache:
     The next call must be for the same model with the same weights. Keeps as much memory as the last call needed.
     """
 
-    _content: tuple[KVCache, Decoder, Mapping[int, Tokens]] | None = None
+    _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
 
     def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
-        """Return the cache and the prompts that it holds, if the same decoder filled as many rows.
+        """Return the cache and the prompts that it holds, if the same decoder filled as many rows in the same mode.
 
         They are gone then: a call that is interrupted leaves a cache that holds nobody knows what.
         """
         content, self._content = self._content, None
-        if content is None or content[1] != decoder or content[0].num_rows != num_rows:
+        if content is None or content[1] != decoder or content[0].num_rows != num_rows or content[3] != _mode():
             return None, {}
         return content[0], content[2]
 
     def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
         """Keep a cache with what its rows hold."""
-        self._content = cache, decoder, held
+        self._content = cache, decoder, held, _mode()
+
+
+def _mode() -> object:
+    """Return the modes of torch that a cache's tensors depend on: inference tensors, and autocast's types."""
+    kinds = ("cpu", "cuda")
+    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
+    return torch.is_inference_mode_enabled(), autocast
 
 
 def common_length(first: Tokens, second: Tokens) -> int:
