@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,15 @@ def test_a_device_that_takes_no_longer_for_more_positions_gets_the_highest_cost(
     assert measured({"fixed": 1.0, "position": 0.0}, 1, monkeypatch) == MAX_COST
 
 
+@pytest.mark.parametrize(("max_positions", "expected"), [(1, set()), (2, {1, 2}), (20, {2, 7, 20}), (99, {4, 16, 48})])
+def test_no_forward_is_longer_than_the_positions_that_a_model_has_learnt(
+    max_positions: int, expected: set[int]
+) -> None:
+    lengths: set[int] = set()
+    measure_forward_cost(lengths.add, 1, max_positions)
+    assert lengths == expected
+
+
 @pytest.mark.measured_cost
 def test_a_backbone_is_measured_once_for_a_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_backbone(ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot")))
@@ -55,3 +65,10 @@ def test_a_backbone_is_measured_once_for_a_batch_size(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(backbone, "measure_forward_cost", lambda *_: pytest.fail("measured again"))
     decode(model, ReFusion(slot_size=4), prompts[:3], sampling, max_batch_size=3)
+
+
+@pytest.mark.measured_cost
+def test_a_drafter_is_not_measured_under_autocast() -> None:
+    model = tiny_backbone()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^drafter: expected .* autocast"):
+        model.forward_cost(1)

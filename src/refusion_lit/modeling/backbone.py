@@ -162,7 +162,8 @@ class Backbone(nn.Module, LanguageModel):
                 positions = torch.arange(length, device=self.device).expand(rows, -1)
                 self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
 
-            self._forward_costs[key] = measure_forward_cost(forward, rows)
+            most = self.max_positions if self.learns_positions else None
+            self._forward_costs[key] = measure_forward_cost(forward, rows, most)
         return self._forward_costs[key]
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
@@ -237,7 +238,7 @@ class Backbone(nn.Module, LanguageModel):
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         # On a GPU the host would have to wait for this check.
-        if self.drafter is not None and cache is not None and input_ids.device.type == "cpu":
+        if self.drafter is not None and input_ids.device.type == "cpu":
             has_masks = bool((input_ids >= self.special_tokens.draft_token_ids[0]).any())
             require(not has_masks, "drafter", "decoding without autocast", "autocast", "set precision: 32-true")
         output = self.body(

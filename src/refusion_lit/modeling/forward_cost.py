@@ -14,17 +14,22 @@ MAX_COST = 1024.0
 
 
 @torch.no_grad()
-def measure_forward_cost(forward: Callable[[int], None], num_rows: int) -> float:
+def measure_forward_cost(forward: Callable[[int], None], num_rows: int, max_positions: int | None = None) -> float:
     """Time forwards of several lengths, and fit seconds = a + b * positions a row.
 
     Args:
         forward: Runs body and head on ``num_rows`` rows of so many positions, and waits for the result.
         num_rows: Rows of the batch.
+        max_positions: Most positions that the model can take in a row, if it has learnt them; ``None``: any number.
 
     Returns:
         a / b, the fixed cost in positions a row, in [0, ``MAX_COST``].
     """
     longest = max(2, min(_LONGEST, _MAX_POSITIONS // num_rows))
+    if max_positions is not None:
+        longest = min(longest, max_positions)
+    if longest < 2:
+        return 0.0
     # For few rows not one position: CPUs multiply a single vector in another way, and decoders weigh longer forwards.
     lengths = sorted({-(-longest // 12), -(-longest // 3), longest})
     best = dict.fromkeys(lengths, float("inf"))
