@@ -54,7 +54,7 @@ class SoftTail(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_at_least("objective.tail", self.tail, 1)
+        require_at_least("objective.tail", self.tail, 1.0)
         require(self.beta > 0, "objective.beta", "a number above 0", self.beta, "use 1, say")
         require(0 < self.decay <= 1, "objective.decay", "a number in (0, 1]", self.decay, "use 0.5, say")
         require_choice("objective.denominator", self.denominator, ("weights", "tokens"))
