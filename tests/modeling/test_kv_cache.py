@@ -31,7 +31,7 @@ def write_plan(entries: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Ten
 def test_storage_is_a_table_of_rows_and_indices(seed: int, num_rows: int) -> None:
     chance = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_CHUNK", 4)
+        patch.setattr(kv_cache, "CHUNK", 4)
         cache = KVCache(1, num_rows, capacity=2)
         table: dict[tuple[int, int], int] = {}
         number = 0
@@ -103,7 +103,7 @@ def test_cached_states_are_those_computed_anew(seed: int) -> None:
     chance = random.Random(seed)
     model, num_rows = tiny_backbone(), 3
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(kv_cache, "_CHUNK", 8)
+        patch.setattr(kv_cache, "CHUNK", 8)
         cache = KVCache(2, num_rows, capacity=4)
         known = [Recomputed() for _ in range(num_rows)]
         for _ in range(12):

@@ -96,7 +96,7 @@ def test_it_writes_and_reads_the_same_cache(
     name: str, implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged rows in any selection, entries kept, storage that grows."""
-    monkeypatch.setattr(kv_cache, "_CHUNK", 8)
+    monkeypatch.setattr(kv_cache, "CHUNK", 8)
     model, chance = library(MODELS[name][0], **MODELS[name][1]), random.Random(seed)
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)

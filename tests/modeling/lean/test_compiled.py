@@ -63,7 +63,7 @@ def test_it_is_the_library_s_forward_whatever_rows_and_lengths(
     seed: int, counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows left out, rows several times, padding, entries kept, storage that grows."""
-    monkeypatch.setattr(kv_cache, "_CHUNK", 8)
+    monkeypatch.setattr(kv_cache, "CHUNK", 8)
     chance = random.Random(seed)
     pairs = [(one, one.make_cache(3)) for one in pair()]
     compiled = pairs[1][1].body
