@@ -71,7 +71,9 @@ def answer(questions: Path | None, part: int, num_questions: int) -> None:
 def refusion_lit(*args: str) -> None:
     """Run a command as a user does."""
     print("$ refusion-lit", *args, flush=True)
-    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args], check=True)
+    code = subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args], check=False).returncode
+    if code:
+        sys.exit(code)  # the command has said why
 
 
 def main() -> None:
