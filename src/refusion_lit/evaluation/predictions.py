@@ -199,7 +199,7 @@ class PredictionsFile:
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
 
     def _opened(self) -> TextIO:
-        """Open the file to go on with, empty if nothing is done."""
+        """Open the file, emptied if nothing is done."""
         try:
             if self.path.exists():
                 self.path.open("a").close()  # a file that is refused keeps its meta file too
