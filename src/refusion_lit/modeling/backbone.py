@@ -106,7 +106,12 @@ class Backbone(nn.Module, LanguageModel):
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         # The lean body has no gradients and no autocast.
-        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type)):
+        is_autocast = torch.is_autocast_enabled(input_ids.device.type)
+        is_kept = torch.is_grad_enabled() or not (self.batch_invariant and is_autocast)
+        require(
+            is_kept, "batch_invariant", "decoding without autocast", "autocast", "set precision: 32-true or bf16-true"
+        )
+        if not (torch.is_grad_enabled() or is_autocast):
             body = self._lean_body() if cache is None else cache.body
             if body is not None:
                 return body(input_ids, position_ids, attention_mask, cache)

@@ -78,6 +78,23 @@ def test_past_512_keys(dtype: torch.dtype) -> None:
     assert torch.equal(logits_by(model, ids, [500, *[7] * 20]), logits_by(model, ids, [600]))
 
 
+def test_ranges_of_a_long_text_are_its_matrix() -> None:
+    model = backbone("qwen3", torch.float32)
+    ids, ends = torch.randint(0, VOCAB, (1, 300), generator=torch.Generator().manual_seed(1)), torch.arange(1, 301)
+    ranges = torch.stack((torch.zeros_like(ends), ends), -1)[None, :, None]
+    with torch.no_grad():
+        causal, ranged = (model.hidden_states(ids, ends[None] - 1, attention) for attention in (None, ranges))
+    assert torch.equal(causal, ranged)
+
+
+@torch.no_grad()
+def test_autocast_is_refused() -> None:
+    model, ids = backbone("qwen3", torch.float32), torch.zeros(1, 3, dtype=torch.long)
+    refused = pytest.raises(ValueError, match="batch_invariant: expected decoding without autocast")
+    with refused, torch.autocast("cpu", torch.bfloat16):
+        model.hidden_states(ids, torch.arange(3)[None], None)
+
+
 def test_the_library_computes_the_same() -> None:
     model = backbone("qwen3", torch.float64)
     ids = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -94,13 +111,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "attention", "decoder"), CASES)
-def test_bfloat16_rows_get_the_text_that_they_get_alone(name: str, attention: Any, decoder: Decoder) -> None:
+def test_bfloat16_rows_get_the_probabilities_that_they_get_alone(name: str, attention: Any, decoder: Decoder) -> None:
     overrides = BackboneConfig(source=str(ADDITIONS / name), attention=attention, batch_invariant=True)
     model = refusion_lit.load(ADDITIONS / name, dtype="bfloat16", overrides=overrides)
     prompts = [f"{a}+{a + 1},{a}+1,9+{a}>"[a % 7 :] for a in range(7, 90, 9)]
-    together = model.generate(prompts, decoder=decoder, max_new_tokens=24, batch_size=10)
-    alone = [model.generate([prompt], decoder=decoder, max_new_tokens=24)[0] for prompt in prompts]
-    assert [row.token_ids for row in together] == [row.token_ids for row in alone]
+    together = model.generate(prompts, decoder=decoder, max_new_tokens=24, batch_size=10, trace=True)
+    alone = [model.generate([prompt], decoder=decoder, max_new_tokens=24, trace=True)[0] for prompt in prompts]
+    assert [row.trace for row in together] == [row.trace for row in alone]
 
 
 def test_what_cannot_be_invariant_is_refused() -> None:

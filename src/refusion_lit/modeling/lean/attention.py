@@ -7,14 +7,15 @@ many queries and keys as each other.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.flex import FlexAttention
+from refusion_lit.modeling.lean.invariant import InvariantAttention
 from refusion_lit.modeling.lean.rows import Attention, Rows, additive_of, attend_rows
 from refusion_lit.modeling.lean.segments import segmented
-from refusion_lit.modeling.range_mask import sdpa_mask
+from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
 
 _CALL = 1 << 17
@@ -75,6 +76,20 @@ def _mask_of(
     return additive_of(found[:, 0], like.dtype) if found.dtype == torch.bool else found
 
 
+def _whole_mask(
+    rows: Rows,
+    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "batch 1 token key"]:
+    """Return what is added to scores, also where other kernels need no matrix."""
+    if isinstance(attention, Visibility):
+        return attention.additive_mask().to(dtype)[:, None]
+    num_rows, num_tokens = rows.shape
+    if attention is None:
+        attention = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril().expand(num_rows, -1, -1)
+    return additive_of(matrix_of(attention, num_tokens), dtype)
+
+
 def attention_for(
     rows: Rows,
     attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
@@ -82,6 +97,8 @@ def attention_for(
     like: Tensor,
     width: int,
     implementation: str = "sdpa",
+    *,
+    batch_invariant: bool = False,
 ) -> Attention:
     """Choose how a forward attends.
 
@@ -93,7 +110,10 @@ def attention_for(
         like: A tensor of the states' type and device.
         width: Of the query heads' states, all heads together.
         implementation: ``sdpa`` or ``flex_attention``.
+        batch_invariant: In calls of one shape, on CPUs.
     """
+    if batch_invariant:
+        return InvariantAttention(rows, _whole_mask(rows, attention, like.dtype), cache)
     if implementation == "flex_attention" and isinstance(attention, Visibility):
         return FlexAttention(rows, attention, cache, like.device)
     if isinstance(attention, Visibility) and like.device.type == "cpu":

@@ -22,7 +22,6 @@ from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean.attention import attention_for
 from refusion_lit.modeling.lean.drafts import DraftMasks
-from refusion_lit.modeling.lean.invariant import InvariantAttention
 from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lean.rows import Attention, Rows
 from refusion_lit.modeling.visibility import Visibility
@@ -161,10 +160,8 @@ class LeanBody:
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
-        if self._batch_invariant:
-            attention: Attention = InvariantAttention(rows, attention_mask, cache, self._embedding)
-        else:
-            attention = attention_for(rows, attention_mask, cache, self._embedding, width, self._implementation)
+        options = {"implementation": self._implementation, "batch_invariant": self._batch_invariant}
+        attention = attention_for(rows, attention_mask, cache, self._embedding, width, **options)
         hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.lean.rows import Rows, additive_of, attend_rows
-from refusion_lit.modeling.range_mask import sdpa_mask
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.lean.rows import Rows, attend_rows
 
 NUM_ROWS = 8
 """Rows of a product, and queries of a call of attention."""
@@ -44,28 +42,21 @@ class InvariantAttention:
 
     Args:
         rows: The batch.
-        attention: What its tokens see; ``None`` for causal attention over the tokens.
+        mask: What is added to scores.
         cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
-        like: A tensor of the states' type and device.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
-        cache: KVCache | None,
-        like: Tensor,
-    ) -> None:
+    def __init__(self, rows: Rows, mask: Float[Tensor, "batch 1 token key"], cache: KVCache | None) -> None:
         self._rows, self._cache = rows, cache
-        mask = _mask_of(rows, attention)
-        num_rows, num_queries, num_keys = mask.shape
-        padded = mask.new_full((num_rows, _up(num_queries, NUM_ROWS), _up(num_keys, NUM_KEYS)), -torch.inf)
-        padded[:, :, 0] = 0.0  # padding sees something: seeing nothing gives NaN
-        padded[:, :num_queries, :num_keys] = mask
-        self._num_keys = padded.shape[2]
-        blocks = padded[:, None].split(NUM_ROWS, 2)
+        num_rows, _, num_queries, num_keys = mask.shape
+        shape = num_rows, 1, _up(num_queries, NUM_ROWS), _up(num_keys, NUM_KEYS)
+        padded = mask.new_full(shape, -torch.inf)
+        padded[..., 0] = 0.0  # padding sees something: seeing nothing gives NaN
+        padded[:, :, :num_queries, :num_keys] = mask
+        self._num_keys = shape[3]
+        blocks = padded.split(NUM_ROWS, 2)
         ends = [_up(int((block > -torch.inf).nonzero()[:, 3].max()) + 1, NUM_KEYS) for block in blocks]
-        self._masks = [block[..., :end].to(like.dtype) for block, end in zip(blocks, ends, strict=True)]
+        self._masks = [block[..., :end] for block, end in zip(blocks, ends, strict=True)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         rows = self._rows
@@ -86,20 +77,6 @@ class InvariantAttention:
     def _of_length(self, states: Tensor) -> Tensor:
         missing = self._num_keys - states.shape[1]
         return F.pad(states, (0, 0, 0, 0, 0, missing)) if missing > 0 else states
-
-
-def _mask_of(
-    rows: Rows, attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None
-) -> Float[Tensor, "batch token key"]:
-    """Return what is added to scores."""
-    num_rows, num_tokens = rows.shape
-    if attention is None:
-        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-        return additive_of(causal, torch.float32)[:, 0].expand(num_rows, -1, -1)
-    if isinstance(attention, Visibility):
-        return attention.additive_mask()
-    found = sdpa_mask(attention, num_tokens)[:, 0]
-    return additive_of(found, torch.float32)[:, 0] if found.dtype == torch.bool else found
 
 
 def _up(number: int, step: int) -> int:
