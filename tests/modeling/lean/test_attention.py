@@ -14,7 +14,7 @@ from ragged import DIM, HEADS, by_hand, prepared, ragged, states
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.lean import attention, segments
 from refusion_lit.modeling.lean.attention import PaddedAttention, attention_for
-from refusion_lit.modeling.lean.rows import Rows
+from refusion_lit.modeling.lean.rows import Rows, attend_rows
 from refusion_lit.modeling.lean.segments import SegmentedAttention, segmented
 from refusion_lit.modeling.visibility import Span, Visibility
 
@@ -48,6 +48,38 @@ def test_segments_and_padded_rows_attend_as_each_token_does_alone(
                 attend = segmented(made.rows, made.visibility, cache, torch.float64, call) or attend
             found = attend(0, query, key, value)
             torch.testing.assert_close(found, by_hand(made.rows, made.mask, cache, query, key, value))
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 9999),
+    times=st.sampled_from([1, 2, 3, 8]),
+    num_queries=st.integers(1, 20),
+    kind=st.sampled_from(["causal", "everything", "mask"]),
+    dtype=st.sampled_from([torch.float64, torch.bfloat16]),
+)
+def test_heads_that_share_keys_attend_as_each_does_alone(
+    seed: int, times: int, num_queries: int, kind: str, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_keys = num_queries if kind == "causal" else num_queries + seed % 5
+    query, key, value = (
+        torch.randn(2, length, heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for length, heads in ((num_queries, 2 * times), (num_keys, 2), (num_keys, 2))
+    )
+    seen = torch.rand(2, 1, num_queries, num_keys, generator=generator) < 0.6
+    seen[..., 0] = True
+    if kind != "mask":
+        seen = torch.ones_like(seen)
+    if kind == "causal":
+        seen = seen.tril()
+    added = torch.where(seen, 0.0, -torch.inf).to(dtype)
+    found = attend_rows(query, key, value, added if kind == "mask" else None, is_causal=kind == "causal")
+    key, value = (states.double().repeat_interleave(times, 2) for states in (key, value))
+    scores = torch.einsum("rqhd,rkhd->rhqk", query.double(), key) / DIM**0.5 + added.double()
+    expected = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(-1), value)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=0.05 if dtype == torch.bfloat16 else 1e-9, rtol=0)
 
 
 @settings(max_examples=40)

@@ -32,7 +32,7 @@ def needs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 32, 33, 256, 257])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 8, 33, 257])
 @torch.no_grad()
 def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) -> None:
     one, bias = weight(dtype), torch.linspace(-1, 1, 300).to(dtype)
@@ -41,10 +41,10 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
     found = Linear(one, bias, PackedWeights())(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 320 products of size one
     assert found.dtype == dtype
-    assert (found.double() - expected).abs().max() < tolerance
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
     hidden = torch.ones(num_tokens, 300, dtype=dtype)
     Linear(one, None, PackedWeights()).add_to(hidden, x)
-    assert (hidden.double() - 1 - F.linear(x.double(), one.double())).abs().max() < tolerance
+    torch.testing.assert_close(hidden.double() - 1, F.linear(x.double(), one.double()), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -87,7 +87,7 @@ class LeanBody:
     Args:
         body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
-        packed: Keeps weights in the layout that is fastest for a few tokens; ``None`` for none.
+        packed: Keeps weights in the layout that is fastest on CPUs; ``None`` for none.
         batch_invariant: Compute the same for a token whatever else is in the forward; on CPUs.
     """
 

@@ -1,7 +1,8 @@
 """Linear layers of the lean body: on CPUs, several tokens at once should cost hardly more than one.
 
 A decode step multiplies a few tokens with every weight. The usual product is made for many rows or for one; oneDNN's,
-with weights laid out for it beforehand, takes up to half the time for those in between (``benchmarks/linear.py``).
+with weights laid out for it beforehand, takes down to half the time for those in between, and no longer for others
+(``benchmarks/linear.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from refusion_lit.modeling.lean.invariant import in_blocks
 
-_FASTEST_FOR = {torch.float32: range(1, 49), torch.bfloat16: range(1, 257)}
-"""Numbers of tokens for which a packed weight is faster, by type."""
+_TYPES = (torch.float32, torch.bfloat16)
 
 _FEWEST_ELEMENTS = 1 << 16
 """Smaller weights stay in the processor's caches in any layout."""
@@ -51,7 +51,7 @@ class PackedWeights:
         return (
             weight.numel() >= _FEWEST_ELEMENTS
             and weight.device.type == "cpu"
-            and weight.dtype in _FASTEST_FOR
+            and weight.dtype in _TYPES
             and not weight.is_inference()
             and _is_supported(weight.dtype)
         )
@@ -72,7 +72,7 @@ class PackedWeights:
 
 
 class Linear:
-    """y = W x + b without gradients, by the product that is fastest for the number of tokens.
+    """y = W x + b without gradients, with a packed weight where there is one.
 
     Args:
         weight: W.
@@ -104,7 +104,7 @@ class Linear:
         return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
-        copy = None if self._packed is None else self._copy_for(x)
+        copy = self._packed_copy()
         return F.linear(x, self.weight, self.bias) if copy is None else _product(x, copy, self.bias)
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
@@ -112,17 +112,14 @@ class Linear:
         if self._batch_invariant:
             hidden.add_(self(x))
             return
-        copy = None if self._packed is None else self._copy_for(x)
+        copy = self._packed_copy()
         if copy is None:
             hidden.addmm_(x, self.weight.t())
         else:
             hidden.add_(_product(x, copy, None))
 
-    def _copy_for(self, x: Tensor) -> Tensor | None:
-        assert self._packed is not None
-        if x.numel() // x.shape[-1] not in _FASTEST_FOR[self.weight.dtype]:
-            return None
-        if self._copy is None:
+    def _packed_copy(self) -> Tensor | None:
+        if self._copy is None and self._packed is not None:
             self._copy = self._packed.of(self.weight)
         return self._copy
 
