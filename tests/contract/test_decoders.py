@@ -299,7 +299,8 @@ def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
         num += 2 - is_proposed
         left = size - num_accepted
         cost = num_open * left * (left - 1) // 2
-        is_proposed = decoder.infill_layout == "single_forward" or cost <= decoder.fixed_cost
+        fixed = 32 if decoder.forward_cost == "measure" else decoder.forward_cost  # oracles are not measured
+        is_proposed = decoder.infill_layout == "single_forward" or cost <= fixed
         num_accepted += 1
 
 

@@ -11,10 +11,10 @@ from fakes import tiny_backbone
 from refusion_lit.decoding import Decoder, ReFusion, decode
 from refusion_lit.modeling import backbone, forward_cost
 from refusion_lit.modeling.forward_cost import MAX_COST, measure_forward_cost
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from refusion_lit.types import ForwardCost, ModelTraits, Prompt, SamplingParams
 
 
-def measured(seconds: dict[str, float], num_rows: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def measured(seconds: dict[str, float], num_rows: int, monkeypatch: pytest.MonkeyPatch) -> ForwardCost:
     """Measure a model whose forward takes a + b * positions seconds."""
     now = 0.0
 
@@ -31,16 +31,27 @@ def measured(seconds: dict[str, float], num_rows: int, monkeypatch: pytest.Monke
 def test_the_ratio_of_both_costs_is_found(fixed: float, position: float, num_rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         found = measured({"fixed": fixed, "position": position}, num_rows, patch)
-    assert found == pytest.approx(min(fixed / position, MAX_COST), abs=1e-6)
+    assert found.fixed == pytest.approx(min(fixed / position, MAX_COST), abs=1e-6)
+    if fixed / position < MAX_COST:
+        assert found.of(90) == pytest.approx(found.fixed + 90, rel=1e-6)
+        assert found.of(3) == pytest.approx(found.fixed + max(3, found.measured[0][0]), rel=1e-6)
+
+
+def test_costs_lie_between_measured_lengths_and_go_on_straight() -> None:
+    cost = ForwardCost(7.0, ((2, 10.0), (6, 8.0), (12, 20.0)))
+    assert [cost.of(n) for n in (1, 2, 4, 6, 9, 12, 15)] == [10.0, 10.0, 9.0, 8.0, 14.0, 20.0, 23.0]
+    assert ForwardCost(7.0).of(5) == 12.0
 
 
 def test_a_device_that_takes_no_longer_for_more_positions_gets_the_highest_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert measured({"fixed": 1.0, "position": 0.0}, 1, monkeypatch) == MAX_COST
+    assert measured({"fixed": 1.0, "position": 0.0}, 1, monkeypatch).fixed == MAX_COST
 
 
-@pytest.mark.parametrize(("max_positions", "expected"), [(1, set()), (2, {1, 2}), (20, {2, 7, 20}), (99, {4, 16, 48})])
+@pytest.mark.parametrize(
+    ("max_positions", "expected"), [(1, set()), (2, {1, 2}), (20, {1, 3, 5, 10, 20}), (99, {2, 6, 12, 24, 48})]
+)
 def test_no_forward_is_longer_than_the_positions_that_a_model_has_learnt(
     max_positions: int, expected: set[int]
 ) -> None:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from refusion_lit.decoding.requests import Steps
-from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import (
+    ASSUMED_COST,
+    AttentionKind,
+    ForwardCost,
+    ModelTraits,
+    Prediction,
+    Prompt,
+    SamplingParams,
+    SpecialTokens,
+)
 
 State = TypeVar("State", bound="RowState")
 
@@ -69,6 +78,7 @@ class RowState:
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
+        forward_cost: What forwards cost on the model, where the decoder's option says ``measure``. Set by the engine.
         num_shared: Leading prompt tokens whose keys and values are in the cache before the first forward, at indices
             equal to their positions: the decoder does not feed them. Set by the engine.
     """
@@ -84,6 +94,7 @@ class RowState:
     num_forwards: int = 0
     schedule_step: int = 0
     schedule_length: int = 0
+    forward_cost: ForwardCost = ASSUMED_COST
     num_shared: int = 0
 
     def __post_init__(self) -> None:
@@ -192,10 +203,9 @@ class Decoder(ABC):
     requires: ClassVar[ModelRequirements]
     forward_cost: int | Literal["measure"] = 0  # an option of decoders that weigh forwards against positions
 
-    @property
-    def fixed_cost(self) -> int:
-        """The fixed cost of a forward in positions; 32 where no engine has measured it."""
-        return 32 if self.forward_cost == "measure" else self.forward_cost
+    def cost_of_forwards(self, state: RowState) -> ForwardCost:
+        """Return what forwards cost: by the option, or as measured."""
+        return state.forward_cost if self.forward_cost == "measure" else ForwardCost(self.forward_cost)
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +24,7 @@ from refusion_lit.decoding.output import (
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request, Steps
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import synchronised_time
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ASSUMED_COST, ForwardCost, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require, require_at_least
 
@@ -81,8 +81,7 @@ def decode(
     check_prompts(model, decoder, prompts, sampling, max_cache_tokens)
     decoder.check(sampling)
     num_rows = min(max_batch_size, max(len(prompts), 1))
-    if decoder.forward_cost == "measure" and prompts:
-        decoder = replace(decoder, forward_cost=round(model.forward_cost(num_rows)))  # type: ignore[type-var] - a dataclass
+    cost = model.forward_cost(num_rows) if decoder.forward_cost == "measure" and prompts else ASSUMED_COST
     groups = groups_within(prompts, sampling.max_new_tokens, num_rows, max_cache_tokens)
     results: dict[int, Generation] = {}
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
@@ -92,7 +91,9 @@ def decode(
         executor = Executor(model, num_rows, all_probabilities=trace, cache=cache)
         sharing = decoder if share_prefixes and executor.cache is not None else None
         admission = Admission(group, num_rows, sharing, held)
-        run = _Run(model, executor, admission, decoder, sampling, max_tokens_per_forward, callbacks, detokenize, trace)
+        run = _Run(
+            model, executor, admission, decoder, sampling, cost, max_tokens_per_forward, callbacks, detokenize, trace
+        )
         with _memory_errors(executor, num_rows):
             results |= run.all()
         output.num_calls += executor.num_calls
@@ -154,6 +155,7 @@ class _Run:
     admission: Admission
     decoder: Decoder
     sampling: SamplingParams
+    forward_cost: ForwardCost
     max_tokens: int | None
     callbacks: Sequence[GenerationCallback]
     detokenize: Callable[[list[int]], str] | None
@@ -179,6 +181,7 @@ class _Run:
     def _admit(self, admitted: Admitted) -> _InFlight:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, self.sampling, self.model.special_tokens)
+        state.forward_cost = self.forward_cost
         if admitted.num_shared:
             self.executor.share(admitted.source, admitted.storage, admitted.num_shared)
             state.num_shared = admitted.num_shared

@@ -23,7 +23,7 @@ from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
-from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.types import ForwardCost, ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -67,7 +67,7 @@ class Backbone(nn.Module, LanguageModel):
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
         self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
-        self._forward_costs: dict[tuple[object, ...], float] = {}
+        self._forward_costs: dict[tuple[object, ...], ForwardCost] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
@@ -148,11 +148,11 @@ class Backbone(nn.Module, LanguageModel):
 
     @property
     def forward_costs(self) -> dict[str, float]:
-        """What :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
-        return {" ".join(map(str, key)): round(cost, 1) for key, cost in self._forward_costs.items()}
+        """The fixed costs that :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
+        return {" ".join(map(str, key)): round(cost.fixed, 1) for key, cost in self._forward_costs.items()}
 
-    def forward_cost(self, num_rows: int) -> float:
-        """Return the measured fixed cost of a forward in positions a row; see :func:`measure_forward_cost`.
+    def forward_cost(self, num_rows: int) -> ForwardCost:
+        """Return what a forward of so many rows costs, measured; see :func:`measure_forward_cost`.
 
         It is measured once for each power of two of rows, device and type, in a second or so.
         """

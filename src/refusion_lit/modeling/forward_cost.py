@@ -1,4 +1,4 @@
-"""How much of a forward's time does not depend on its length: measured, so that decoders can weigh forwards."""
+"""What forwards cost by their length: measured, so that decoders can weigh forwards against positions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from collections.abc import Callable
 
 import torch
 
+from refusion_lit.types import ForwardCost
+
 _MAX_POSITIONS = 256
 _LONGEST, _NUM_REPEATS = 48, 4
+_SHARES = (24, 8, 4, 2, 1)
+"""Measured lengths, by how often they fit into the longest."""
 MAX_COST = 1024.0
 """Where longer forwards take no longer, as on a large GPU."""
 
 
 @torch.no_grad()
-def measure_forward_cost(forward: Callable[[int], None], num_rows: int, max_positions: int | None = None) -> float:
-    """Time forwards of several lengths, and fit seconds = a + b * positions a row.
+def measure_forward_cost(
+    forward: Callable[[int], None], num_rows: int, max_positions: int | None = None
+) -> ForwardCost:
+    """Time forwards of several lengths.
+
+    The fixed cost is a / b of the line seconds = a + b * positions that fits best. Times are no line: on CPUs a forward
+    of one position takes as long as one of six, so they are kept.
 
     Args:
         forward: Runs body and head on ``num_rows`` rows of so many positions, and waits for the result.
@@ -23,15 +32,14 @@ def measure_forward_cost(forward: Callable[[int], None], num_rows: int, max_posi
         max_positions: Most positions that the model can take in a row, if it has learnt them; ``None``: any number.
 
     Returns:
-        a / b, the fixed cost in positions a row, in [0, ``MAX_COST``].
+        Costs; the fixed one is in [0, ``MAX_COST``] positions a row.
     """
     longest = max(2, min(_LONGEST, _MAX_POSITIONS // num_rows))
     if max_positions is not None:
         longest = min(longest, max_positions)
     if longest < 2:
-        return 0.0
-    # For few rows not one position: CPUs multiply a single vector in another way, and decoders weigh longer forwards.
-    lengths = sorted({-(-longest // 12), -(-longest // 3), longest})
+        return ForwardCost(0.0)
+    lengths = sorted({-(-longest // share) for share in _SHARES})
     best = dict.fromkeys(lengths, float("inf"))
     for _ in range(1 + _NUM_REPEATS):  # the first one warms up
         for length in lengths:
@@ -41,7 +49,6 @@ def measure_forward_cost(forward: Callable[[int], None], num_rows: int, max_posi
     mean_length, mean_time = sum(lengths) / len(lengths), sum(best.values()) / len(lengths)
     covariance = sum((length - mean_length) * (best[length] - mean_time) for length in lengths)
     slope = covariance / sum((length - mean_length) ** 2 for length in lengths)
-    fixed = mean_time - slope * mean_length
-    if slope * MAX_COST <= fixed:
-        return MAX_COST
-    return max(fixed / slope, 0.0)
+    fixed = max(mean_time - slope * mean_length, 0.0)
+    unit = max(slope, fixed / MAX_COST, 1e-12)
+    return ForwardCost(fixed / unit, tuple((length, seconds / unit) for length, seconds in best.items()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Visibility
-from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.types import ASSUMED_COST, ForwardCost, ModelTraits, SpecialTokens
 
 
 class LanguageModel(ABC):
@@ -57,9 +57,9 @@ class LanguageModel(ABC):
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Apply the head; the caller may modify the result in place."""
 
-    def forward_cost(self, num_rows: int) -> float:  # noqa: ARG002 - a model that takes no time, as fakes do
-        """Return the fixed cost of a forward, a / b of a cost a + b * positions a row, for a number of rows."""
-        return 32.0
+    def forward_cost(self, num_rows: int) -> ForwardCost:  # noqa: ARG002 - a model that takes no time, as fakes do
+        """Return what a forward of so many rows costs."""
+        return ASSUMED_COST
 
     @abstractmethod
     def make_cache(self, num_rows: int) -> KVCache | None:

@@ -228,7 +228,7 @@ class ReFusion(Decoder):
             cached = prefix if packed and index == 0 else 0
             start = state.prompt_length + state.slots[slot].start
             slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
-        max_ahead = {"single_forward": inf, "auto": self.fixed_cost}.get(self.infill_layout, 0)
+        max_ahead = {"single_forward": inf, "auto": self.cost_of_forwards(state).fixed}.get(self.infill_layout, 0)
         infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
         yield from fill(infill, self.token_threshold, state.num_forwards)

@@ -67,7 +67,8 @@ class SelfSpeculative(Decoder):
             each acceptance as cost least time per token, given the share of drafts accepted so far and
             ``forward_cost``. Changes forwards, never the text.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
-            the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
+            forwards of five lengths, once for a model on its device and the batch size at hand. A number makes counts
+            of forwards repeatable.
     """
 
     num_drafts: int | None = None
@@ -188,8 +189,8 @@ class SelfSpeculative(Decoder):
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
         if most <= extra:
             return 0
-        mask_cost = 0.0 if self.slot_size is not None else _ADAPTERS * self.fixed_cost
-        cost = self.fixed_cost - mask_cost  # of a forward without masks
+        cost = self.cost_of_forwards(state)
+        mask_cost = 0.0 if self.slot_size is not None else _ADAPTERS * cost.fixed
         plan = draft_plan(cost, round(state.acceptance, 1), max(most - extra, num_drafts), mask_cost)
         wanted = plan[num_drafts][accepted]
         if num_drafts == 0 and state.num_tested < _NUM_TRIALS:
