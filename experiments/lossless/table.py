@@ -50,8 +50,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
 def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
     """Decode all prompts with and without drafts; return counts, and how many texts are the same."""
     sampling, result, reference = SamplingParams(max_new_tokens=max_new_tokens), {}, []
-    for name in (REFERENCE, "SelfSpeculative", "SelfSpeculative, two forwards"):
-        decoder = DECODERS[name]
+    for name, decoder in DECODERS.items():
         rows = model.decode(prompts, decoder, sampling, batch_size=16).rows
         texts = [row.token_ids for row in rows]
         reference = reference or texts
@@ -181,19 +180,22 @@ def main() -> None:
 def markdown(runs: list[dict[str, Any]]) -> str:
     """Return a table of all runs: one line for each type, set of prompts and decoder."""
     lines = [
-        "| type | prompts | decoder | same text | tokens/forward | tokens/s over `Autoregressive` | over `generate` |",
-        "| --- | --- | --- | --- | --: | --: | --: |",
+        "| type | prompts | decoder | same text | tokens/forward | one by one | tokens/s over `Autoregressive` "
+        "| over `generate` |",
+        "| --- | --- | --- | --- | --: | --: | --: | --: |",
     ]
     rows = [run for run in runs if "decoders" in run]
     for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in rows):
         parts = {run["part"]: run for run in rows if (run["dtype"], run["prompts"]) == (dtype, prompts)}
         for name in DECODERS:
-            cells = ["not counted", "", "", ""]
-            if "text" in parts and name in parts["text"]["decoders"]:
-                cells[0] = f"{parts['text']['decoders'][name]['identical']} of {parts['text']['num_prompts']}"
+            cells = [""] * 5
+            if "text" in parts:
+                found = parts["text"]["decoders"][name]
+                cells[0] = f"{found['identical']} of {parts['text']['num_prompts']}"
+                cells[1] = f"{found['tokens_per_forward']:.2f}"
             if "speed" in parts:
                 keys = ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate")
-                cells[1:] = [f"{parts['speed']['decoders'][name][key]:.2f}" for key in keys]
+                cells[2:] = [f"{parts['speed']['decoders'][name][key]:.2f}" for key in keys]
             lines.append(f"| {dtype} | {prompts} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
