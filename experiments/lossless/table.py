@@ -180,7 +180,7 @@ def main() -> None:
 def markdown(runs: list[dict[str, Any]]) -> str:
     """Return a table of all runs: one line for each type, set of prompts and decoder."""
     lines = [
-        "| type | prompts | decoder | same text | tokens/forward | one by one | over `Autoregressive` | over `generate` |",
+        "| type | prompts | decoder | same text | tokens/forward | alone | over `Autoregressive` | over `generate` |",
         "| --- | --- | --- | --- | --: | --: | --: | --: |",
     ]
     rows = [run for run in runs if "decoders" in run]

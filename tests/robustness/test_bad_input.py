@@ -214,6 +214,12 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a negative learning rate": lambda p: p.fit("--model.optimizer=AdamW", "--model.optimizer.lr=-1"),
     "no decoder at all": lambda p: p.fit("--model.decoders.refusion=null"),
     "a device that computes nothing": lambda p: p.generate(MODEL, "--device=meta"),
+    "batch-invariant decoding without the lean body": lambda p: p.fit(
+        "--model.backbone.batch_invariant=true", "--model.backbone.lean=false"
+    ),
+    "batch-invariant decoding of compiled steps": lambda p: p.fit(
+        "--model.backbone.batch_invariant=true", "--model.backbone.compile=true"
+    ),
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
     "resuming from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
@@ -257,6 +263,8 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a directory trained for an unknown attention": lambda p: p.directory(
         lambda d: _config(d, refusion_lit={"attention": "sideways"})
     ),
+    "a drafter that does not exist": lambda p: p.generate(MODEL, f"--draft={p.folder / 'none'}"),
+    "a training of a drafter that does not exist": lambda p: p.fit(f"--model.backbone.draft={p.folder / 'none'}"),
     "a checkpoint that runs code": lambda p: p.changed_checkpoint(
         lambda values: values.update(callbacks=RunsCode(p.folder / "ran"))
     ),
