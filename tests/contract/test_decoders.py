@@ -262,14 +262,23 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     end = case.end if case.end is not None and case.end < num_slots * size else None
     if end is not None:
         num_slots = end // size + 1
-    num, slot, planned = 0, 0, False
+    num, slot, planned, outcomes = 0, 0, False, [True, False]
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
         infill = infill_forwards(decoder, case, chosen, None if end is None else end - slot * size)
         num += 2 - planned + infill
-        planned = decoder.fused and (infill == 0 or isinstance(decoder, RecomputeKV))
         slot += chosen
+        num_masks = size * (per_block - slot % per_block)  # of what remains of the block, or of the next one
+        share, fixed = sum(outcomes) / len(outcomes), assumed_cost(decoder)
+        pays = share * (fixed + num_masks) > num_masks if decoder.fused == "auto" else decoder.fused
+        outcomes.append(infill == 0)
+        planned = pays if infill == 0 else bool(decoder.fused) and isinstance(decoder, RecomputeKV)
     return num
+
+
+def assumed_cost(decoder: Decoder) -> int:
+    """Return the fixed cost that a decoder reckons with; oracles are not measured."""
+    return 32 if decoder.forward_cost == "measure" else decoder.forward_cost
 
 
 def infill_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None) -> int:
@@ -299,8 +308,7 @@ def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
         num += 2 - is_proposed
         left = size - num_accepted
         cost = num_open * left * (left - 1) // 2
-        fixed = 32 if decoder.forward_cost == "measure" else decoder.forward_cost  # oracles are not measured
-        is_proposed = decoder.infill_layout == "single_forward" or cost <= fixed
+        is_proposed = decoder.infill_layout == "single_forward" or cost <= assumed_cost(decoder)
         num_accepted += 1
 
 

@@ -41,6 +41,6 @@ def require_probability(option: str, value: float) -> None:
     require(0 <= value <= 1, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
 
 
-def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a name that is not one of the choices; literal types are not checked when called from Python."""
-    require(value in choices, option, f"one of {', '.join(choices)}", value, "choose one of them")
+def require_choice(option: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is not one of the choices; literal types are not checked when called from Python."""
+    require(value in choices, option, f"one of {', '.join(map(str, choices))}", value, "choose one of them")

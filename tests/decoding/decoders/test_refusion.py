@@ -14,7 +14,7 @@ from reference_refusion import SlowReFusion
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.decoding.decoders.refusion import ReFusionState
 from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ForwardCost, Prompt, SamplingParams
 
 THRESHOLDS = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])
 
@@ -472,6 +472,49 @@ def test_an_infill_costs_what_arithmetic_says() -> None:
         [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=8)).rows
         assert row.forward_shapes == [(1, 1 + 8), (1, 8), *expected]
         assert row.token_ids == [oracle_text(None)(place) for place in range(1, 9)]
+
+
+def costly(seed: int, fixed: float) -> HashModel:
+    """Return a fake that says what its forwards cost."""
+    model = HashModel(seed)
+    model.forward_cost = lambda num_rows: ForwardCost(fixed)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
+def test_plans_are_made_ahead_where_the_model_says_that_it_pays(cls: type[ReFusion]) -> None:
+    # The model's own cost decides, for the decoder was given none.
+    differing = 0
+    for seed in range(30):
+        prompt, sampling = prompt_of([3, 4, seed % 5]), SamplingParams(max_new_tokens=24)
+        options: dict[str, Any] = {"slot_size": 2, "slot_threshold": 0.3, "token_threshold": 0.2}
+        free, dear = (decode(costly(seed, cost), cls(**options), [prompt], sampling).rows[0] for cost in (0, 1e9))
+        fused, plain = (
+            decode(HashModel(seed), cls(**options, fused=way, infill_layout=layout), [prompt], sampling).rows[0]
+            for way, layout in ((True, "single_forward"), (False, "packed"))
+        )
+        assert free.token_ids == dear.token_ids == fused.token_ids == plain.token_ids
+        assert dear.forward_shapes == fused.forward_shapes
+        if cls is ReFusion:
+            assert free.forward_shapes == plain.forward_shapes
+        differing += dear.num_forwards < free.num_forwards
+    assert differing > 5
+
+
+def test_plans_are_made_ahead_as_often_as_drafts_have_passed() -> None:
+    # Slots of two, one chosen a round; the second token of a slot passes in the first four slots alone.
+    model = OracleModel(oracle_text(None), certainty=lambda _: 0.5, agreement=lambda place: 0.9 if place < 9 else 0.1)
+    decoder = ReFusion(slot_size=2, num_serial_blocks=16, token_threshold=0.5, forward_cost=2)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=32), trace=True).rows
+    # The masks of a slot cost 2, its plan 2 + 2: ahead if more than half of the drafts pass, one of two at first. The
+    # first one is not; four passed and three failed ones are (5 of 9), not four and four.
+    verified = [step.phase for step in row.trace if step.phase.startswith("verify")]
+    assert verified == ["verify", *["verify+plan"] * 7, *["verify"] * 8]
+
+
+def test_an_unknown_way_to_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^fused: expected one of True, False, auto, got 'always'"):
+        ReFusion(fused="always")  # type: ignore[arg-type]
 
 
 def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:

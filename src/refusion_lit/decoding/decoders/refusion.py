@@ -45,8 +45,10 @@ class ReFusion(Decoder):
             ignore certainty; they measure what the order is worth.
         k: Number of slots for all selections but ``threshold``; 1 by default for ``sequential`` and ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
-        fused: Append the masks of the next plan to a verification. If the drafts are accepted, the next round needs no
-            forward to plan. Exact: changes the number of forwards, never the text.
+        fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
+            no forward to plan; if not, the masks were in vain. Exact: changes the number of forwards, never the text.
+            ``auto``: where that pays, by ``forward_cost`` and the share of this response's verifications so far that
+            accepted all.
         infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: one row per slot, two
             forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
             ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
@@ -67,7 +69,7 @@ class ReFusion(Decoder):
     selection: Selection = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
-    fused: bool = True
+    fused: bool | Literal["auto"] = "auto"
     infill_layout: Literal["reference", "packed", "single_forward", "auto"] = "auto"
     forward_cost: int | Literal["measure"] = "measure"
 
@@ -83,6 +85,7 @@ class ReFusion(Decoder):
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, get_args(Selection))
         require_choice("infill", self.infill, ("mask", "autoregressive"))
+        require_choice("fused", self.fused, (True, False, "auto"))
         require_choice("infill_layout", self.infill_layout, ("reference", "packed", "single_forward", "auto"))
         takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
@@ -197,20 +200,32 @@ class ReFusion(Decoder):
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
         upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
+        if not self._pays(state, len(tokens), upcoming):
+            upcoming = []
         reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
         passes = [True] * len(tokens)
         for offset, score in zip(tested, reading.scores, strict=True):
             passes[offset] = score > self.token_threshold
         return passes
 
+    def _pays(self, state: ReFusionState, num_tokens: int, upcoming: list[int]) -> bool:
+        """Return whether the next plan goes with a verification of so many tokens."""
+        if self.fused != "auto" or not upcoming:
+            return bool(self.fused)
+        cost, num_masks = self.cost_of_forwards(state), state.bounds(upcoming)[-1]
+        share = (state.num_passed + 1) / (state.num_verified + 2)  # half before anything is known
+        return share * cost.of(num_masks) > cost.of(num_tokens + num_masks) - cost.of(num_tokens)
+
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
         length, bounds = [*passes, False].index(False), state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
+        has_passed = eos is not None or num_accepted == len(tokens)
+        state.num_verified, state.num_passed = state.num_verified + 1, state.num_passed + has_passed
         if num_accepted == 0:
             return False
-        if eos is None and num_accepted < len(tokens):
+        if not has_passed:
             state.planned = None  # its masks have seen drafts that were not accepted
         state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
         state.context_length += num_accepted

@@ -36,6 +36,8 @@ class ReFusionState(SlotState):
         keep: How the next forward compacts the cache.
         num_plans: Plans read so far; keys their noise, independent of the forward that made them.
         num_chosen: Slots chosen by the last plan; the next one is expected to choose about as many.
+        num_verified: Verifications so far.
+        num_passed: Those of them that accepted all drafts, or all up to an EOS.
         planned: A plan made ahead by the last forward, if it turned out to be the next one.
     """
 
@@ -44,6 +46,8 @@ class ReFusionState(SlotState):
     keep: Compaction | None = None
     num_plans: int = 0
     num_chosen: int = 0
+    num_verified: int = 0
+    num_passed: int = 0
     planned: Plan | None = None
 
     @property
