@@ -77,6 +77,7 @@ def bench(session: nox.Session) -> None:
         "host_time",
         "batches",
         "linear",
+        "shared_heads",
         "forward_cost",
         "overhead",
         "startup",

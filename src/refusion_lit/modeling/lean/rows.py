@@ -56,7 +56,7 @@ def additive_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _MOST_SHARING = 32
-"""On CPUs so many queries of heads that share keys are faster as queries of one head, in bfloat16 up to eight times."""
+"""On CPUs so many bfloat16 queries of heads that share keys are faster as one head's (benchmarks/shared_heads.py)."""
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
@@ -79,7 +79,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     elif query.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
         key, value = (_repeated(states, times) for states in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
-    elif is_causal or times * num_queries > _MOST_SHARING:
+    elif is_causal or query.element_size() > 2 or times * num_queries > _MOST_SHARING:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
     else:
         query = rearrange(query, "row (key_head times) place dim -> row key_head (times place) dim", times=times)
