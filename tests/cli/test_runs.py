@@ -68,6 +68,20 @@ def test_a_config_without_callbacks_leaves_a_last_checkpoint(tmp_path: Path) -> 
     assert steps(run / "checkpoints" / "last.ckpt") == 6
 
 
+@pytest.mark.parametrize("callbacks", ["--trainer.callbacks=null", "--trainer.max_steps=4"])
+def test_a_fast_run_for_developers_leaves_nothing(
+    callbacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    config, runs = Path(QUICKSTART).resolve(), tmp_path / "runs"
+    monkeypatch.chdir(tmp_path / "here")
+    options = [callbacks, f"--runs_dir={runs}", "--trainer.fast_dev_run=true"]
+    assert main(["fit", "--config", str(config), *TINY, *options]) == 0
+    assert not list((tmp_path / "here").iterdir())
+    assert not list(runs.rglob("*.ckpt"))
+    assert "checkpoint" not in capsys.readouterr().out
+
+
 def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(runs, "--run_version=other", "--ckpt_path=last", "--trainer.max_steps=2") == 0
     assert "training starts at the beginning" in capsys.readouterr().err

@@ -148,6 +148,8 @@ class RefusionCLI(LightningCLI):
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
             if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:
                 callback._enable_version_counter = False
+            if isinstance(callback, ModelCheckpoint) and config["fast_dev_run"]:
+                callback.save_last = None  # Lightning saves it at the end all the same, in the working directory
         if trainer.strategy._checkpoint_io is None:  # none that the user chose
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer
