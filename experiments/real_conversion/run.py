@@ -31,8 +31,8 @@ BUDGET = 140_000
 """Token positions computed in each training: padding, lengthened responses and doubled sequences count."""
 NUM_FOLLOWED = 25
 """Number of test problems decoded with weights from before the end of a training."""
-CHECKPOINTS, KEPT = 8, 2
-"""Number of times that a training saves its state, and of times that its weights are kept."""
+CHECKPOINTS = 8
+"""Number of times that a training saves its state."""
 
 
 def options(name: str, base: Path, data: Path, accelerator: str) -> list[str]:
@@ -78,14 +78,14 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     raise AssertionError("count ends")
 
 
-def length(num_steps: int, num_accumulated: int) -> dict[str, Any]:
-    """Return the Trainer's options that depend on the number of steps."""
+def length(num_steps: int, num_accumulated: int, num_kept: int) -> dict[str, Any]:
+    """Return the Trainer's options that depend on the number of steps; weights are kept ``num_kept`` times."""
     checkpoint = "lightning.pytorch.callbacks.ModelCheckpoint"
     state = {"save_last": True, "save_top_k": 0, "every_n_train_steps": num_steps // CHECKPOINTS}
-    weights = {"save_weights_only": True, "save_top_k": -1, "every_n_train_steps": num_steps // KEPT}
+    weights = {"save_weights_only": True, "save_top_k": -1, "every_n_train_steps": num_steps // num_kept}
     return {
         "max_steps": num_steps,
-        "val_check_interval": num_steps // KEPT * num_accumulated,
+        "val_check_interval": num_steps // num_kept * num_accumulated,
         "callbacks": [
             {"class_path": checkpoint, "init_args": state},
             {"class_path": checkpoint, "init_args": {**weights, "filename": "weights_{step}"}},
@@ -111,7 +111,7 @@ def refusion_lit(*args: str) -> dict[str, float]:
     }
 
 
-def fit(name: str, shared: list[str], work: Path, budget: int) -> None:
+def fit(name: str, shared: list[str], work: Path, budget: int, num_kept: int) -> None:
     """Train by one objective, or resume its training; ``shared`` are its :func:`options`."""
     run, done = work / "runs" / name / "fit", work / f"{name}_trained.json"
     if done.exists():
@@ -121,7 +121,7 @@ def fit(name: str, shared: list[str], work: Path, budget: int) -> None:
     if not settings.exists():
         num_steps, num_positions, num_accumulated = plan(shared, budget)
         write(work / f"{name}_plan.json", json.dumps({"num_steps": num_steps, "num_positions": num_positions}))
-        write(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated)}))
+        write(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated, num_kept)}))
         print(f"{name}: {num_steps} steps, {num_positions} positions", flush=True)
     cost = refusion_lit("fit", *shared, "--config", str(settings), *_places(run), "--ckpt_path", "last")
     write(done, json.dumps({"cost_since_last_start": cost}))
@@ -169,6 +169,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--budget", type=int, default=BUDGET, help="positions computed in each training")
+    parser.add_argument(
+        "--num_kept", type=int, default=2, choices=(1, 2, 4, 8), help="times that weights are kept, and followed"
+    )
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--num_timed", type=int, default=6)
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
@@ -177,7 +180,7 @@ def main() -> None:
     for name in args.only:
         shared = options(name, args.base, args.data, args.accelerator)
         if "fit" in args.parts:
-            fit(name, shared, args.work_dir, args.budget)
+            fit(name, shared, args.work_dir, args.budget, args.num_kept)
         if "decode" in args.parts:
             decode(name, shared, args.work_dir)
     if "measure" in args.parts:

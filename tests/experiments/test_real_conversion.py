@@ -59,7 +59,7 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     monkeypatch.setattr(run, "refusion_lit", in_this_process)
     options = run.options
     monkeypatch.setattr(run, "options", lambda *args: [*options(*args), "--model.sampling.max_new_tokens=56"])
-    for name, value in (("NUM_FOLLOWED", 2), ("CHECKPOINTS", 4), ("KEPT", 2)):
+    for name, value in (("NUM_FOLLOWED", 2), ("CHECKPOINTS", 4)):
         monkeypatch.setattr(run, name, value)
     data = write_data(tmp_path / "data")
     args = [f"--base={base}", f"--data={data}", f"--work_dir={work}", f"--output={output}", f"--budget={BUDGET}"]
