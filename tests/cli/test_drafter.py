@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -128,6 +130,11 @@ for prompt in prompts:
     )
     print(json.dumps([output[0, len(prompt):].tolist(), len(calls)]))
     calls.clear()
+model.get_input_embeddings().weight.data.neg_()
+try:
+    model.generate(torch.tensor([prompts[0]]), custom_generate=draft, trust_remote_code=True, draft=draft)
+except ValueError as error:
+    print(json.dumps(str(error)))
 """
 
 
@@ -139,10 +146,34 @@ def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     decoder = SelfSpeculative(layout="two_forwards")
     rows = model.generate(QUERIES, decoder=decoder, max_new_tokens=24)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [[r.token_ids, r.num_forwards] for r in rows]
+    *found, refused = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found == [[r.token_ids, r.num_forwards] for r in rows]
+    assert "which is another model's" in refused
     assert [row.token_ids for row in rows] == [
         row.token_ids for row in model.generate(QUERIES, decoder=Autoregressive(), max_new_tokens=24)
     ]
+
+
+def test_the_cards_program_runs_with_transformers_alone(draft: Path, base: Path, tmp_path: Path) -> None:
+    expected = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", (draft / "README.md").read_text(), re.DOTALL)
+    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", QUERIES[0])
+    environment = {"HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == expected.strip(), done.stderr
+
+
+def test_chat_takes_a_drafter(
+    draft: Path, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for options in (["--decoder", "Autoregressive"], ["--draft", str(draft)]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUERIES[0]}\n"))
+        assert main(["chat", "--ckpt_path", str(base), "--max_new_tokens", "24", *options]) == 0
+        shown.append(capsys.readouterr().out)
+    (text, *_, exact), (same, *_, drafted) = (out.strip().splitlines() for out in shown)
+    assert text == same
+    assert exact != drafted  # the count of forwards
 
 
 def test_generate_and_trace_take_a_drafter(

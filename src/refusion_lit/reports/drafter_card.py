@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from refusion_lit.modeling.drafter import DrafterOrigin
+from refusion_lit.reports.model_card import transformers_loading
 from refusion_lit.version import __version__
 
 
@@ -46,10 +47,9 @@ print(model.generate(["..."], decoder=SelfSpeculative())[0].text)
 The directory holds its decoder in `custom_generate/generate.py`, for transformers alone: greedy, one prompt at a time.
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({base!r})
+{transformers_loading(base)}
 output = model.generate(input_ids, custom_generate={name!r}, trust_remote_code=True, draft={name!r}, max_new_tokens=64)
+print(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
 ```
 
 The adapters are no plain low-rank update: merged into the model, or applied to every token, they would change its text.

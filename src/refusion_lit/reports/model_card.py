@@ -131,6 +131,12 @@ or `refusion-lit generate --ckpt_path {name} --prompt "..."`.{_in_transformers(n
 
 def _in_transformers(name: str, traits: ModelTraits) -> str:
     """Say what works without this package."""
+    if traits.attention == "causal" and "next_token" in (traits.predictions or ()):
+        return f"""
+
+## Without refusion-lit
+
+transformers' `generate` decodes it, and `lm_eval --model hf --model_args pretrained={name}` finds likelihoods."""
     if not has_own_decoder(traits):
         return ""
     return f"""
@@ -138,16 +144,26 @@ def _in_transformers(name: str, traits: ModelTraits) -> str:
 ## Without refusion-lit
 
 The directory holds its decoder in `custom_generate/generate.py`, for transformers alone: greedy, one prompt at a time.
-Read it first; `trust_remote_code` runs it.
+Read it first; `trust_remote_code` runs it. `slot_size` is one that the model was trained with.
 
 ```python
-model = AutoModelForCausalLM.from_pretrained({name!r})
+{transformers_loading(name)}
 model.generation_config.refusion |= {{"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}}
 output = model.generate(input_ids, custom_generate={name!r}, trust_remote_code=True, max_new_tokens=64)
+print(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
 ```
 
 Plain `generate` is not meaningful: at the first token of a slot the model needs a mask. Likelihoods with the
-lm-evaluation-harness need `refusion-lit evaluate` too, for the same reason."""
+lm-evaluation-harness need `refusion-lit evaluate` too, for the same reason; `lm_eval --model hf` gives wrong ones."""
+
+
+def transformers_loading(name: str) -> str:
+    """Return lines of Python that load a model and encode a prompt with transformers alone."""
+    return f"""from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
+model = AutoModelForCausalLM.from_pretrained({name!r})
+input_ids = tokenizer("...", return_tensors="pt").input_ids"""
 
 
 def _adapter_loading(name: str, adapters: Adapters) -> str:

@@ -9,6 +9,7 @@ behind the last token draft the tokens after the next one; the model's next-toke
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def generate(
         kwargs: ``input_ids``, ``max_new_tokens``.
 
     Raises:
-        ValueError: If there is more than one prompt, or no drafter.
+        ValueError: If there is more than one prompt, no drafter, or another model's.
     """
     ids = kwargs.get("input_ids") if inputs is None else inputs
     if ids is None or ids.shape[0] != 1:
@@ -53,7 +54,10 @@ class _Drafter:
     """Masks and adapters; ``num_masks`` says how many of the last tokens of the running forward are masks."""
 
     def __init__(self, model: Any, directory: Path) -> None:
-        options = json.loads((directory / "drafter.json").read_text(encoding="utf-8"))["options"]
+        description = json.loads((directory / "drafter.json").read_text(encoding="utf-8"))
+        options, digest = description["options"], description["base_weights"]
+        if digest is not None and digest != _digest(model):
+            raise ValueError(f"draft: expected a drafter of this model, got {directory}, which is another model's.")
         weights = {
             name: one.to(model.device, model.dtype)
             for name, one in load_file(directory / "drafter.safetensors").items()
@@ -78,6 +82,18 @@ class _Drafter:
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
+
+
+def _digest(model: Any) -> str:
+    """Return what ``base_weights`` of the drafter's model is: of 64 values of each weight, rounded to bfloat16."""
+    state = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().flatten()
+        count = min(len(flat), 64)
+        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
+    return state.hexdigest()[:16]
 
 
 class _Decoding:

@@ -1,0 +1,148 @@
+# ruff: noqa: ANN401 - transformers' classes
+"""Self-speculative decoding for transformers' ``generate``: one prompt, greedy, the model's own text in fewer forwards.
+
+    model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
+
+``draft`` is the directory of a drafter: learnt masks, and adapters of the linear layers that act at masks alone. Masks
+behind the last token draft the tokens after the next one; the model's next-token predictions verify them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+
+def generate(
+    model: Any, inputs: Any = None, generation_config: Any = None, draft: str | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Return the prompt and the response [1, token].
+
+    Args:
+        model: The causal model that the drafter was trained for.
+        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
+        generation_config: Where ``max_new_tokens`` comes from if it is not in ``kwargs``.
+        draft: Directory of the drafter.
+        kwargs: ``input_ids``, ``max_new_tokens``.
+
+    Raises:
+        ValueError: If there is more than one prompt, no drafter, or another model's.
+    """
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    if ids is None or ids.shape[0] != 1:
+        raise ValueError("input_ids: expected one prompt [1, token]; decode several with refusion-lit.")
+    if draft is None:
+        raise ValueError("draft: expected the directory of a drafter, got none; pass draft=DIRECTORY.")
+    config = generation_config or model.generation_config
+    limit = kwargs.get("max_new_tokens") or config.max_new_tokens or 128
+    drafter = _Drafter(model, Path(draft))
+    try:
+        with torch.no_grad():
+            response = _Decoding(model, drafter, ids[0].tolist()).run(limit)
+    finally:
+        drafter.detach()
+    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
+
+
+class _Drafter:
+    """Masks and adapters; ``num_masks`` says how many of the last tokens of the running forward are masks."""
+
+    def __init__(self, model: Any, directory: Path) -> None:
+        description = json.loads((directory / "drafter.json").read_text(encoding="utf-8"))
+        options, digest = description["options"], description["base_weights"]
+        if digest is not None and digest != _digest(model):
+            raise ValueError(f"draft: expected a drafter of this model, got {directory}, which is another model's.")
+        weights = {
+            name: one.to(model.device, model.dtype)
+            for name, one in load_file(directory / "drafter.safetensors").items()
+        }
+        self.masks, self.scale, self.num_masks = weights["masks"], options["alpha"] / options["rank"], 0
+        self.hooks = [
+            module.register_forward_hook(self.hook(weights[f"down.{name}"], weights[f"up.{name}"]))
+            for name, module in ((n.replace(".", "-"), m) for n, m in model.get_decoder().named_modules())
+            if f"down.{name}" in weights
+        ]
+        if 2 * len(self.hooks) + 1 != len(weights):
+            self.detach()
+            raise ValueError(f"draft: expected a drafter of this model, got {directory}, whose layers are others.")
+
+    def hook(self, down: torch.Tensor, up: torch.Tensor) -> Any:
+        def add(_module: Any, inputs: Any, output: torch.Tensor) -> None:
+            if self.num_masks:
+                output[:, -self.num_masks :] += inputs[0][:, -self.num_masks :] @ down.t() @ up.t() * self.scale
+
+        return add
+
+    def detach(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _digest(model: Any) -> str:
+    """Return what ``base_weights`` of the drafter's model is: of 64 values of each weight, rounded to bfloat16."""
+    state = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().flatten()
+        count = min(len(flat), 64)
+        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
+    return state.hexdigest()[:16]
+
+
+class _Decoding:
+    """One prompt. The cache holds all tokens but the last one."""
+
+    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int]) -> None:
+        self.model, self.drafter = model, drafter
+        self.text, self.cache = list(prompt), DynamicCache(config=model.config)
+        eos = model.generation_config.eos_token_id
+        eos = model.config.eos_token_id if eos is None else eos
+        self.eos = set(eos if isinstance(eos, list) else [eos])
+        never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None)}
+        self.banned = [token for token in never - self.eos if token is not None]
+
+    def run(self, limit: int) -> list[int]:
+        """Draft and verify in turn; every forward gives the model's own next token, and all drafts that are right."""
+        length, drafts = len(self.text), []
+        while len(self.text) - length < limit:
+            room = limit - (len(self.text) - length) - 1
+            drafts = drafts[:room]
+            exact, found = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
+            accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))
+            final = exact[: accepted + 1]
+            end = next((i for i, token in enumerate(final) if token in self.eos), None)
+            self.text += final if end is None else final[: end + 1]
+            if end is not None:
+                break
+            num_wrong = self.cache.get_seq_length() - (len(self.text) - 1)
+            if num_wrong:
+                self.cache.crop(-num_wrong)
+            drafts = found
+        return self.text[length:]
+
+    def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:
+        """Return the tokens after the last one and after each draft, and those that masks behind them draft."""
+        length, device = self.cache.get_seq_length(), self.model.device
+        tokens = [*self.text[length:], *drafts]
+        embedded = self.model.get_input_embeddings()(torch.tensor([tokens], device=device))
+        num_new = len(tokens) + num_masks
+        self.drafter.num_masks = num_masks
+        output = self.model(
+            inputs_embeds=torch.cat((embedded, self.drafter.masks[None, :num_masks]), 1),
+            position_ids=torch.arange(length, length + num_new, device=device)[None],
+            attention_mask=torch.ones(1, length + num_new, dtype=torch.long, device=device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=len(drafts) + 1 + num_masks,
+        )
+        logits = output.logits[0].float()
+        logits[:, self.banned] = -torch.inf
+        best = logits.argmax(-1).tolist()
+        return best[: len(drafts) + 1], best[len(drafts) + 1 :]
