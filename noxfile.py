@@ -136,13 +136,13 @@ def docs(session: nox.Session) -> None:
 def hard(session: nox.Session) -> None:
     """Fuzz all input, make 1700 decodes a decoder; `nox -s hard -- mutation` tests the tests, for an hour or two.
 
-    `nox -s hard -- PART OPTIONS` runs one part (fuzz, decodes, mutation), for example `decodes --seed 3` or
-    `fuzz --hypothesis-seed=3`.
+    `nox -s hard -- PART OPTIONS` runs one part (fuzz, decodes, mutation, standalone), for example `decodes --seed 3`
+    or `fuzz --hypothesis-seed=3`. `standalone` decodes all reference outputs by exported decoders without this package.
     """
     part, options = (session.posargs[0] if session.posargs else None), session.posargs[1:]
-    if part not in (None, "fuzz", "decodes", "mutation"):
-        session.error(f"expected fuzz, decodes or mutation, got {part}")
-    install(session, "-e", ".[dev,mutation]")
+    if part not in (None, "fuzz", "decodes", "mutation", "standalone"):
+        session.error(f"expected fuzz, decodes, mutation or standalone, got {part}")
+    install(session, *((".",) if part == "standalone" else ("-e", ".[dev,mutation]")))
     if part in (None, "fuzz"):
         fuzz = sorted(str(path) for path in Path("tests/hardness").glob("test_fuzz_*.py"))
         session.run("pytest", *fuzz, *options, env={**ENVIRONMENT, "REFUSION_LIT_HARD_EXAMPLES": "1000"})
@@ -150,3 +150,9 @@ def hard(session: nox.Session) -> None:
         session.run("python", "experiments/hard_tests/random_decodes.py", *options, env=ENVIRONMENT)
     if part == "mutation":
         session.run("python", "experiments/hard_tests/mutation.py", *options, env=ENVIRONMENT)
+    if part == "standalone":
+        program, directory = "experiments/hard_tests/standalone.py", session.create_tmp()
+        session.run("python", program, "write", directory, env=ENVIRONMENT)
+        ours = ("refusion-lit", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "einops", "jaxtyping")
+        session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *ours)
+        session.run("python", program, "decode", directory, env=ENVIRONMENT)

@@ -3,7 +3,9 @@
 usage: python experiments/lossless/proof.py [--num_prompts 10000] [--output FILE]
 
 Every group of 100 prompts has its own random model, drafter, layout, batch size, length limit, temperature and stop
-strings. In float64 rounding never decides between two tokens here, so a single different token is an error.
+strings; the reference is Autoregressive. One group in five is of a hybrid model, greedy; the reference is a loop over
+slots from left to right that computes the whole text anew for each token. In float64 rounding never decides between two
+tokens here, so a single different token is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,13 @@ from refusion_lit.reports.environment import environment
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 GROUP, VOCAB = 100, 8
+MASK, PAD, EOS = VOCAB - 1, VOCAB - 2, 0
+HYBRID_EVERY = 5
+LAYOUTS, SIZES = ("auto", "single_forward", "two_forwards"), (1, 7, 32, GROUP)
 
 
-def tiny_model(seed: int, num_masks: int) -> Backbone:
-    """Make a random model with a random drafter; of so few tokens, chance drafts many rightly."""
+def tiny_model(seed: int, traits: ModelTraits) -> Backbone:
+    """Make a random model; of so few tokens, chance drafts many rightly."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -37,46 +43,91 @@ def tiny_model(seed: int, num_masks: int) -> Backbone:
     )  # fmt: skip
     model = LlamaForCausalLM(config).double().eval()  # pyright: ignore
     model.lm_head.weight.data *= 10
-    special = SpecialTokens(mask_token_id=VOCAB - 1, pad_token_id=VOCAB - 2, eos_token_ids=(0,), vocab_size=VOCAB)
-    backbone = Backbone(model, ModelTraits(attention="causal", predictions=("next_token",)), special)
+    special = SpecialTokens(mask_token_id=MASK, pad_token_id=PAD, eos_token_ids=(EOS,), vocab_size=VOCAB)
+    return Backbone(model, traits, special).eval()
+
+
+def attach_drafter(backbone: Backbone, num_masks: int) -> None:
+    """Give a model a random drafter."""
     drafter = Drafter(backbone.body, DrafterOptions(num_masks=num_masks, rank=2))
     for up in drafter.up.values():
         torch.nn.init.normal_(up, std=0.02)
     backbone.attach(drafter.double())
-    return backbone.eval()
+    backbone.eval()
 
 
-def group(seed: int) -> dict[str, Any]:
-    """Decode 100 prompts both ways; return how many texts are equal, and counts."""
+def text_of(token_ids: Sequence[int]) -> str:
+    """Return a letter a token."""
+    return "".join("abcdefgh"[token] for token in token_ids)
+
+
+def slot_by_slot(backbone: Backbone, prompt: Prompt, slot_size: int, length: int) -> tuple[list[int], str]:
+    """Decode one prompt of a hybrid model: a slot's first token is read at its mask, each other at the one before."""
+    tokens: list[int] = []
+    model: Any = backbone.model
+    while len(tokens) < length:
+        ids = [*prompt.token_ids, *tokens, *[MASK] * (len(tokens) % slot_size == 0)]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        logits[[MASK, PAD]] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] == EOS:
+            return tokens, "eos"
+    return tokens, "length"
+
+
+def hybrid_group(seed: int) -> dict[str, int]:
+    """Decode 100 prompts of a hybrid model both ways; return how many texts are equal, and counts."""
     rng = random.Random(seed)
-    model = tiny_model(seed, num_masks := rng.randint(1, 5))
-    prompts = [
+    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot")))
+    prompts, length, slot_size = random_prompts(rng), rng.randint(1, 40), rng.randint(1, 5)
+    decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(LAYOUTS), forward_cost=rng.choice([0, 4, 32]))
+    sampling, size = SamplingParams(max_new_tokens=length), rng.choice(SIZES)
+    own = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
+    return counted(own, decode(model, decoder, prompts, sampling, max_batch_size=size).rows) | {
+        "num_greedy": GROUP, "num_hybrid": GROUP
+    }  # fmt: skip
+
+
+def group(seed: int) -> dict[str, int]:
+    """Decode 100 prompts of a model with a drafter both ways; return how many texts are equal, and counts."""
+    rng = random.Random(seed)
+    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("next_token",)))
+    attach_drafter(model, num_masks := rng.randint(1, 5))
+    prompts = random_prompts(rng)
+    sampling = SamplingParams(
+        max_new_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]),
+        seed=seed, stop=rng.choice([(), (), ("bc",), ("d", "efe")]),
+    )  # fmt: skip
+    decoder = SelfSpeculative(
+        layout=rng.choice(LAYOUTS), num_drafts=rng.randint(1, num_masks), forward_cost=rng.choice([0, 4, 32])
+    )
+
+    def rows(way: Decoder, size: int) -> list[Any]:
+        return decode(model, way, prompts, sampling, max_batch_size=size, detokenize=text_of).rows
+
+    own = [(row.token_ids, row.finish_reason) for row in rows(Autoregressive(), GROUP)]
+    found = counted(own, rows(decoder, rng.choice(SIZES)))
+    return found | {"num_greedy": GROUP * (sampling.temperature == 0), "num_hybrid": 0}
+
+
+def random_prompts(rng: random.Random) -> list[Prompt]:
+    """Return 100 prompts of 1 to 24 tokens."""
+    return [
         Prompt(token_ids=tuple(rng.randrange(1, VOCAB - 2) for _ in range(rng.randint(1, 24))), id=str(i))
         for i in range(GROUP)
     ]
-    sampling = SamplingParams(
-        max_new_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]),
-        seed=seed,
-    )  # fmt: skip
-    decoder = SelfSpeculative(
-        layout=rng.choice(["auto", "single_forward", "two_forwards"]), num_drafts=rng.randint(1, num_masks),
-        forward_cost=rng.choice([0, 4, 32]),
-    )  # fmt: skip
 
-    def rows(way: Decoder, size: int) -> list[Any]:
-        return decode(model, way, prompts, sampling, max_batch_size=size).rows
 
-    own, drafted = rows(Autoregressive(), GROUP), rows(decoder, rng.choice([1, 7, 32, GROUP]))
+def counted(own: list[tuple[list[int], str]], drafted: list[Any]) -> dict[str, int]:
+    """Return how many texts end alike and are equal, and counts."""
     return {
-        "num_equal": sum(
-            (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-            for a, b in zip(own, drafted, strict=True)
-        ),
+        "num_equal": sum(a == (b.token_ids, b.finish_reason) for a, b in zip(own, drafted, strict=True)),
         "num_tokens": sum(row.num_tokens for row in drafted),
         "num_forwards": sum(row.num_forwards for row in drafted),
-        "num_greedy": GROUP * (sampling.temperature == 0),
-        "num_ended": sum(row.finish_reason == "eos" for row in own),
-    }  # fmt: skip
+        "num_ended": sum(reason == "eos" for _, reason in own),
+        "num_stopped": sum(reason == "stop" for _, reason in own),
+    }
 
 
 def main() -> None:
@@ -90,7 +141,7 @@ def main() -> None:
     counts: dict[str, int] = {"num_prompts": 0}
     for seed in range(args.num_prompts // GROUP):
         counts["num_prompts"] += GROUP
-        for name, value in group(seed).items():
+        for name, value in (hybrid_group if seed % HYBRID_EVERY == 0 else group)(seed).items():
             counts[name] = counts.get(name, 0) + value
         if seed % 10 == 9:
             print(counts, flush=True)
