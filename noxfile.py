@@ -95,7 +95,7 @@ def real_model(session: nox.Session) -> None:
     """Work with a pretrained model (SmolLM2-135M, a download of 93 MB): `nox -s real_model -- PART OPTIONS`.
 
     `fetch` fetches and imports the model, and every other part begins with it. `table` decodes without loss by the
-    drafter in the repository, the default. `draft` trains a drafter (four hours). `convert` trains by five
+    drafter in the repository, the default. `draft` trains a drafter (six hours of one core). `convert` trains by five
     objectives, decodes and measures (hours; resumes where it was): give it `--data DIR` with GSM8K's files.
     """
     scripts = {

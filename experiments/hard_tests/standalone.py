@@ -3,8 +3,9 @@
 usage: python experiments/hard_tests/standalone.py write DIR      (exports models; needs this package)
        python experiments/hard_tests/standalone.py decode DIR     (decodes them; must not find this package)
 
-``nox -s hard -- standalone`` runs both, and uninstalls this package in between. ReFusion's decoder is compared with the token ids
-of all reference outputs in tests/goldens, the drafter's with transformers' own greedy ``generate`` on random prompts.
+``nox -s hard -- standalone`` runs both, and uninstalls this package in between. ReFusion's decoder is compared with the
+token ids of all reference outputs in tests/goldens, the drafter's with transformers' own greedy ``generate`` on random
+prompts. The result is written beside this file.
 """
 
 from __future__ import annotations

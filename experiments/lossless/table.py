@@ -208,6 +208,28 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def summary(runs: list[dict[str, Any]]) -> str:
+    """Return the README's table: GSM8K questions, in the types whose texts are all the same."""
+    found = {(run["dtype"], run["part"]): run for run in runs if run["prompts"] == "GSM8K" and "decoders" in run}
+    lines = [
+        "| decoder | type | same text, in batches | same text, alone | tokens/forward | tokens/s over `generate` |",
+        "| --- | --- | --- | --- | --: | --: |",
+    ]
+    for dtype, name in (*(("float32", name) for name in DECODERS), ("bfloat16, batch-invariant", "auto")):
+        parts = [found[dtype, part] for part in ("text", "speed")]
+        alone = parts[1]["decoders"][name]
+        same = [f"{part['decoders'][name]['identical']} of {part['num_prompts']}" for part in parts]
+        cells = [
+            f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, `layout: {name}`",
+            dtype,
+            *(["the reference"] * 2 if name == REFERENCE else same),
+            f"{alone['tokens_per_forward']:.2f}",
+            f"{alone['speed_over_generate']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _dtype(name: str) -> DType:
     assert name in ("float32", "float64", "bfloat16", "float16"), name
     return name

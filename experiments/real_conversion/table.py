@@ -1,4 +1,7 @@
-"""Writes table.md and the curves from results.json: python experiments/real_conversion/table.py."""
+"""Writes table.md from results.json, and the curves from it and longer.json.
+
+usage: python experiments/real_conversion/table.py
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ HEAD = (
     "training", "decoder", "problems", "score in %", "annotations right in %", "annotations/answer",
     "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s over `generate`",
 )  # fmt: skip
-FIGURES = {"annotations_right": "annotations right in %", "tokens_per_forward": "tokens per forward"}
+FIGURES = {
+    "annotations_right": "annotations right in %",
+    "ends_with_answer": "answers that end with #### number in %",
+    "tokens_per_forward": "tokens per forward",
+}
 WINDOW = 8
 """Logged steps that a point of the loss curves is the mean of."""
 
@@ -79,10 +86,11 @@ def followed(results: dict[str, Any], figure: str) -> dict[str, list[tuple[float
 
 def main() -> None:
     """Write table.md, losses.svg, and a plot for each figure that is followed over the trainings."""
-    results = json.loads((HERE / "results.json").read_text())
+    results, longer = (json.loads((HERE / f"{name}.json").read_text()) for name in ("results", "longer"))
     lines = [HEAD, ["---", "---", *["--:"] * (len(HEAD) - 2)], *rows(results)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     (HERE / "table.md").write_text(text + "\n", encoding="utf-8")
+    results["trainings"] |= {f"{name}, longer": training for name, training in longer["trainings"].items()}
     x_name = "thousands of positions computed"
     plots = {"losses": (loss_curves(results), "loss in nats")}
     plots |= {name: (followed(results, name), label) for name, label in FIGURES.items()}

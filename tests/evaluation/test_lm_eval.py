@@ -31,6 +31,7 @@ from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carl
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
 from refusion_lit.modeling.loading import BackboneConfig  # noqa: E402
+from refusion_lit.modeling.saving import save_model  # noqa: E402
 from refusion_lit.types import ModelTraits, SamplingParams  # noqa: E402
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
@@ -83,6 +84,22 @@ def test_generate_until_with_the_harness(adapter: RefusionLitModel, data: dict[s
         assert figures["tokens_per_second"] == figures["num_tokens"] / figures["seconds"] > 0
     assert all(len(text) == 5 for text in _said(results, "cut"))  # 12+34, and nothing from the stop string on
     assert results["throughput"]["cut"]["num_tokens"] < results["throughput"]["sums"]["num_tokens"]
+
+
+def test_the_harness_own_model_finds_the_same_likelihoods_in_an_export(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the harness needs it for --model hf")
+    from lm_eval.models.huggingface import HFLM
+
+    model = refusion_lit.load(MODEL)
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("next_token",))
+    save_model(model.backbone, model.tokenizer, tmp_path / "model")
+    pairs = [("12+34,56+78>", "12+34=46;"), ("1+2,3+4>", "1+2=4;3")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    library: Any = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)
+    ours = RefusionLitModel(refusion_lit.load(tmp_path / "model")).loglikelihood(requests)
+    theirs = library.loglikelihood(requests)
+    assert [value for value, _ in theirs] == pytest.approx([value for value, _ in ours], rel=1e-4)
+    assert [greedy for _, greedy in theirs] == [greedy for _, greedy in ours]
 
 
 def test_no_more_tokens_than_asked_for(adapter: RefusionLitModel, data: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import refusion_lit
+from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.saving import save_model
+from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -47,3 +50,17 @@ def test_the_goldens_come_out(name: str, tmp_path: Path) -> None:
     expected = [run[: [*run, EOS].index(EOS) + 1] for run in runs]
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
     assert len(expected) >= 24
+
+
+def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path) -> None:
+    model, directory = refusion_lit.load(GOLDENS / "models" / "additions-clean"), tmp_path / "model"
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    save_model(model.backbone, model.tokenizer, directory)
+    card, query = model_card(str(directory), model.backbone.traits, None), "12+34,56+78>"
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
+    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", query)
+    environment = {"HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    decoder = ReFusion(slot_size=8, slot_threshold=0.9, token_threshold=0.9)
+    expected = model.generate([query], decoder=decoder, max_new_tokens=64)[0].text
+    assert "".join(done.stdout.split()) == expected, done.stderr

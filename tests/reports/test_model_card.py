@@ -43,6 +43,14 @@ def test_a_card_has_the_base_model_the_config_and_the_environment(tmp_path: Path
     assert len(card) < 3000
 
 
+def test_a_card_says_what_works_without_this_package() -> None:
+    exact, hybrid = ModelTraits(predictions=("next_token",)), ModelTraits(predictions=("mask", "next_token_in_slot"))
+    assert "lm_eval --model hf --model_args pretrained=out` finds likelihoods" in model_card("out", exact, None)
+    assert "`lm_eval --model hf` gives wrong ones" in model_card("out", hybrid, None)
+    bidirectional = ModelTraits(attention="bidirectional", predictions=("mask",))
+    assert "Without refusion-lit" not in model_card("out", bidirectional, None)
+
+
 def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": predictions([1.0]), "b": predictions([0.5])}, mismatches={"b": ["why"]})
     card = model_card("out", ModelTraits(), None, [run])

