@@ -36,7 +36,10 @@ def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) ->
     runs = json.loads((FOLDER / "results.json").read_text())["runs"]
     table = programs["table"]
     runs = [run for run in runs if run["part"] in ("text", "speed")]
-    for page, expected in (("experiments/lossless/README.md", table.markdown(runs)), ("README.md", table.summary(runs))):
+    for page, expected in (
+        ("experiments/lossless/README.md", table.markdown(runs)),
+        ("README.md", table.summary(runs)),
+    ):
         assert expected.count("\n") > 4
         assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
 
