@@ -56,6 +56,13 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if name == "decode" or name.startswith("gpu_qwen"):
             head = ["case", "decoder", "tokens/s", "tokens/forward", "times plain", "of bandwidth limit"]
             yield f"## {name}\n\n" + table(head, case_rows(results[name]["cases"]))
+    for name in results:
+        if name.startswith("forward_cost"):
+            cases = results[name]["cases"]
+            rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
+            costs = next(iter(cases.values()))["tokens_per_second"]
+            head = ["batch size", *(f"`forward_cost: {cost}`" for cost in costs)]
+            yield f"## {name} (tokens/s)\n\n" + table(head, rows)
     if "gpu_training" in results:
         rows = [
             [name, run["tokens_per_second"], f"{run['model_flop_utilisation']:.0%}", run["over_autoregressive"]]
