@@ -56,13 +56,7 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if name == "decode" or name.startswith("gpu_qwen"):
             head = ["case", "decoder", "tokens/s", "tokens/forward", "times plain", "of bandwidth limit"]
             yield f"## {name}\n\n" + table(head, case_rows(results[name]["cases"]))
-    for name in results:
-        if name.startswith("forward_cost"):
-            cases = results[name]["cases"]
-            rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
-            costs = next(iter(cases.values()))["tokens_per_second"]
-            head = ["batch size", *(f"`forward_cost: {cost}`" for cost in costs)]
-            yield f"## {name} (tokens/s)\n\n" + table(head, rows)
+    yield from forward_costs(results)
     if "gpu_training" in results:
         rows = [
             [name, run["tokens_per_second"], f"{run['model_flop_utilisation']:.0%}", run["over_autoregressive"]]
@@ -141,6 +135,17 @@ def sections(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         note = "Seconds on the clock include the time that the machine gave to other work.\n\n"
         yield "## startup\n\n" + note + table(["command", "seconds of the processor", "seconds on the clock"], rows)
     yield from memory(results)
+
+
+def forward_costs(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Return the parts on measured and fixed costs of a forward."""
+    for name in results:
+        if name.startswith("forward_cost"):
+            cases = results[name]["cases"]
+            rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
+            costs = next(iter(cases.values()))["tokens_per_second"]
+            head = ["batch size", *(f"`forward_cost: {cost}`" for cost in costs)]
+            yield f"## {name} (tokens/s)\n\n" + table(head, rows)
 
 
 def memory(results: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Writes table.md from results.json, and the curves from it and longer.json.
+"""Writes table.md and the curves from results.json and longer.json.
 
 usage: python experiments/real_conversion/table.py
 """
@@ -84,13 +84,23 @@ def followed(results: dict[str, Any], figure: str) -> dict[str, list[tuple[float
     return curves
 
 
+def read_results() -> dict[str, Any]:
+    """Return results.json with the trainings of longer.json beside its own."""
+    results, longer = (json.loads((HERE / f"{name}.json").read_text()) for name in ("results", "longer"))
+    results["trainings"] |= {f"{name}, longer": training for name, training in longer["trainings"].items()}
+    return results
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the table."""
+    lines = [HEAD, ["---", "---", *["--:"] * (len(HEAD) - 2)], *rows(results)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def main() -> None:
     """Write table.md, losses.svg, and a plot for each figure that is followed over the trainings."""
-    results, longer = (json.loads((HERE / f"{name}.json").read_text()) for name in ("results", "longer"))
-    lines = [HEAD, ["---", "---", *["--:"] * (len(HEAD) - 2)], *rows(results)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    (HERE / "table.md").write_text(text + "\n", encoding="utf-8")
-    results["trainings"] |= {f"{name}, longer": training for name, training in longer["trainings"].items()}
+    results = read_results()
+    (HERE / "table.md").write_text(markdown(results), encoding="utf-8")
     x_name = "thousands of positions computed"
     plots = {"losses": (loss_curves(results), "loss in nats")}
     plots |= {name: (followed(results, name), label) for name, label in FIGURES.items()}

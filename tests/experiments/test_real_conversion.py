@@ -32,6 +32,17 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name)
 
 
+def test_the_table_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import table  # pyright: ignore[reportMissingImports]
+
+    sys.modules.pop("table")
+    expected = table.markdown(table.read_results())
+    assert expected.count("\n") == 9
+    assert (FOLDER / "table.md").read_text() == expected
+    assert expected in (FOLDER / "README.md").read_text(), "put in table.md"
+
+
 def write_data(folder: Path) -> Path:
     """Write sums with an annotation and a final answer."""
     folder.mkdir()
