@@ -44,7 +44,9 @@ def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) ->
         assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
 
 
-def test_the_drafter_is_what_an_export_writes_today() -> None:
+def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "smollm2" / "base").mkdir(parents=True)  # a card names a base that is no local directory
+    monkeypatch.chdir(tmp_path)
     drafter = FOLDER / "drafter"
     decoder = (drafter / "custom_generate" / "generate.py").read_text()
     assert decoder == Path(self_speculative.__file__).read_text()
