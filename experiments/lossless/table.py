@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,11 @@ def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int
 
 
 PARTS = {"text": compared, "speed": timed, "masks": mask_cost}
-COLUMNS = (
-    ("text", 0, ("tokens_per_forward",)),
-    ("speed", 2, ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate")),
-)
-"""Parts, and where their columns begin: the share of same texts, then these figures."""
+COLUMNS = {
+    "text": ("tokens_per_forward",),
+    "speed": ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate"),
+}
+"""Figures of each part in the table, behind the share of same texts."""
 
 
 def main() -> None:
@@ -197,13 +198,9 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in rows):
         parts = {run["part"]: run for run in rows if (run["dtype"], run["prompts"]) == (dtype, prompts)}
         for name in DECODERS:
-            cells = [""] * 6
-            for part, first, keys in COLUMNS:
-                if part in parts:
-                    found = parts[part]["decoders"][name]
-                    same = f"{found['identical']} of {parts[part]['num_prompts']}"
-                    cells[first] = "the reference" if name == REFERENCE else same
-                    cells[first + 1 : first + 1 + len(keys)] = [f"{found[key]:.2f}" for key in keys]
+            cells = []
+            for part, keys in COLUMNS.items():
+                cells += _cells(parts[part], name, keys) if part in parts else [""] * (1 + len(keys))
             lines.append(f"| {dtype} | {prompts} | `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -216,18 +213,20 @@ def summary(runs: list[dict[str, Any]]) -> str:
         "| --- | --- | --- | --- | --: | --: |",
     ]
     for dtype, name in (*(("float32", name) for name in DECODERS), ("bfloat16, batch-invariant", "auto")):
-        parts = [found[dtype, part] for part in ("text", "speed")]
-        alone = parts[1]["decoders"][name]
-        same = [f"{part['decoders'][name]['identical']} of {part['num_prompts']}" for part in parts]
+        decoder = f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, `layout: {name}`"
         cells = [
-            f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, `layout: {name}`",
-            dtype,
-            *(["the reference"] * 2 if name == REFERENCE else same),
-            f"{alone['tokens_per_forward']:.2f}",
-            f"{alone['speed_over_generate']:.2f}",
+            *_cells(found[dtype, "text"], name, ()),
+            *_cells(found[dtype, "speed"], name, ("tokens_per_forward", "speed_over_generate")),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {decoder} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cells(run: dict[str, Any], name: str, keys: Sequence[str]) -> list[str]:
+    """Return how many texts of a decoder are the same, and some of its figures."""
+    found = run["decoders"][name]
+    same = "the reference" if name == REFERENCE else f"{found['identical']} of {run['num_prompts']}"
+    return [same, *(f"{found[key]:.2f}" for key in keys)]
 
 
 def _dtype(name: str) -> DType:

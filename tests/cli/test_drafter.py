@@ -171,9 +171,11 @@ def test_chat_takes_a_drafter(
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUERIES[0]}\n"))
         assert main(["chat", "--ckpt_path", str(base), "--max_new_tokens", "24", *options]) == 0
         shown.append(capsys.readouterr().out)
-    (text, *_, exact), (same, *_, drafted) = (out.strip().splitlines() for out in shown)
+    (text, num_exact), (same, num_drafted) = (
+        (out.splitlines()[0], int(re.findall(r"(\d+) forwards", out)[0])) for out in shown
+    )
     assert text == same
-    assert exact != drafted  # the count of forwards
+    assert num_drafted < num_exact
 
 
 def test_generate_and_trace_take_a_drafter(

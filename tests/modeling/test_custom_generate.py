@@ -16,44 +16,32 @@ from refusion_lit.modeling.saving import save_model
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-EOS = 1
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "experiments" / "hard_tests"
 PROGRAM = """
-import json, sys, torch
+import json, sys
+from pathlib import Path
 sys.modules["refusion_lit"] = None  # importing it fails
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-directory, goldens, stride = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3])
-model = AutoModelForCausalLM.from_pretrained(directory).eval()
-for run in goldens["runs"][::stride]:
-    setting = goldens["settings"][run["setting"]]
-    model.generation_config.refusion |= {
-        "slot_size": setting["slot_size"], "num_serial_blocks": setting["serial_num_blocks"],
-        "slot_threshold": setting["slot_threshold"], "token_threshold": setting["token_threshold"],
-    }
-    ids, length = torch.tensor([run["prompt"]]), setting["gen_length"]
-    output = model.generate(ids, custom_generate=directory, trust_remote_code=True, max_new_tokens=length)
-    print(json.dumps(output[0, len(run["prompt"]):].tolist()))
+sys.path.insert(0, sys.argv[1])
+import standalone
+print(json.dumps(standalone.compared(Path(sys.argv[2]), stride=5)))
 """
 
 
-@pytest.mark.parametrize("name", ["clean", "mid"])
-def test_the_goldens_come_out(name: str, tmp_path: Path) -> None:
-    directory, goldens, stride = tmp_path / "model", GOLDENS / f"refusion_decode_{name}.json", 5
-    model = refusion_lit.load(GOLDENS / "models" / f"additions-{name}")
-    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    save_model(model.backbone, model.tokenizer, directory)
-    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(directory), str(goldens), str(stride)]
+def test_reference_outputs_and_drafted_texts_come_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    import standalone  # pyright: ignore[reportMissingImports]
+
+    sys.modules.pop("standalone")
+    standalone.write(tmp_path)
+    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(PROGRAMS), str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0, done.stderr
-    runs = [run["output"] for run in json.loads(goldens.read_text())["runs"][::stride]]
-    expected = [run[: [*run, EOS].index(EOS) + 1] for run in runs]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
-    assert len(expected) >= 24
+    assert json.loads(done.stdout) == {"goldens clean": [24, 24], "goldens mid": [25, 25], "drafter": [20, 20]}
 
 
 def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path) -> None:
-    model, directory = refusion_lit.load(GOLDENS / "models" / "additions-clean"), tmp_path / "model"
+    model, directory = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean"), tmp_path / "model"
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
     save_model(model.backbone, model.tokenizer, directory)
     card, query = model_card(str(directory), model.backbone.traits, None), "12+34,56+78>"
