@@ -14,6 +14,7 @@ import pytest
 from refusion_lit.modeling.custom_generate import self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.reports.drafter_card import drafter_card
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments" / "lossless"
@@ -21,14 +22,16 @@ FOLDER = ROOT / "experiments" / "lossless"
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Return prepare.py, proof.py and table.py as modules."""
+    """Return coupling.py, prepare.py, proof.py and table.py as modules."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    import coupling  # pyright: ignore[reportMissingImports]
     import prepare  # pyright: ignore[reportMissingImports]
     import proof  # pyright: ignore[reportMissingImports]
     import table  # pyright: ignore[reportMissingImports]
 
-    yield {"prepare": prepare, "proof": proof, "table": table}
-    for name in ("prepare", "proof", "table"):
+    modules = {"coupling": coupling, "prepare": prepare, "proof": proof, "table": table}
+    yield modules
+    for name in modules:
         sys.modules.pop(name)
 
 
@@ -104,3 +107,15 @@ def test_the_proof_compares_texts(programs: dict[str, ModuleType], monkeypatch: 
         assert found["num_forwards"] < found["num_tokens"]
     rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]
     assert proof.counted([([2], "eos")], rows)["num_equal"] == 0
+
+
+def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, ModuleType]) -> None:
+    proof = programs["proof"]
+    model = proof.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
+    proof.attach_drafter(model, num_masks=3)
+    prompts = [Prompt(token_ids=(1, 2, 3), id=str(i)) for i in range(400)]
+    found = programs["coupling"].coupling(model, prompts, SamplingParams(max_new_tokens=24, temperature=1.0))
+    optimum, error = found["rejection_sampling"], 4 * (0.25 / found["num_drafts"]) ** 0.5
+    assert found["num_drafts"] > 1000
+    assert 0.2 < optimum < 0.9
+    assert optimum / (2 - optimum) - error < found["shared_noise"] < optimum + error
