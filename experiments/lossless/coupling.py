@@ -80,6 +80,19 @@ def coupling(model: LanguageModel, prompts: Sequence[Prompt], sampling: Sampling
     }
 
 
+def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the README."""
+    lines = [
+        "| temperature | drafts | accepted with shared noise | by rejection sampling | tokens/forward |",
+        "| --: | --: | --: | --: | --: |",
+    ]
+    for temperature, found in temperatures.items():
+        shares = (f"{100 * found[key]:.1f} %" for key in ("shared_noise", "rejection_sampling"))
+        cells = (temperature, str(found["num_drafts"]), *shares, f"{found['tokens_per_forward']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure at each temperature, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,6 +113,7 @@ def main() -> None:
         found[str(temperature)] = coupling(model.backbone, prompts, sampling)
         print(temperature, found[str(temperature)], flush=True)
     recorded = environment(None, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    print(markdown(found))
     result = {"prompts": f"{Path(file).name}@{count}", "dtype": "float32", "temperatures": found}
     args.output.write_text(json.dumps({**result, "environment": recorded}, indent=1) + "\n", encoding="utf-8")
 

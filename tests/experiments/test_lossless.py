@@ -45,6 +45,8 @@ def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) ->
     ):
         assert expected.count("\n") > 4
         assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
+    coupling = json.loads((FOLDER / "coupling.json").read_text())["temperatures"]
+    assert programs["coupling"].markdown(coupling) in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
