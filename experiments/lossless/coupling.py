@@ -37,7 +37,7 @@ class Couplings:
     a draft is compared with.
 
     Attributes:
-        num_tested: Drafts that were compared, those behind a wrong one included.
+        num_tested: Drafts that were compared, those after a wrong one included.
         num_accepted: Those equal to the exact token.
         optimum: Expected number that rejection sampling would accept of them.
     """

@@ -19,27 +19,31 @@ JUDGE = "autoregressive"
 _LOSSES = ("train/num_positions", "train/loss", "train/ar", "train/mdm", "val/loss", "val/ar", "val/mdm")
 
 
-def collect(work: Path, names: Sequence[str], output: Path, *, num_timed: int, device: str) -> None:
+def collect(work: Path, names: Sequence[str], output: Path, *, judge_dir: Path, num_timed: int, device: str) -> None:
     """Measure what is trained and decoded, and write it.
 
     Args:
         work: What run.py has made.
         names: The trainings.
         output: The file to write.
+        judge_dir: What run.py has made with the next-token model; without it there are no perplexities and speeds.
         num_timed: Number of problems that all decoders answer alone, for their speed; the first one does not count.
         device: Device of the models.
     """
     torch.set_num_threads(1)
     trainings = {name: training(name, work) for name in names if (work / f"{name}_plan.json").exists()}
     decoded = [name for name in trainings if (work / "runs" / name / "test" / "decoded.json").exists()]
-    judge = _loaded(JUDGE, work, device) if JUDGE in decoded else None
+    is_judged = (judge_dir / "runs" / JUDGE / "test" / "decoded.json").exists()
+    judge = _loaded(JUDGE, judge_dir, device) if is_judged else None
     for name in decoded:
         trainings[name]["decoders"] = _decoders(name, work, judge)
         trainings[name]["followed"] = _followed(name, work, judge)
     result: dict[str, Any] = {"trainings": trainings}
     if judge is not None:
-        result["references"] = _references(work, judge)
-        result["speed"] = _speed(decoded, work, judge, num_timed, device)
+        if JUDGE in decoded:
+            result["references"] = _references(work, judge)
+        queries = [line["prompt"] for line in _predictions(judge_dir)][:num_timed]
+        result["speed"] = _speed(decoded, work, judge, queries, device)
     recorded = environment(None, sys.argv)
     recorded.pop("command", None)  # it says where things lay on that machine
     write(output, json.dumps({**result, "environment": recorded}, indent=1))
@@ -96,10 +100,9 @@ def _followed(name: str, work: Path, judge: refusion_lit.TextModel | None) -> di
 
 def _references(work: Path, judge: refusion_lit.TextModel) -> dict[str, Any]:
     """Return the figures of the data's own answers to the same problems."""
-    (file,) = (work / "runs" / JUDGE / "test").glob("predictions_*.jsonl")
     end = int(judge.tokenizer.eos_token_id)  # type: ignore[arg-type]
     lines = []
-    for line in read_lines(file):
+    for line in _predictions(work):
         ids = [*judge.tokenizer(line["reference"], add_special_tokens=False).input_ids, end]
         lines.append({"id": line["id"], "prompt": line["prompt"], "response": line["reference"], "response_ids": ids,
                       "score": 1.0, "num_tokens": len(ids), "num_forwards": len(ids)})  # fmt: skip
@@ -108,21 +111,25 @@ def _references(work: Path, judge: refusion_lit.TextModel) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if key not in ("score", "tokens_per_forward")}
 
 
+def _predictions(judge_dir: Path) -> list[dict[str, Any]]:
+    """Return the next-token model's answers."""
+    (file,) = (judge_dir / "runs" / JUDGE / "test").glob("predictions_*.jsonl")
+    return read_lines(file)
+
+
 def _speed(
-    names: Sequence[str], work: Path, judge: refusion_lit.TextModel, num_timed: int, device: str
+    names: Sequence[str], work: Path, judge: refusion_lit.TextModel, queries: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """Return tokens a second of all decoders beside ``generate``; measured again when there are other models."""
-    kept = work / "speed.json"
-    if kept.exists() and json.loads(kept.read_text())["trainings"] == list(names):
-        return json.loads(kept.read_text())
-    models = {name: judge if name == JUDGE else _loaded(name, work, device) for name in names}
-    rows, length = {}, 0
-    for name, model in models.items():
+    """Return tokens a second of all decoders beside ``generate``; measured again when there are other ones."""
+    kept, decoders, length = work / "speed.json", {}, 0
+    for name in names:
         found = json.loads((work / "runs" / name / "test" / "results.json").read_text())
         length = found["sampling"]["max_new_tokens"]
-        rows |= {f"{name}/{decoder}": (model, made(values)) for decoder, values in found["decoders"].items()}
-    (file,) = (work / "runs" / JUDGE / "test").glob("predictions_*.jsonl")
-    queries = [line["prompt"] for line in read_lines(file)][:num_timed]
+        decoders |= {f"{name}/{decoder}": (name, values) for decoder, values in found["decoders"].items()}
+    if kept.exists() and json.loads(kept.read_text())["rows"].keys() == {GENERATE, *decoders}:
+        return json.loads(kept.read_text())
+    models = {name: judge if name == JUDGE else _loaded(name, work, device) for name in names}
+    rows = {row: (models[name], made(values)) for row, (name, values) in decoders.items()}
     figures = timed(judge, rows, queries, length)
     costs = {name: model.backbone.forward_costs for name, model in models.items()}
     result = {

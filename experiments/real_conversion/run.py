@@ -174,6 +174,9 @@ def main() -> None:
     )
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--num_timed", type=int, default=6)
+    parser.add_argument(
+        "--judge_dir", type=Path, help="work_dir of the next-token model that judges all answers, if another one"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -185,7 +188,8 @@ def main() -> None:
             decode(name, shared, args.work_dir)
     if "measure" in args.parts:
         device = "cuda" if args.accelerator == "gpu" else "cpu"
-        collect(args.work_dir, args.only, args.output, num_timed=args.num_timed, device=device)
+        judge_dir = args.judge_dir or args.work_dir
+        collect(args.work_dir, args.only, args.output, judge_dir=judge_dir, num_timed=args.num_timed, device=device)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ HEAD = (
     "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s over `generate`",
 )  # fmt: skip
 FIGURES = {
+    "score": "problems solved in %",
     "annotations_right": "annotations right in %",
     "ends_with_answer": "answers that end with #### number in %",
+    "perplexity": "perplexity of the answers",
     "tokens_per_forward": "tokens per forward",
 }
 WINDOW = 8
@@ -28,8 +30,7 @@ WINDOW = 8
 
 def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each decoder of each training, and one for the data's own answers."""
-    speed = results.get("speed", {}).get("rows", {})
-    found = []
+    speed, found = results["speed"]["rows"], []
     for name, training in results["trainings"].items():
         for decoder, figures in training.get("decoders", {}).items():
             ratio = speed.get(f"{name}/{decoder}", {}).get("ratio")
@@ -88,6 +89,8 @@ def read_results() -> dict[str, Any]:
     """Return results.json with the trainings of longer.json beside its own."""
     results, longer = (json.loads((HERE / f"{name}.json").read_text()) for name in ("results", "longer"))
     results["trainings"] |= {f"{name}, longer": training for name, training in longer["trainings"].items()}
+    for row, speed in longer["speed"]["rows"].items():
+        results["speed"]["rows"][row.replace("/", ", longer/")] = speed
     return results
 
 

@@ -45,18 +45,17 @@ class KeyedNoise:
         """Return a batch's training noise: a function of seed, epoch and each sample's key."""
         return cls(_mix(sample_keys + stable_key("training", seed, epoch)))
 
-    def uniform(self, stream: str, size: int, *, start: int = 0) -> Float[Tensor, "batch size"]:
+    def uniform(self, stream: str, size: int) -> Float[Tensor, "batch size"]:
         """Return float64 numbers in [0, 1), independent between rows, streams and indices.
 
         Args:
             stream: Names what the numbers are for; another name gives independent numbers.
             size: Number of values per row. Value ``i`` does not depend on ``size``.
-            start: Index of the first number.
         """
-        return self.bits(stream, size, start=start).double() * 2.0**-53
+        return self.bits(stream, size).double() * 2.0**-53
 
-    def bits(self, stream: str, size: int, *, start: int = 0) -> Int[Tensor, "batch size"]:
+    def bits(self, stream: str, size: int) -> Int[Tensor, "batch size"]:
         """Return integers in [0, 2**53); for arguments see :meth:`uniform`."""
         keys = _mix(self._keys + stable_key("stream", stream))
-        counter = torch.arange(start + 1, start + size + 1, device=keys.device, dtype=torch.int64)
+        counter = torch.arange(1, size + 1, device=keys.device, dtype=torch.int64)
         return _shift_right(_mix(keys[:, None] + counter * _GAMMA), 11)

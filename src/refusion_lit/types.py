@@ -9,13 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
 
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_number
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
@@ -244,17 +244,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check ranges."""
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
-        in_range = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30
+        in_range = is_number(self.temperature, Real) and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30)
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")
-        require(0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "use 1 to keep every token")
-        is_integer = isinstance(self.top_k, Integral) and not isinstance(self.top_k, bool)
-        holds = self.top_k is None or (is_integer and self.top_k >= 1)
+        require_number("top_p", self.top_p, "(0, 1]", "use 1 to keep every token")
+        holds = self.top_k is None or (is_number(self.top_k, Integral) and self.top_k >= 1)
         require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
         holds = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         require_at_least("entropy_window", self.entropy_window, 2)
         most, least = math.log(self.entropy_window), self.min_entropy
-        holds = least is None or 0 < least <= most
+        holds = least is None or (is_number(least, Real) and 0 < least <= most)
         require(holds, "min_entropy", f"a number above 0 and at most {most:.2f}, the entropy of {self.entropy_window} "
                 "different tokens, or null", least, "lower it, or raise entropy_window")  # fmt: skip
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
+from itertools import product
 from math import ceil, log
 from typing import Any
 
@@ -447,6 +449,14 @@ def test_options_are_named_and_documented(cls: type[Decoder]) -> None:
     assert needs.mask_token == (needs.predictions != ("next_token",))
     with pytest.raises(FrozenInstanceError):
         needs.mask_token = False  # type: ignore[misc]
+
+
+@each_decoder
+def test_options_of_another_kind_are_refused_by_name(cls: type[Decoder]) -> None:
+    numbers = [field.name for field in dataclasses.fields(cls) if re.search(r"int|float", str(field.type))]
+    for name, value in product(numbers, ("a", [1], True)):
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got .*; .*\\.$"):
+            cls(**{name: value})
 
 
 def test_all_decoders_are_exported() -> None:

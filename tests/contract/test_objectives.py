@@ -7,9 +7,12 @@ sequence in a row; what it says about its logits (``traits.predictions``) must a
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
+from itertools import product
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -405,3 +408,14 @@ def test_a_device_corrupts_as_this_one_does_and_is_waited_for_only_where_rows_gr
         for name, value in vars(here).items():
             if isinstance(value, Tensor):
                 assert torch.equal(getattr(corrupted, name).cpu(), value), name
+
+
+@pytest.mark.parametrize("cls", sorted(set(concrete(Objective)), key=lambda cls: cls.__name__))
+def test_options_of_another_kind_are_refused_by_name(cls: type[Objective], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # which refuses them too, but in tests alone
+    kinds = {field.name: str(field.type) for field in fields(cls)}
+    numbers = [name for name, kind in kinds.items() if re.search(r"int|float", kind)]
+    for name, value in product(numbers, ("a", [1], True)):
+        if not (value == [1] and kinds[name].startswith("tuple")):
+            with pytest.raises(ValueError, match=rf"^objective\.{name}: expected .*, got .*; .*\.$"):
+                cls(**{name: value})

@@ -106,3 +106,13 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     run.main()
     assert len(commands) == count
     assert json.loads(output.read_text())["trainings"] == result["trainings"]
+
+    other, output = [f"--work_dir={tmp_path / 'other'}", f"--judge_dir={work}"], tmp_path / "other.json"
+    argv = ["run.py", *args, *other, f"--output={output}", "--num_timed=2", "--num_kept=1", "--only", "hybrid"]
+    monkeypatch.setattr(sys, "argv", argv)
+    run.main()
+    judged = json.loads(output.read_text())
+    assert "references" not in judged
+    assert judged["trainings"]["hybrid"]["decoders"].keys() == result["trainings"]["hybrid"]["decoders"].keys()
+    assert all(figures["perplexity"] > 1 for figures in judged["trainings"]["hybrid"]["decoders"].values())
+    assert len(judged["speed"]["rows"]) == 3

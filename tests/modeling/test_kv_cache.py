@@ -194,8 +194,8 @@ def test_static_storage_doubles_and_reserves_its_last_entry() -> None:
 
 
 def test_a_released_cache_is_freed_and_its_storage_is_reused() -> None:
-    cache, other = StaticKVCache(2, 3, capacity=1024), StaticKVCache(2, 3)
-    cache.prepare([0], 200, None, torch.tensor([0]), torch.tensor([1]))
+    cache, other = StaticKVCache(2, 3), StaticKVCache(2, 3)
+    cache.prepare([0], 600, None, torch.tensor([0]), torch.tensor([1]))
     storage = cache.all_storage(torch.empty(0, 1, 4))
     cache.store(1, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
     assert storage[0][1].sum() == 4

@@ -48,7 +48,7 @@ def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prom
 
     Args:
         prompt: The prompt.
-        row: Its generation, which a stop string may have cut; what is given behind the cut stays as it is.
+        row: Its generation, which a stop string may have cut; what is given after the cut stays as it is.
         eos_token_ids: Ends of sequence; one that is given stays.
     """
     length = prompt.given_length

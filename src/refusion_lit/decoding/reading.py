@@ -106,49 +106,49 @@ class LogitReader:
             start = stop
 
     def wants_probability(self, read: Read) -> bool:
-        """Whether a read's probabilities are used; without them it is silent, and costs no softmax."""
+        """Whether a read's probabilities are used; without them it is unscored, and costs no softmax."""
         return read.given is not None or read.draw.with_probability or self._all_probabilities
 
     def draw(
         self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " key"],
-        given: Int[Tensor, " given"], *, num_silent: int, guide: int = 0, careful: bool,
+        given: Int[Tensor, " given"], *, num_unscored: int, guide: int = 0, careful: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Draw tokens and read probabilities, chunk by chunk.
 
         Args:
             hidden: Hidden states [position, hidden].
             draw: How to draw.
-            rows: Indices into ``hidden``: silent drafts, other drafts, then given tokens.
+            rows: Indices into ``hidden``: unscored drafts, other drafts, then given tokens.
             keys: Noise key of each draft; empty for greedy draws.
             given: The given tokens.
-            num_silent: Number of silent drafts.
+            num_unscored: Number of unscored drafts.
             guide: Distance to the unconditional rows.
             careful: Replace NaN and infinities first. Plain greedy reads skip this: a non-finite value shows up in the
                 result, and the group is then read again.
 
         Returns:
-            The drafts' tokens; a value for each row, its probability or, for a silent draft, its logit; the requested
-            statistics [statistic, draft]. ``None`` for what is empty.
+            The drafts' tokens; a value for each row, its probability or, for an unscored draft, its logit; the
+            requested statistics [statistic, draft]. ``None`` for what is empty.
         """
         num_drafts, at = rows.shape[0] - given.shape[0], 0
         tokens, values, statistics = [], [], []
         for logits in self._logit_chunks(hidden, draw, rows, guide, careful=careful):
             size = logits.shape[0]
             stop = at + size
-            silent, drafts = min(max(num_silent - at, 0), size), min(max(num_drafts - at, 0), size)
+            unscored, drafts = min(max(num_unscored - at, 0), size), min(max(num_drafts - at, 0), size)
             chosen = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
             if drafts:
-                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=silent < size)
+                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=unscored < size)
                 tokens.append(drawn)
                 statistics += more
                 chosen = torch.cat((drawn, chosen)) if drafts < size else drawn
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
-            if silent:
-                values.append(logits[:silent].gather(-1, chosen[:silent, None])[:, 0])
-            if silent < size:
-                kept = lowered(logits[silent:], draw.confidence_dtype)
-                values.append(kept.softmax(-1).gather(-1, chosen[silent:, None])[:, 0].to(logits.dtype))
+            if unscored:
+                values.append(logits[:unscored].gather(-1, chosen[:unscored, None])[:, 0])
+            if unscored < size:
+                kept = lowered(logits[unscored:], draw.confidence_dtype)
+                values.append(kept.softmax(-1).gather(-1, chosen[unscored:, None])[:, 0].to(logits.dtype))
             at = stop
         return _joined(tokens), _joined(values), _joined(statistics)
 
@@ -203,13 +203,13 @@ class _Group:
     def __init__(self, reader: LogitReader, hidden: Tensor, reads: list[Read]) -> None:
         self._reader, self._hidden, self._draw = reader, hidden, reads[0].draw
         self._is_plain = is_plain(self._draw)
-        # Silent drafts first, then other drafts, then given tokens.
+        # Unscored drafts first, then other drafts, then given tokens.
         self._reads = sorted(reads, key=lambda r: 2 if r.given is not None else int(reader.wants_probability(r)))
         index = [i for read in self._reads for i in read.index]
         given = [token for read in self._reads for token in read.given or ()]
         keys = [key for read in self._reads for key in read.noise_keys]
         self._num_rows, self._num_drafts = len(index), len(index) - len(given)
-        self._num_silent = sum(len(read.index) for read in self._reads if not reader.wants_probability(read))
+        self._num_unscored = sum(len(read.index) for read in self._reads if not reader.wants_probability(read))
         sent, stop = to_device([*index, *given, *keys], hidden.device), len(index) + len(given)
         self._rows, self._given, self._keys = sent[: len(index)], sent[len(index) : stop], sent[stop:]
         self._prefetched: PrefetchedGroups | None = None
@@ -224,7 +224,7 @@ class _Group:
         if wanted:
             assert parts[1] is not None
             self._prefetched = likely = PrefetchedGroups(wanted, parts[1])
-            options = {"num_silent": likely.rows.shape[0], "careful": careful}
+            options = {"num_unscored": likely.rows.shape[0], "careful": careful}
             drawn = self._reader.draw(self._hidden, self._draw, likely.rows, likely.keys, likely.rows[:0], **options)
             parts = (*parts, likely.chosen, *drawn[:2])
         return self._flat(parts)
@@ -251,7 +251,7 @@ class _Group:
             start = stop
 
     def _read(self, *, careful: bool) -> tuple[Tensor | None, ...]:
-        rows, options = (self._rows, self._keys, self._given), {"num_silent": self._num_silent, "careful": careful}
+        rows, options = (self._rows, self._keys, self._given), {"num_unscored": self._num_unscored, "careful": careful}
         return self._reader.draw(self._hidden, self._draw, *rows, guide=self._reads[0].guide, **options)
 
     def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:

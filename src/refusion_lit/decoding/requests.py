@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from refusion_lit.types import SamplingParams
 
 T = TypeVar("T")
+ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """Return log-likelihoods of whole texts in nats, behind an end-of-sequence token."""
+        """Return log-likelihoods of whole texts in nats, after an end-of-sequence token."""
         pairs = [self._split("", request.args[0]) for request in requests]
         self._check_lengths(requests, pairs)
         return [self._loglikelihood(*pair)[0] for pair in pairs]

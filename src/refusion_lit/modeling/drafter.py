@@ -24,7 +24,7 @@ from refusion_lit.modeling.custom_generate import self_speculative
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 OPTIONS_FILE, WEIGHTS_FILE = "drafter.json", "drafter.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -49,7 +49,7 @@ class DrafterOptions:
         """Refuse impossible values."""
         require_at_least("backbone.drafter.num_masks", self.num_masks, 1)
         require_at_least("backbone.drafter.rank", self.rank, 1)
-        require(self.alpha > 0, "backbone.drafter.alpha", "a number above 0", self.alpha, "use the rank, say")
+        require_number("backbone.drafter.alpha", self.alpha, "(0, inf)", "use the rank, say")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

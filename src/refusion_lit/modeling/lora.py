@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class LoraOptions:
     def __post_init__(self) -> None:
         """Refuse impossible values."""
         require_at_least("backbone.lora.rank", self.rank, 1)
-        require(0 <= self.dropout < 1, "backbone.lora.dropout", "a number in [0, 1)", self.dropout, "use 0.05, say")
+        require_number("backbone.lora.dropout", self.dropout, "[0, 1)", "use 0.05, say")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class Visibility:
 
     @property
     def is_full(self) -> bool:
-        """Whether every sequence is one token behind all other keys, and sees them all."""
+        """Whether every sequence is one token after all other keys, and sees them all."""
         return all(
             span.length == 1 and span.first_key == self.num_keys - 1 and span.context == ((0, span.first_key),)
             for span in self.spans

@@ -19,7 +19,7 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, Response
 from refusion_lit.objectives.schedule import UNCLIPPED, Schedule, check_search, clipped_intervals, mask_schedule
 from refusion_lit.objectives.text_order import extend_responses, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 _MAX_REDRAWS = 1000
@@ -91,10 +91,8 @@ class BlockMasked(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.block_size", self.block_size, 1)
-        fix = "set it in that range"
-        require(0 < self.t_min <= 1, "objective.t_min", "a number in (0, 1]", self.t_min, fix)
-        valid = self.t_min <= self.t_max <= 1
-        require(valid, "objective.t_max", f"a number in [{self.t_min}, 1]", self.t_max, fix)
+        require_number("objective.t_min", self.t_min, "(0, 1]")
+        require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         require_choice("objective.fill_blocks_with", self.fill_blocks_with, ("eos", "mask"))
         require_choice("objective.schedule", self.schedule, get_args(Schedule))
         require_choice("objective.denominator", self.denominator, ("response", "all_tokens"))

@@ -16,7 +16,7 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, Response
 from refusion_lit.objectives.masked import all_of
 from refusion_lit.objectives.text_order import extend_to_multiple, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,8 @@ class DiffusionForcing(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.block_size", self.block_size, 1)
-        fix = "set it in that range"
-        require(0 < self.t_min <= 1, "objective.t_min", "a number in (0, 1]", self.t_min, fix)
-        require(self.t_min <= self.t_max <= 1, "objective.t_max", f"a number in [{self.t_min}, 1]", self.t_max, fix)
+        require_number("objective.t_min", self.t_min, "(0, 1]")
+        require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         only_torch = self.kernel == "torch" or not self.distill
         require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
 

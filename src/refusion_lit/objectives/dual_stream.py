@@ -24,7 +24,7 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, Response
 from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.objectives.text_order import shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require_at_least, require_choice
 
 _MIN_RATIO = 1e-8
 
@@ -35,7 +35,7 @@ class DualStream(Objective):
 
     WeDLM (arXiv 2512.22737): one forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
     the clean text. In the prediction stream a share gamma of each block's response tokens, uniform in [0, 1) and drawn
-    for each block alone, is masked: exactly that share, rounded, at random places. The masks then move behind the
+    for each block alone, is masked: exactly that share, rounded, at random places. The masks then move after the
     block's clean tokens, with their position ids. Attention is causal: a prediction token sees its block up to itself
     and the memory of all earlier blocks; the memory sees itself. Blocks are counted from position 0, prompt included.
 
@@ -60,8 +60,7 @@ class DualStream(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.block_size", self.block_size, 1)
-        fix = "set it to 0 for none"
-        require(self.ar_weight >= 0, "objective.ar_weight", "a number of at least 0", self.ar_weight, fix)
+        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
         require_choice("objective.weighting", self.weighting, ("inverse_ratio", "uniform"))
 
     @property
@@ -93,7 +92,7 @@ class DualStream(Objective):
         is_real = positions < lengths[:, None]
         is_masked, weights = self._masked(in_response, noise, mask_ratio)
 
-        # Clean tokens of a block, then its masks, each in text order; padding stays behind them.
+        # Clean tokens of a block, then its masks, each in text order; padding stays after them.
         key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
         order = key.argsort(dim=1, stable=True)
         own = batch.input_ids.where(is_masked, IGNORE_INDEX)

@@ -14,7 +14,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.block import BlockMasked
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least, require_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,9 @@ class EditableBlockMasked(BlockMasked):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         for name in ("max_replaced", "kept"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"objective.{name}", "a number in [0, 1]", value, "use 0.1, say")
+            require_probability(f"objective.{name}", getattr(self, name))
         for name in ("edit_weight", "keep_weight"):
-            value = getattr(self, name)
-            require(value >= 0, f"objective.{name}", "a number of at least 0", value, "set it to 0 for none")
+            require_at_least(f"objective.{name}", getattr(self, name), 0.0)
         for name in ("complementary", "shifted"):
             fix = "leave it out, or train with BlockMasked"
             require(not getattr(self, name), f"objective.{name}", "false with visible tokens as targets", True, fix)

@@ -1,4 +1,4 @@
-"""Training of a drafter: masks behind many anchors of a text predict the tokens that the frozen model writes next."""
+"""Training of a drafter: masks after many anchors of a text predict the tokens that the frozen model writes next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refusion_lit.objectives.base import Objective, response_positions
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.objectives.cross_entropy import Head
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class GatedDraft(Objective):
         """Refuse impossible options."""
         super().__post_init__()
         require_at_least("objective.stride", self.stride, 1)
-        require(0 < self.decay <= 1, "objective.decay", "a number in (0, 1]", self.decay, "use 0.8, say")
+        require_number("objective.decay", self.decay, "(0, 1]", "use 0.8, say")
         only_torch = self.kernel == "torch" or not self.distill
         require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
 
@@ -89,7 +89,7 @@ class GatedDraft(Objective):
         anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
         positions = anchor.clamp(min=0) + distance
-        # A sample without a prompt has no token before its response to stand behind.
+        # A sample without a prompt has no token before its response to stand after.
         is_real = (positions + 1 < ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
         weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Real
 from typing import get_args
 
 import torch
@@ -18,7 +19,7 @@ from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, Response
 from refusion_lit.objectives.slot_noise import MaskPattern, grouped_slots, independent_slots, masked_share
 from refusion_lit.objectives.slot_weights import TokenWeights, place_weights
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
@@ -66,18 +67,26 @@ class Hybrid(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        valid = len(self.slot_sizes) > 0 and min(self.slot_sizes) >= 1
-        sizes = "one or more sizes of at least 1"
-        require(valid, "objective.slot_sizes", sizes, self.slot_sizes, "name sizes such as [4, 8, 16, 32]")
-        require(0 < self.eps <= 1, "objective.eps", "a number in (0, 1]", self.eps, "set it in that range")
+        valid = isinstance(self.slot_sizes, Sequence) and len(self.slot_sizes) > 0
+        sizes, fix = "one or more sizes of at least 1", "name sizes such as [4, 8, 16, 32]"
+        require(valid, "objective.slot_sizes", sizes, self.slot_sizes, fix)
+        for size in self.slot_sizes:
+            require_at_least("objective.slot_sizes", size, 1)
+        require_number("objective.eps", self.eps, "(0, 1]")
         require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
         require_at_least("objective.ar_weight", self.ar_weight, 0.0)
         require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
         require_at_least("objective.max_span", self.max_span, 1)
         require_choice("objective.token_weights", self.token_weights, get_args(TokenWeights))
-        borders = (0.0, *(self.slot_borders or ()))
-        holds = all(low < high <= 1 for low, high in pairwise(borders))
-        holds &= self.slot_borders is None or len(self.slot_borders) == len(self.slot_sizes)
+        self._check_borders()
+
+    def _check_borders(self) -> None:
+        if self.slot_borders is None:
+            return
+        holds = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)
+        borders = (0.0, *self.slot_borders) if holds else ()
+        holds = holds and all(is_number(border, Real) for border in borders)
+        holds = holds and all(low < high <= 1 for low, high in pairwise(borders))
         expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
         require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
 

@@ -15,7 +15,7 @@ from refusion_lit.objectives.base import Objective, mask_probability, required_m
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.text_order import extend_to_multiple, shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class Masked(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require(0 < self.eps <= 1, "objective.eps", "a number in (0, 1]", self.eps, "set it in that range")
+        require_number("objective.eps", self.eps, "(0, 1]")
         if self.pad_responses_to is not None:
             require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
-        valid = self.cart_p is None or 0 < self.cart_p <= 1
-        require(valid, "objective.cart_p", "a number in (0, 1], or null", self.cart_p, "set it in that range")
+        if self.cart_p is not None:
+            require_number("objective.cart_p", self.cart_p, "(0, 1]", "set it in that range, or to null")
 
     @property
     def traits(self) -> ModelTraits:

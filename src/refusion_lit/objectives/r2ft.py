@@ -18,7 +18,7 @@ from refusion_lit.objectives.cross_entropy import Head, default_chunk_size
 from refusion_lit.objectives.masked import all_of
 from refusion_lit.objectives.text_order import extend_to_multiple
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number, require_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,11 @@ class R2FT(Objective):
         super().__post_init__()
         require_at_least("objective.max_unit", self.max_unit, 1)
         require_at_least("objective.min_span", self.min_span, 1)
-        expected = f"an integer of at least min_span ({self.min_span})"
-        require(self.max_span >= self.min_span, "objective.max_span", expected, self.max_span, "raise it")
-        valid = 0 <= self.eos_chance <= 1
-        require(valid, "objective.eos_chance", "a number in [0, 1]", self.eos_chance, "set it in that range")
-        require(self.beta > 0, "objective.beta", "a number above 0", self.beta, "use 1, say")
+        require_at_least("objective.max_span", self.max_span, self.min_span)
+        require_probability("objective.eos_chance", self.eos_chance)
+        require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
         for name in ("gamma", "likelihood_weight"):
-            value = getattr(self, name)
-            require(value >= 0, f"objective.{name}", "a number of at least 0", value, "set it to 0 for none")
+            require_at_least(f"objective.{name}", getattr(self, name), 0.0)
         if self.pad_responses_to is not None:
             require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
         fix = "leave it out"

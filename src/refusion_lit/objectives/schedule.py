@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 Schedule = Literal["linear", "square", "square_root", "log", "cosine"]
 """Names of the mask schedules; see :class:`~refusion_lit.objectives.BlockMasked`."""
@@ -50,6 +50,8 @@ def clipped_intervals(widths: Sequence[float], delta: float) -> list[tuple[float
         delta: Distance between the lower limits of those of one width, from 0 (or the lowest probability) on.
     """
     found = [UNCLIPPED]
+    fix = "name widths such as [0.5, 0.9], or none"
+    require(isinstance(widths, Sequence), "objective.search_widths", "a list of numbers", widths, fix)
     for width in widths:
         for number in range(int((1 - width) / delta + 1e-9) + 1):
             low = round(number * delta, 9)
@@ -63,9 +65,10 @@ def check_search(widths: Sequence[float], every: int, delta: float, num_batches:
     Raises:
         ValueError: Naming the option.
     """
-    fix = "set it in that range"
+    fix = "name widths such as [0.5, 0.9], or none"
+    require(isinstance(widths, Sequence), "objective.search_widths", "a list of numbers", widths, fix)
     for width in widths:
-        require(UNCLIPPED[0] < width < 1, "objective.search_widths", "numbers in (0.001, 1)", width, fix)
+        require_number("objective.search_widths", width, f"({UNCLIPPED[0]}, 1)")
     require_at_least("objective.search_every", every, 1)
-    require(0 < delta < 1, "objective.search_delta", "a number in (0, 1)", delta, fix)
+    require_number("objective.search_delta", delta, "(0, 1)")
     require_at_least("objective.search_batches", num_batches, 1)

@@ -22,7 +22,7 @@ from refusion_lit.objectives.base import (
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.text_order import shift_left
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require_at_least, require_choice, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SoftTail(Objective):
     With t uniform in [0, 1) and R response tokens, N = max(1, floor(R t)) of the last W = min(R, floor(tail N)) tokens
     are masked, drawn uniformly. Attention is causal, and the state at a position predicts the token after it. A target
     n weighs 1 / (beta + S_n), with S_n the sum over earlier inputs i of C_i (1 - decay)^(n - 1 - i), where C_i is 0 for
-    a clean token, 1 for a mask, and 2 for a mask behind a mask: what follows masks closely is hard to know. The only
+    a clean token, 1 for a mask, and 2 for a mask after a mask: what follows masks closely is hard to know. The only
     term is ``next_token``.
 
     Source: CARD (arXiv 2601.22031), after notes and re-implementations of others: neither its paper nor code of its
@@ -55,8 +55,8 @@ class SoftTail(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.tail", self.tail, 1.0)
-        require(self.beta > 0, "objective.beta", "a number above 0", self.beta, "use 1, say")
-        require(0 < self.decay <= 1, "objective.decay", "a number in (0, 1]", self.decay, "use 0.5, say")
+        require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
+        require_number("objective.decay", self.decay, "(0, 1]", "use 0.5, say")
         require_choice("objective.denominator", self.denominator, ("weights", "tokens"))
 
     @property

@@ -16,7 +16,7 @@ from refusion_lit.objectives.base import Objective, mask_probability, required_m
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.objectives.text_order import extend_to_multiple
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ class StaggeredSets(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.set_size", self.set_size, 1)
-        expected = f"an integer of at least set_size ({self.set_size})"
-        require(self.reach >= self.set_size, "objective.reach", expected, self.reach, "use twice set_size")
+        require_at_least("objective.reach", self.reach, self.set_size)
         if self.pad_responses_to is not None:
             require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
 

@@ -10,10 +10,13 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 _MAX_DRAWN_COUNTS = 1 << 22
 """Bootstrap counts that are held in memory at a time (32 MB)."""
+
+_AUP_TOLERANCE, _AUP_DECAY = 5.0, 3.0
+"""Percentage points that accuracy may fall, and the steepness of its weight; the paper's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Bootstrap:
     def __post_init__(self) -> None:
         require_at_least("num_resamples", self.num_resamples, 1)
         require_at_least("seed", self.seed, 0)
-        require(0 < self.level < 1, "level", "a number between 0 and 1", self.level, "set it to 0.95, for example")
+        require_number("level", self.level, "(0, 1)", "set it to 0.95, for example")
 
     def ratio(self, numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
         """Return the ratio of the totals over all prompts; with denominators of 1 this is the mean.
@@ -136,20 +139,16 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
 
-def accuracy_under_parallelism(
-    points: Iterable[tuple[float, float]], best: float | None = None, *, tolerance: float = 5.0, decay: float = 3.0
-) -> float:
+def accuracy_under_parallelism(points: Iterable[tuple[float, float]], best: float | None = None) -> float:
     """Return AUP (arXiv 2601.07568): the area under accuracy over tokens per forward, weighted by accuracy kept.
 
-    Each accuracy is multiplied by ``min(exp(-decay * (1 - accuracy / best)), 1)``. Of several points with the same
-    tokens per forward the most accurate one is used.
+    Each accuracy is multiplied by ``min(exp(-3 * (1 - accuracy / best)), 1)``. Points whose accuracy is more than 5
+    percentage points below that of the method's slowest point are dropped. Of several points with the same tokens per
+    forward the most accurate one is used.
 
     Args:
         points: Pairs of tokens per forward and accuracy in percent, of one method.
         best: The best accuracy of any method in the comparison; the best of ``points`` by default.
-        tolerance: Points whose accuracy is more than this many percentage points below that of the method's slowest
-            point are dropped.
-        decay: Steepness of the weight.
 
     Raises:
         ValueError: If there are no points.
@@ -161,8 +160,8 @@ def accuracy_under_parallelism(
     speeds = sorted(by_speed)
     first = by_speed[speeds[0]]
     best = max(by_speed.values()) if best is None else best
-    kept = [(speed, by_speed[speed]) for speed in speeds if by_speed[speed] >= first - tolerance]
-    weighted = [accuracy * _aup_weight(accuracy, best, decay) for _, accuracy in kept]
+    kept = [(speed, by_speed[speed]) for speed in speeds if by_speed[speed] >= first - _AUP_TOLERANCE]
+    weighted = [accuracy * _aup_weight(accuracy, best) for _, accuracy in kept]
     area = kept[0][0] * first
     for i in range(1, len(kept)):
         area += (kept[i][0] - kept[i - 1][0]) * (weighted[i] + weighted[i - 1]) / 2
@@ -185,8 +184,8 @@ def _wilson(values: Sequence[float], level: float) -> Interval:
     )
 
 
-def _aup_weight(accuracy: float, best: float, decay: float) -> float:
-    return min(float(np.exp(-decay * (1 - accuracy / best))), 1.0) if best > 0 else 1.0
+def _aup_weight(accuracy: float, best: float) -> float:
+    return min(float(np.exp(-_AUP_DECAY * (1 - accuracy / best))), 1.0) if best > 0 else 1.0
 
 
 def _floats(values: Sequence[float]) -> NDArray[np.float64]:

@@ -13,16 +13,19 @@ from refusion_lit.utils.locks import try_lock
 
 OUTCOME, POINT, LOG, LOCK, PROCESS = "outcome.json", "point.json", "log.txt", "lock", "process.json"
 
+_PATIENCE = 10.0
+"""Seconds that killed processes have to exit."""
 
-def tail(path: Path, num_characters: int = 2000) -> str:
-    """Return the end of a text file; empty if there is no file."""
+
+def tail(path: Path) -> str:
+    """Return the last 2000 characters of a text file; none if there is no file."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")[-num_characters:].strip()
+        return path.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
     except FileNotFoundError:
         return ""
 
 
-def kill_orphans(folder: Path, *, timeout: float = 10.0) -> None:
+def kill_orphans(folder: Path) -> None:
     """Kill the processes of a point that outlived their sweep.
 
     A point's processes inherit its lock. A held lock therefore proves that some of them are alive, and that the
@@ -30,13 +33,12 @@ def kill_orphans(folder: Path, *, timeout: float = 10.0) -> None:
 
     Args:
         folder: The point's directory.
-        timeout: Seconds to wait for the processes to exit.
 
     Raises:
         ValueError: If they do not exit in time.
     """
     recorded = read_json(folder / PROCESS)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _PATIENCE
     while (lock := try_lock(folder / LOCK)) is None:
         if recorded:
             with suppress(ProcessLookupError, PermissionError):

@@ -22,6 +22,9 @@ _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
 _INSIDE = ("class_path", "init_args")
 """The parts of a component, in the order in which they are set: another class begins with no arguments."""
 
+_SHORT = 40
+"""Characters of a value in a name or a message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -166,10 +169,10 @@ def _resolve_paths(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an opt
     return str(path)
 
 
-def short(value: Any, max_length: int = 40) -> str:  # noqa: ANN401 - an option's value
+def short(value: Any) -> str:  # noqa: ANN401 - an option's value
     """Return the value of an option as one short text; a component is written ``Class(option=value)``."""
     text = _written(value)
-    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
 
 
 def _format(options: Config, separator: str) -> str:

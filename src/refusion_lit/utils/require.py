@@ -23,22 +23,37 @@ def require(holds: bool, option: str, expected: str, got: object, fix: str) -> N
         raise ValueError(f"{option}: expected {expected}, got {got!r}; {fix}.")
 
 
+def is_number(value: object, kind: type) -> bool:
+    """Whether a value is a number of a kind; a boolean is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def require_at_least(option: str, value: float, minimum: float) -> None:
     """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
-    holds = isinstance(value, kind) and not isinstance(value, bool) and value >= minimum
+    holds = is_number(value, kind) and value >= minimum
     require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
     """Refuse an integer outside [``minimum``, ``maximum``]."""
     fix = f"change {option} in the config or on the command line"
-    require(minimum <= value <= maximum, option, f"an integer from {minimum} to {maximum}", value, fix)
+    holds = is_number(value, Integral) and minimum <= value <= maximum
+    require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)
 
 
 def require_probability(option: str, value: float) -> None:
-    """Refuse a value outside [0, 1]."""
-    require(0 <= value <= 1, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
+    """Refuse a value outside [0, 1], or of another kind."""
+    holds = is_number(value, Real) and 0 <= value <= 1
+    require(holds, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
+
+
+def require_number(option: str, value: float, interval: str, fix: str = "set it in that range") -> None:
+    """Refuse a value outside an interval such as ``(0, 1]``, or of another kind."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    holds = is_number(value, Real) and low <= value <= high
+    holds = holds and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+    require(holds, option, f"a number in {interval}", value, fix)
 
 
 def require_choice(option: str, value: object, choices: Sequence[object]) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
+from refusion_lit.decoding.decoders.block_state import (
+    BlockState,
+    right_context_refusal,
+    shareable_blocks,
+    whole_blocks,
+)
 from refusion_lit.decoding.decoders.llada import step_quota
-from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
+from refusion_lit.decoding.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
@@ -78,7 +83,8 @@ class BlockDiffusion(Decoder):
             first token is a mask, then the sub-block alone, with keys and values of the rest of the block as they were.
             Needs ``sub_block_size`` and ``shifted``.
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
-            forward a block; impossible with ``shifted``, where the clean block's prediction is needed first.
+            forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
+            first forward is saved, if the prompt ends inside a block.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
             them while it fills that one: what it writes there need not go with them.
     """
@@ -90,7 +96,7 @@ class BlockDiffusion(Decoder):
     threshold: float = 0.9
     num_steps: int | None = None
     confidence: Literal["unfiltered", "filtered"] = "unfiltered"
-    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    confidence_dtype: ConfidenceDtype | None = None
     sub_block_size: int | None = None
     shifted: bool = False
     sub_block_cache: bool = False
@@ -103,12 +109,15 @@ class BlockDiffusion(Decoder):
         require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
         require_probability("threshold", self.threshold)
         require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
+        for name in ("num_steps", "sub_block_size"):
+            if getattr(self, name) is not None:
+                require_at_least(name, getattr(self, name), 1)
         expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
-        holds = self.sampling_rule != "ancestral" if self.num_steps is None else self.num_steps >= 1
-        holds &= self.num_steps is None or self.sampling_rule != "first_hitting"
+        holds = self.sampling_rule != ("ancestral" if self.num_steps is None else "first_hitting")
         require(holds, "num_steps", expected, self.num_steps, "change num_steps or the rule")
         size = self.sub_block_size
-        holds = size is None or (size >= 1 and self.block_size % size == 0)
+        holds = size is None or self.block_size % size == 0
         expected = f"a divisor of block_size {self.block_size}, or null"
         require(holds, "sub_block_size", expected, size, "choose one that fills the block exactly")
         holds = not self.sub_block_cache or (size is not None and self.shifted)
@@ -121,8 +130,8 @@ class BlockDiffusion(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known, size = len(prompt.token_ids), self.block_size
-        end = -(-(num_known + max_length(prompt, sampling, special_tokens)) // size) * size
+        num_known = len(prompt.token_ids)
+        end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
         num_spans = -(-end // self._span_size) - num_known // self._span_size
         length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
         return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
@@ -135,8 +144,7 @@ class BlockDiffusion(Decoder):
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
-        size = self.block_size
-        return max(min(num_common // size, prompt_length // size - 1), 0) * size
+        return shareable_blocks(prompt_length, num_common, self.block_size)
 
     @property
     def _span_size(self) -> int:
@@ -215,8 +223,7 @@ class BlockDiffusion(Decoder):
         # The logits of a sub-block's first token are read before it, so they need the whole block.
         if not is_cached or drawn[0] == span_start:
             state.cached_block = block_start
-            start = state.context_length
-            return self._branch(state, stop, draft_at=[position - shift - start for position in drawn])
+            return self._branch(state, stop, drawn)
         span_stop = span_start + self._span_size
         return Branch(
             tokens=state.text(span_start, span_stop),
@@ -230,23 +237,15 @@ class BlockDiffusion(Decoder):
 
     def _store(self, state: SubBlockState, block_start: int, *, predicts: bool) -> Steps[None]:
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
-        last = block_start - 1 - state.context_length
-        branch = self._branch(state, block_start, draft_at=[last] if predicts else [])
+        branch = self._branch(state, block_start, [block_start] if predicts else [])
         draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
         readings = yield Forward(phase="store", branches=(branch,), draw=draw)
         state.context_length = block_start
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)
 
-    def _branch(self, state: SubBlockState, stop: int, *, draft_at: Sequence[int]) -> Branch:
+    def _branch(self, state: SubBlockState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.context_length
-        return Branch(
-            tokens=state.text(start, stop),
-            positions=range(start, stop),
-            order=[position // self.block_size for position in range(start, stop)],
-            visible=((0, start),),
-            write_at=start,
-            shift=int(self.shifted),
-            draft_at=draft_at,
-        )
+        order = [position // self.block_size for position in range(start, stop)]
+        return state.branch(start, stop, order, drawn, shift=int(self.shifted))

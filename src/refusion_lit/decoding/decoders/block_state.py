@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refusion_lit.decoding.base import RowState
+from refusion_lit.decoding.requests import Branch
 from refusion_lit.types import Prompt
 
 
@@ -25,9 +27,44 @@ class BlockState(RowState):
         canvas = [mask if self.is_masked[place] else self.tokens[place] for place in places]
         return [*self.prompt.token_ids[start:stop], *canvas]
 
+    def branch(
+        self, start: int, stop: int, order: Sequence[int], predicted: Sequence[int], *, shift: int = 0
+    ) -> Branch:
+        """Return the text at positions ``start`` to ``stop`` after everything cached before it.
+
+        Args:
+            start: First position.
+            stop: Position after the last one.
+            order: A token sees those of the same or a lower order, one number a token.
+            predicted: Positions whose tokens are drawn.
+            shift: Predicted position minus the position whose logits are read.
+        """
+        return Branch(
+            tokens=self.text(start, stop),
+            positions=range(start, stop),
+            order=order,
+            visible=((0, start),),
+            write_at=start,
+            shift=shift,
+            draft_at=[position - shift - start for position in predicted],
+        )
+
     def masked(self, start: int, stop: int) -> list[int]:
         """Return the masked positions from ``start`` to ``stop``."""
         return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
+
+
+def whole_blocks(length: int, block_size: int) -> int:
+    """Return a length rounded up to whole blocks."""
+    return -(-length // block_size) * block_size
+
+
+def shareable_blocks(prompt_length: int, num_common: int, block_size: int) -> int:
+    """Return the length of the whole blocks that prompts have in common, without the prompt's last one.
+
+    So no forward is left out, and counts are those of the prompt alone.
+    """
+    return max(min(num_common // block_size, prompt_length // block_size - 1), 0) * block_size
 
 
 def right_context_refusal(

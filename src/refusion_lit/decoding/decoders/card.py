@@ -8,11 +8,11 @@ from typing import ClassVar
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require_at_least, require_probability
 
 
 @dataclass(kw_only=True)
-class BlockState(RowState):
+class CARDState(RowState):
     """State of CARD.
 
     Attributes:
@@ -55,7 +55,7 @@ class CARD(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("block_size", self.block_size, 1)
-        require(0 <= self.threshold <= 1, "threshold", "a number in [0, 1]", self.threshold, "set it in that range")
+        require_probability("threshold", self.threshold)
         if self.max_rounds is not None:
             require_at_least("max_rounds", self.max_rounds, 1)
 
@@ -67,11 +67,11 @@ class CARD(Decoder):
         """Refuse given tokens: attention is causal in text order."""
         return "its masks see no text on their right"
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> CARDState:
         """Create a canvas of ``max_new_tokens``."""
-        return BlockState.blank(prompt, sampling, special_tokens)
+        return CARDState.blank(prompt, sampling, special_tokens)
 
-    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
         """One forward over the block; fills masks."""
         state.num_cached = max(state.num_cached, state.num_shared)
         start = state.is_masked.index(True) // self.block_size * self.block_size

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
+from refusion_lit.decoding.decoders.block_state import (
+    BlockState,
+    right_context_refusal,
+    shareable_blocks,
+    whole_blocks,
+)
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
@@ -104,15 +109,14 @@ class D2F(Decoder):
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole common blocks but the prompt's last one; nothing of a prompt that is one block."""
-        size = self.block_size
-        return 0 if self.prompt_is_block else max(min(num_common // size, prompt_length // size - 1), 0) * size
+        return 0 if self.prompt_is_block else shareable_blocks(prompt_length, num_common, self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known, size = len(prompt.token_ids), self.block_size
         start = num_known if self.prompt_is_block else num_known // size * size
         end = num_known + max_length(prompt, sampling, special_tokens)
-        length = start + -(-(end - start) // size) * size - num_known
+        length = start + whole_blocks(end - start, size) - num_known
         return PipelineState.blank(prompt, sampling, special_tokens, length, blocks=[range(start, start + size)])
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
@@ -159,15 +163,7 @@ class D2F(Decoder):
         order = [(p - origin) // self.block_size for p in range(start, stop)]
         if self.prompt_is_block:
             order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]
-        return Branch(
-            tokens=state.text(start, stop),
-            positions=range(start, stop),
-            order=order,
-            visible=((0, start),),
-            write_at=start,
-            shift=shift,
-            draft_at=[position - shift - start for position in read],
-        )
+        return state.branch(start, stop, order, read, shift=shift)
 
     def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:
         """Return the masked positions of a block that are committed."""

@@ -1,4 +1,4 @@
-"""Where drafting pays: the number of masks behind each possible acceptance that costs least time per token."""
+"""Where drafting pays: the number of masks after each possible acceptance that costs least time per token."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Plan = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=1024)
 def draft_plan(cost: ForwardCost, acceptance: float, num_masks: int, mask_cost: float = 0.0) -> Plan:
-    """Return how many masks to put behind j accepted ones of d drafts, as ``plan[d][j]``.
+    """Return how many masks to put after j accepted ones of d drafts, as ``plan[d][j]``.
 
     A forward feeds a token, d drafts to verify and the masks. It commits j + 1 tokens if exactly the first j drafts are
-    right, and the masks behind j become the next drafts. Each draft is right with the same probability, whatever came
+    right, and the masks after j become the next drafts. Each draft is right with the same probability, whatever came
     before. That is a Markov decision process whose state is d; policy iteration finds the plan of the lowest cost per
     token.
 
     Args:
         cost: Of forwards with masks, by their positions.
         acceptance: Probability that a draft is right, in [0, 1].
-        num_masks: Maximum number of masks behind one acceptance, at least 1.
+        num_masks: Maximum number of masks after one acceptance, at least 1.
         mask_cost: What a forward without masks saves, in positions, at least 0.
 
     Returns:
-        Rows of d + 1 numbers for d from 0 to ``num_masks``; all zero behind d = 0 where drafts do not pay.
+        Rows of d + 1 numbers for d from 0 to ``num_masks``; all zero after d = 0 where drafts do not pay.
     """
     import numpy as np  # not with the module: the help of commands describes decoders without it
 
@@ -73,26 +73,26 @@ def _best_plan(costs: np.ndarray, acceptance: float, values: np.ndarray) -> Plan
     """Return the plan that is best if ``values`` are what its drafts cost later.
 
     A forward's cost depends on all its masks, so they are shared out by dynamic programming: ``least[total]`` is what
-    so many masks behind the first acceptances cost later, ``chosen`` how many of them stand behind the last of these.
+    so many masks after the first acceptances cost later, ``chosen`` how many of them stand after the last of these.
     """
     import numpy as np
 
     least, chosen, plan = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf), [], []
     for d in range(len(values)):
-        later, behind_all = _shared_out(least, acceptance**d * values)
+        later, after_all = _shared_out(least, acceptance**d * values)
         total = int(np.argmin(costs[d] + later))
         masks = []
-        for behind in (behind_all, *reversed(chosen)):
-            masks.append(int(behind[total]))
+        for after in (after_all, *reversed(chosen)):
+            masks.append(int(after[total]))
             total -= masks[-1]
         plan.append(tuple(reversed(masks)))
-        least, behind = _shared_out(least, acceptance**d * (1 - acceptance) * values)
-        chosen.append(behind)
+        least, after = _shared_out(least, acceptance**d * (1 - acceptance) * values)
+        chosen.append(after)
     return tuple(plan)
 
 
 def _shared_out(least: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least costs by total after one more acceptance, and the number of masks behind it."""
+    """Return the least costs by total after one more acceptance, and the number of masks after it."""
     import numpy as np
 
     options = np.full((len(values), len(least)), np.inf)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.decoding.decoders.llada import canvas_branch, paced_steps, step_quota, time_share
-from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
+from refusion_lit.decoding.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
 _STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
 
@@ -78,21 +78,22 @@ class FastDLLM(Decoder):
     eps: float = 1e-3
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
-    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    confidence_dtype: ConfidenceDtype | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_choice("cache", self.cache, ("none", "prefix", "dual"))
         require_choice("order", self.order, ("low_confidence", *_STATISTIC))
-        require(0 < self.eps < 1, "eps", "a number in (0, 1)", self.eps, "use the default 0.001")
+        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
         if self.block_length is not None:
             require_at_least("block_length", self.block_length, 1)
         if self.threshold is not None:
-            require(self.threshold >= 0, "threshold", "a number of at least 0", self.threshold, "use 0.9, say")
+            require_at_least("threshold", self.threshold, 0.0)
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
-            require(self.factor >= 0, "factor", "a number of at least 0", self.factor, "use 1, say")
+            require_at_least("factor", self.factor, 0.0)
         has_rule = self.threshold is not None or self.factor is not None
         is_scheduled = self.order == "entropy" and has_rule
         require(not is_scheduled, "order", "no entropy with a threshold or factor", self.order, "set both to null")

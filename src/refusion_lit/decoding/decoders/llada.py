@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading, Steps
+from refusion_lit.decoding.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
@@ -100,7 +100,7 @@ class LLaDA(Decoder):
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
     stop_at_eos: bool = False
-    confidence_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    confidence_dtype: ConfidenceDtype | None = None
     kernel_size: int | None = None
     shifted: bool = False
 
@@ -113,17 +113,15 @@ class LLaDA(Decoder):
             require_at_least("block_length", self.block_length, 1)
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
-        require(self.order_temperature >= 0, "order_temperature", "a number of at least 0", self.order_temperature,
-                "set it to 0 or more")  # fmt: skip
+        require_at_least("order_temperature", self.order_temperature, 0.0)
         require(self.order_temperature == 0 or self.order in _STATISTIC, "order_temperature",
                 f"0 with order {self.order!r}", self.order_temperature, "set it to 0")  # fmt: skip
-        require(0 < self.eps < 1, "eps", "a number in (0, 1)", self.eps, "use the default 0.001")
-        require(0 <= self.guidance_scale < math.inf, "guidance_scale", "a finite number of at least 0",
-                self.guidance_scale, "set it to 0 for none")  # fmt: skip
+        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
+        require_number("guidance_scale", self.guidance_scale, "[0, inf)", "set it to 0 for none")
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
-
         if self.kernel_size is not None:
             require_at_least("kernel_size", self.kernel_size, 1)
             holds = self.order in ("low_confidence", "origin") and self.block_length is None

@@ -19,7 +19,7 @@ from refusion_lit.decoding.decoders.slot_infill import OpenSlot, SlotInfill, inf
 from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
 
 Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
 """Rules by which a round chooses slots."""
@@ -89,7 +89,7 @@ class ReFusion(Decoder):
         require_choice("infill_layout", self.infill_layout, ("reference", "packed", "single_forward", "auto"))
         takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
-        holds = not needs_k if self.k is None else takes_k and self.k >= 1
+        holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
         require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:

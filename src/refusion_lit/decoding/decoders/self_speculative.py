@@ -1,7 +1,7 @@
 """Self-speculative decoding: masks draft, the model's own next-token predictions verify, the text stays the same.
 
 Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
-second view of a frozen model. Deliberate differences: masks stand behind several possible acceptances of one forward,
+second view of a frozen model. Deliberate differences: masks stand after several possible acceptances of one forward,
 so that a round may be a single forward; with a temperature, drafts and verification share their noise, so that sampled
 text is the same token for token, not in distribution only.
 """
@@ -62,8 +62,8 @@ class SelfSpeculative(Decoder):
         num_drafts: Maximum number of drafts verified by a forward; ``None``: as many as the drafter has masks, or
             ``slot_size``.
         slot_size: Tokens a slot, for hybrid models; ``None`` for models with a drafter.
-        layout: ``single_forward``: masks behind every possible acceptance, so that each forward verifies and drafts.
-            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks behind
+        layout: ``single_forward``: masks after every possible acceptance, so that each forward verifies and drafts.
+            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks after
             each acceptance as cost least time per token, given the share of drafts accepted so far and
             ``forward_cost``. Changes forwards, never the text.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
@@ -183,7 +183,7 @@ class SelfSpeculative(Decoder):
         return groups
 
     def _num_masks(self, state: SpeculativeState, accepted: int, num_drafts: int, most: int) -> int:
-        """Return how many masks to put behind a number of accepted drafts, at most ``most``."""
+        """Return how many masks to put after a number of accepted drafts, at most ``most``."""
         if self.layout != "auto":
             return most if self.layout == "single_forward" or num_drafts == 0 else 0
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
@@ -198,7 +198,7 @@ class SelfSpeculative(Decoder):
         return min(most, wanted + extra) if wanted else 0
 
     def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
-        """Return the drafts behind the accepted ones, if masks were there."""
+        """Return the drafts after the accepted ones, if masks were there."""
         offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
         length = len(groups[accepted].tokens) if accepted in groups else 0
         if length <= offset:

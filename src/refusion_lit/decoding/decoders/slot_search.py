@@ -18,7 +18,7 @@ from refusion_lit.decoding.base import Decoder, ModelRequirements
 from refusion_lit.decoding.decoders.slot_tree import Confidence, Node, SearchState
 from refusion_lit.decoding.requests import Branch, Draw, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number, require_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,7 @@ class SlotSearch(Decoder):
         for name in ("slot_size", "num_serial_blocks", "num_simulations", "horizon", "beam_size", "max_candidates"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("exploration", self.exploration, 0.0)
-        require(
-            self.prior_temperature > 0, "prior_temperature", "a positive number", self.prior_temperature, "raise it"
-        )
+        require_number("prior_temperature", self.prior_temperature, "(0, inf)")
         require_probability("immediate_weight", self.immediate_weight)
         require_choice("selection", self.selection, ("tree_search", "beam"))
         require_choice("confidence", self.confidence, get_args(Confidence))

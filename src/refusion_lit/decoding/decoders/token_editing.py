@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, max_length, most_certain
-from refusion_lit.decoding.decoders.block_state import BlockState, right_context_refusal
+from refusion_lit.decoding.decoders.block_state import (
+    BlockState,
+    right_context_refusal,
+    shareable_blocks,
+    whole_blocks,
+)
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
@@ -69,14 +74,13 @@ class TokenEditing(Decoder):
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
-        size = self.block_size
-        return max(min(num_common // size, prompt_length // size - 1), 0) * size
+        return shareable_blocks(prompt_length, num_common, self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known, size = len(prompt.token_ids), self.block_size
-        length = -(-(num_known + max_length(prompt, sampling, special_tokens)) // size) * size - num_known
-        return BlockState.blank(prompt, sampling, special_tokens, length)
+        num_known = len(prompt.token_ids)
+        end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
+        return BlockState.blank(prompt, sampling, special_tokens, end - num_known)
 
     def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
         """Fill and edit a whole block, then commit it."""
@@ -121,15 +125,9 @@ class TokenEditing(Decoder):
     def _branch(self, state: BlockState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
         start, stop = state.context_length, (masked[0] // self.block_size + 1) * self.block_size
+        order = [position // self.block_size for position in range(start, stop)]
         text = state.text(start, stop)
         for position, token in zip(masked, tokens, strict=True):
             if token is not None:
                 text[position - start] = token
-        return Branch(
-            tokens=text,
-            positions=range(start, stop),
-            order=[position // self.block_size for position in range(start, stop)],
-            visible=((0, start),),
-            write_at=start,
-            draft_at=[position - start for position in masked],
-        )
+        return replace(state.branch(start, stop, order, masked), tokens=text)

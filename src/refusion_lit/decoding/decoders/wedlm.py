@@ -9,7 +9,7 @@ from typing import ClassVar
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState, max_length
 from refusion_lit.decoding.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(kw_only=True)
@@ -63,8 +63,9 @@ class WeDLM(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("window_size", self.window_size, 1)
-        penalty = self.position_penalty
-        require(penalty >= 0, "position_penalty", "a number of at least 0", penalty, "set it to 0 for none")
+        require_at_least("position_penalty", self.position_penalty, 0.0)
+        if self.entropy_threshold is not None:
+            require_number("entropy_threshold", self.entropy_threshold, "[-inf, inf]")
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""

@@ -4,7 +4,7 @@
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, max_new_tokens=128)
 
 Slots of ``slot_size`` tokens are drafted by masks, the certain ones are verified together, left to right inside, and
-the rest of a slot is filled in behind the context alone. Options are read from ``model.generation_config.refusion``, a
+the rest of a slot is filled in after the context alone. Options are read from ``model.generation_config.refusion``, a
 dictionary; its keys and defaults are those of ``OPTIONS``. The text is that of refusion-lit's decoder ``ReFusion``.
 """
 
@@ -76,7 +76,7 @@ class _Decoding:
         return response
 
     def forward(self, tokens: list[int], positions: Any, keep: int = 0) -> torch.Tensor:
-        """Return float32 logits [token, vocab] behind the context; keep the first ``keep`` tokens in it."""
+        """Return float32 logits [token, vocab] after the context; keep the first ``keep`` tokens in it."""
         length, device = self.cache.get_seq_length(), self.model.device
         visible = torch.ones(1, 1, len(tokens), length + len(tokens), dtype=torch.bool, device=device).tril(length)
         output = self.model(
@@ -141,7 +141,7 @@ class _Decoding:
         return drafts, chosen or [max(self.remaining, key=lambda slot: (certainty[slot], -slot))]
 
     def fill(self, slots: list[int], drafts: list[list[int]], accepted: list[int]) -> None:
-        """Fill slots in behind the context alone, in turn a token each, until all are full or one ends the text."""
+        """Fill slots in after the context alone, in turn a token each, until all are full or one ends the text."""
         ends = [False] * len(slots)
         seen = 0  # tokens that all slots have had accepted before the last round
         while any(n < self.size and not end for n, end in zip(accepted, ends, strict=True)):

@@ -4,7 +4,7 @@
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
 ``draft`` is the directory of a drafter: learnt masks, and adapters of the linear layers that act at masks alone. Masks
-behind the last token draft the tokens after the next one; the model's next-token predictions verify them.
+after the last token draft the tokens after the next one; the model's next-token predictions verify them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Decoding:
         return self.text[length:]
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:
-        """Return the tokens after the last one and after each draft, and those that masks behind them draft."""
+        """Return the tokens after the last one and after each draft, and those that masks after them draft."""
         length, device = self.cache.get_seq_length(), self.model.device
         tokens = [*self.text[length:], *drafts]
         embedded = self.model.get_input_embeddings()(torch.tensor([tokens], device=device))

@@ -45,8 +45,8 @@ class StaticKVCache(KVCache):
     The last entry of every row is reserved as a dummy write target for padding.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int = _MIN_CAPACITY) -> None:
-        super().__init__(num_layers, num_rows, max(capacity, _MIN_CAPACITY))
+    def __init__(self, num_layers: int, num_rows: int) -> None:
+        super().__init__(num_layers, num_rows, _MIN_CAPACITY)
 
     def _capacity_for(self, num_keys: int) -> int:
         return self.capacity if num_keys < self.capacity else 1 << num_keys.bit_length()
