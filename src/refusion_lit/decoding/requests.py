@@ -12,8 +12,11 @@ from itertools import accumulate
 from typing import TypeVar
 
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_choice
 
 T = TypeVar("T")
+
+_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy", "kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,11 @@ class Draw:
     top_p_first: bool = False
     confidence_dtype: str | None = None
     with_probability: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse unknown statistics; a draw is made for each forward, so one without statistics checks nothing."""
+        for name in self.statistics:
+            require_choice("statistics", name, _STATISTICS)
 
 
 @dataclass(frozen=True, slots=True)
