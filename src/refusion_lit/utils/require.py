@@ -23,11 +23,17 @@ def require(holds: bool, option: str, expected: str, got: object, fix: str) -> N
         raise ValueError(f"{option}: expected {expected}, got {got!r}; {fix}.")
 
 
-def require_at_least(option: str, value: float, minimum: float) -> None:
-    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
+def require_at_least(option: str, value: float | str, minimum: float, word: str | None = None) -> None:
+    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options.
+
+    ``word`` is a text that the option takes besides, such as ``measure``.
+    """
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
-    holds = isinstance(value, kind) and not isinstance(value, bool) and value >= minimum
-    require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
+    is_enough = isinstance(value, kind) and not isinstance(value, bool | str) and value >= minimum
+    expected, fix = f"{name} of at least {minimum}", f"set {option} to {minimum} or more"
+    if word is not None:
+        is_enough, expected, fix = is_enough or value == word, f"{word} or {expected}", f"{fix}, or to {word}"
+    require(is_enough, option, expected, value, fix)
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
