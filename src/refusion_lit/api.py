@@ -297,7 +297,8 @@ def load(
             backbone.to(device)
         except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
             raise ValueError(
-                f"device: expected one that this machine has, got {device!r} ({reason_of(error)})."
+                f"device: expected one that this machine has, got {device!r} ({reason_of(error)}); "
+                "use cpu, or leave it out."
             ) from error
     model = TextModel(backbone.eval(), tokenizer, template)
     if verifier is not None:

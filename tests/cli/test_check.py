@@ -42,24 +42,42 @@ def test_the_description_is_current() -> None:
         (["--trainer.max-stepz=3"], "unknown option 'trainer.max-stepz'; did you mean 'trainer.max_steps'?"),
         (["--nothing_like_it=3"], "unknown option 'nothing_like_it'; `refusion-lit fit --help` lists them"),
         (["--data.batch_size"], "data.batch_size: expected a value, got none; write --data.batch_size VALUE."),
-        (["--data.batch_size=many"], "data.batch_size: expected an integer, got 'many'."),
-        (["--data.batch_size=1.5"], "data.batch_size: expected an integer, got 1.5."),
-        (["--model.seed=null"], "model.seed: expected an integer, got None."),
-        (["--data.malformed=ignore"], "data.malformed: expected error or skip, got 'ignore'."),
-        (["--data.length_grouped=maybe"], "data.length_grouped: expected true or false, got 'maybe'."),
+        (
+            ["--data.batch_size=many"],
+            "data.batch_size: expected an integer, got 'many'; set it to such a value, for example 32 (the default).",
+        ),
+        (["--data.batch_size=1.5"], "data.batch_size: expected an integer, got 1.5; set it to such a value"),
+        (["--model.seed=null"], "model.seed: expected an integer, got None; set it to such a value"),
+        (["--data.malformed=ignore"], "data.malformed: expected error or skip, got 'ignore'; set it to such a value"),
+        (
+            ["--data.length_grouped=maybe"],
+            "data.length_grouped: expected true or false, got 'maybe'; set it to such a value",
+        ),
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
-        (["--data.task=Hybrid"], "got 'Hybrid'; known are Additions, Gsm8k,"),
-        (["--data.task=no_such_package.Task"], "got no_such_package.Task (no module 'no_such_package')."),
-        (["--data.task=no.yaml"], "data.task: expected a class or a YAML file, got no.yaml, which does not exist."),
+        (["--data.task=Hybrid"], "got 'Hybrid'; choose one of Additions, Gsm8k,"),
+        (
+            ["--data.task=no_such_package.Task"],
+            "(no module 'no_such_package'); install the module or correct its name.",
+        ),
+        (
+            ["--data.task=no.yaml"],
+            "data.task: expected a class or a YAML file, got no.yaml, which does not exist; correct it.",
+        ),
         (["--model.decoders.refusion.slot_sise=4"], "did you mean 'model.decoders.refusion.slot_size'?"),
         (
             ["--model.decoders={a: {class_path: ReFusion, init_args: {k: x}}}"],
             "model.decoders.a.k: expected an integer",
         ),
         (["--model.decoders.a=Autoregressive", "--model.decoders.a.slot_size=4"], "'model.decoders.a.slot_size'"),
-        (["--config=none.yaml"], "config: expected a YAML file, got none.yaml (No such file or directory)."),
-        (["stray"], "expected options, which start with -- as in --config FILE, got 'stray'."),
+        (
+            ["--config=none.yaml"],
+            "config: expected a YAML file, got none.yaml (No such file or directory); check the path.",
+        ),
+        (
+            ["stray"],
+            "expected options, which start with -- as in --config FILE, got 'stray'; remove it or write --NAME",
+        ),
     ],
 )
 def test_wrong_arguments(args: list[str], expected: str) -> None:
@@ -72,10 +90,13 @@ def test_wrong_arguments(args: list[str], expected: str) -> None:
         ({"modle": {}}, "unknown option 'modle'; did you mean 'model'?"),
         ({"model": {"samplin": {}}}, "unknown option 'model.samplin'; did you mean 'model.sampling'?"),
         ({"model": {"sampling": {"max_new_tokns": 3}}}, "did you mean 'model.sampling.max_new_tokens'?"),
-        ({"data": {"batch_size": "x"}}, "data.batch_size: expected an integer, got 'x'."),
+        ({"data": {"batch_size": "x"}}, "data.batch_size: expected an integer, got 'x'; set it to such a value"),
         ({"data": {"task": {"class_path": "Gsm8k", "init_args": {"tset": "x"}}}}, "did you mean 'data.task.test'?"),
         ({"model": {"decoders": {"a": {"class_path": "ReFuson"}}}}, "model.decoders.a: expected"),
-        ({"trainer.max_epochs": "x"}, "trainer.max_epochs: expected an integer or null, got 'x'."),
+        (
+            {"trainer.max_epochs": "x"},
+            "trainer.max_epochs: expected an integer or null, got 'x'; set it to such a value.",
+        ),
     ],
 )
 def test_wrong_configs_are_named(config: dict[str, object], expected: str, tmp_path: Path) -> None:

@@ -525,8 +525,11 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             "expected options, which start with --",
         ),
         (["generate"], "ckpt_path: expected a value, got none; give it."),
-        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "known are Additions, Gsm8k, Holes, HumanEval"),
-        (["fit", "--config", QUICKSTART, "--data.task=none.Task"], "got none.Task (no module 'none')."),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, Gsm8k, Holes, HumanEval"),
+        (
+            ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
+            "got none.Task (no module 'none'); install the module",
+        ),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
             '"data.task": Import path json.JSONDecoder does not correspond to a subclass of Task',
@@ -534,7 +537,7 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
         (
             ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],
-            "model.decoders.refusion.slot_size: expected an integer, got 'x'.",
+            "model.decoders.refusion.slot_size: expected an integer, got 'x'; set it to such a value",
         ),
         (
             ["fit", "--config", QUICKSTART, "--model.backbone.attention=up"],
@@ -549,7 +552,7 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "got no.yaml, which does not exist"),
         (
             ["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"],
-            "bfloat16 or float16, got 'fp32'.",
+            "bfloat16 or float16, got 'fp32'; set it to such a value",
         ),
     ],
 )

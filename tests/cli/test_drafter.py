@@ -148,7 +148,7 @@ def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: P
     rows = model.generate(QUERIES, decoder=decoder, max_new_tokens=24)
     *found, refused = [json.loads(line) for line in done.stdout.splitlines()]
     assert found == [[r.token_ids, r.num_forwards] for r in rows]
-    assert "which is another model's" in refused
+    assert "which is another model's; give its own." in refused
     assert [row.token_ids for row in rows] == [
         row.token_ids for row in model.generate(QUERIES, decoder=Autoregressive(), max_new_tokens=24)
     ]

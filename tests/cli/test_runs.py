@@ -116,12 +116,15 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--run_version=../../evil"], "run_version: expected a name inside RUNS_DIR, got '../../evil'"),
         (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
         (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
-        (["--resume=none"], "resume: expected a run's directory (with config.yaml) or a version in"),
+        (["--resume=none"], "got none; give one that exists."),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
         (["--data.task.num_train=-1"], "num_train"),
         (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
-        (["--model.optimizer=Adam", "--model.optimizer.lr=fast"], "model.optimizer.lr: expected a number, got 'fast'."),
+        (
+            ["--model.optimizer=Adam", "--model.optimizer.lr=fast"],
+            "model.optimizer.lr: expected a number, got 'fast'; set",
+        ),
     ],
 )
 def test_a_run_that_cannot_start_leaves_nothing(

@@ -101,11 +101,11 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
     messages = {
         "folder": "output: expected a file in a directory that exists",
-        "twice": "expected each id once, got 'test:test.jsonl:1' 2 times",
+        "twice": "expected each id once, got 'test:test.jsonl:1' 2 times in",
         "unknown": "1 of 1 ids",
-        "fields": "fields.jsonl:1: expected an object with texts 'id' and 'response'",
-        "empty": "got an empty file",
-        "missing": "which does not exist",
+        "fields": "expected an object with texts 'id' and 'response', got '{\"id\": \"test:test.jsonl:1\"}'; correct",
+        "empty": "empty.jsonl; give another",
+        "missing": "no.jsonl (No such file or directory); check the path",
         "same": "output: expected another file",
     }
     for name, arguments in wrong.items():

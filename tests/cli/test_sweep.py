@@ -127,8 +127,8 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
         ("gird: {a: [1]}", "did you mean 'grid'"),
         ("num_samples: 0", "num_samples: expected an integer of at least 1"),
         ("launcher: Locl", "Locl"),
-        ("a: [", "is not YAML"),
-        ("- 1", "expected options by name"),
+        ("a: [", "); correct the file."),
+        ("- 1", "got list; write them as NAME: VALUE."),
     ],
 )
 def test_a_wrong_sweep_file_is_one_line(

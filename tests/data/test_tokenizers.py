@@ -15,6 +15,7 @@ from refusion_lit.data.tokenizers import (
     StoredTokenizer,
     TrainedBPE,
     tokenizer_files,
+    tokenizer_from_files,
 )
 from refusion_lit.modeling.vocabulary import special_tokens_of
 from refusion_lit.tasks import Additions
@@ -200,7 +201,8 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
 
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokenizer files cannot be read"):
-        StoredTokenizer(files={"tokenizer.json": "{"}).build(None)
-    with pytest.raises(ValueError, match="tokenizer files cannot be read"):
-        StoredTokenizer(files={}).build(None)
+    for files in ({"tokenizer.json": "{"}, {}):
+        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; use another"):
+            StoredTokenizer(files=files).build(None)
+    with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt cannot be read"):
+        tokenizer_from_files({}, "a/last.ckpt")

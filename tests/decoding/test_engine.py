@@ -119,16 +119,17 @@ def test_masks_behind_an_end_are_no_unfinished_work() -> None:
 
 
 def test_a_step_without_progress_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"Scripted.step neither committed a token nor advanced .* \(1 of 0\)"):
+    message = r"^decoder: expected Scripted.step to commit a token, .* got neither \(1 of 0\); commit a token"
+    with pytest.raises(ValueError, match=message):
         one(Scripted(script=((), (0,))), 1)
-    with pytest.raises(RuntimeError, match=r"\(0 of 9\)"):
+    with pytest.raises(ValueError, match=r"\(0 of 9\)"):
         one(Scripted(script=((), (0,)), schedule_length=9, advance=0), 1)
 
 
 def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
     script = ((), (0,), (), (1,))
     assert one(Scripted(script=script, schedule_length=2), 2).num_forwards == 4
-    with pytest.raises(RuntimeError, match=r"\(2 of 1\)"):
+    with pytest.raises(ValueError, match=r"\(2 of 1\)"):
         one(Scripted(script=script, schedule_length=1), 2)
 
 

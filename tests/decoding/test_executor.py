@@ -184,8 +184,8 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 
 
 def test_an_unknown_statistic_is_no_statistic() -> None:
-    with pytest.raises(AssertionError, match="unknown statistic variance"):
-        read(random_table(), Draw(sampling=SamplingParams(), statistics=("variance",)), [3])
+    with pytest.raises(ValueError, match=r"^statistics: expected one of margin, .*, got 'variance'; choose"):
+        Draw(sampling=SamplingParams(), statistics=("margin", "variance"))
 
 
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:

@@ -162,6 +162,6 @@ def test_a_stored_tokenizer_asks_nobody_for_trust(with_code: tuple[Path, Path]) 
     config = json.loads(files["tokenizer_config.json"])
     code = {"auto_map": {"AutoTokenizer": [None, "tiny.TinyTokenizer"]}, "tokenizer_class": "TinyTokenizer"}
     files["tokenizer_config.json"] = json.dumps(config | code)
-    with pytest.raises(ValueError, match="the checkpoint's tokenizer files cannot be read"):
+    with pytest.raises(ValueError, match="the tokenizer files in the checkpoint cannot be read"):
         tokenizer_from_files(files)
     assert not with_code[1].exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
+from refusion_lit.utils.files import atomic_writer, read_json, read_text, write_atomically, write_json_atomically
 
 
 @pytest.mark.parametrize("content", ["zwölf\n", b"\x00\xff"])
@@ -33,6 +33,26 @@ def test_a_file_without_json_reads_as_none(tmp_path: Path, content: bytes | None
         (tmp_path / "x.json").write_bytes(content)
     assert read_json(tmp_path / "x.json") is None
     assert read_json(tmp_path) is None
+
+
+def test_text_has_no_byte_order_mark_and_one_kind_of_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes("\ufeffzwölf\r\nb\rc\n".encode())
+    assert read_text(path, "prompts") == "zwölf\nb\nc\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("latin", r"prompts: .*latin is not UTF-8 text \(.*\); convert it\."),
+        ("none", r"prompts: expected a list, got .*none \(No such file or directory\); check the path\."),
+        (".", r"prompts: expected a list, got .* \(Is a directory\); check the path\."),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        read_text(tmp_path / name, "prompts", "a list")
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])

@@ -33,6 +33,16 @@ def test_a_value_below_its_minimum_is_refused(value: Any, minimum: float, messag
         require_at_least("n", value, minimum)
 
 
+def test_a_word_may_stand_for_a_number() -> None:
+    for value in ("measure", 0, 7):
+        require_at_least("n", value, 0, "measure")
+    values: tuple[Any, ...] = ("mesure", -1, 0.5, True, None)
+    for value in values:
+        message = f"n: expected measure or an integer of at least 0, got {value!r}; set n to 0 or more, or to measure."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            require_at_least("n", value, 0, "measure")
+
+
 def test_probabilities_and_choices() -> None:
     for value in (0, 0.5, 1):
         require_probability("p", value)

@@ -97,7 +97,7 @@ def load_checkpoint(
     """
     checkpoint = read_checkpoint(path)
     metadata = CheckpointMetadata.from_checkpoint(checkpoint, path)
-    tokenizer = tokenizer_from_files(metadata.tokenizer_files)
+    tokenizer = tokenizer_from_files(metadata.tokenizer_files, path)
     backbone = _rebuilt(metadata, tokenizer, options)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})

@@ -66,7 +66,9 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
             distributed_checkpoint.load({"state_dict": tensors}, checkpoint_id=str(path), no_dist=True)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
-        raise ValueError(f"ckpt_path: the pieces in {path} cannot be put together ({reason}).") from error
+        raise ValueError(
+            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give another checkpoint."
+        ) from error
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import Generation, GenerationCallback, check_model, check_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ def write_answers(options: Namespace) -> None:
     _check_output(options)
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requests:
-        raise ValueError(f"prompts: expected at least one prompt, got an empty file {options.prompts}.")
+        raise ValueError(
+            f"prompts: expected at least one prompt, got an empty file {options.prompts}; write one on each line."
+        )
     for request in requests:
         if not request.prompt:
-            raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt.")
+            raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt; fill it in or remove it.")
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
     sampling = sampling_of(options)
@@ -187,15 +189,10 @@ def read_prompts(source: str) -> Iterator[_Request]:
     Raises:
         ValueError: If the file is missing or a line is malformed.
     """
-    path = Path(source)
-    if source != "-" and not path.is_file():
-        raise ValueError(f"prompts: expected a file, got {source}, which is none; check the path.")
-    content = sys.stdin.buffer.read() if source == "-" else path.read_bytes()
-    try:
-        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()  # with \n for other line ends
-    except UnicodeDecodeError as error:
-        name = "standard input" if source == "-" else source
-        raise ValueError(f"prompts: {name} is not UTF-8 text ({error.reason}); convert it.") from error
+    if source == "-":
+        text = decoded_text(sys.stdin.buffer.read(), "standard input", "prompts")
+    else:
+        text = read_text(source, "prompts")
     lines = text.split("\n")  # other line separators (U+2028, say) are characters of a prompt
     is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
     for number, line in enumerate(lines, start=1):
@@ -208,9 +205,11 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}).") from error
+        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}); correct the line.") from error
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
-        raise ValueError(f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}.")
+        raise ValueError(
+            f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}; correct the line."
+        )
     reference, template = values.get("reference"), values.get("template")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")

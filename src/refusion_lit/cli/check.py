@@ -5,6 +5,7 @@ Values are checked loosely: whatever the command's own parser could accept passe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,7 +109,10 @@ class _Checker:
             word = waiting.pop(0)
             if not word.startswith("--") and word != "-c":
                 if not positional:
-                    raise ValueError(f"expected options, which start with -- as in --config FILE, got {word!r}.")
+                    raise ValueError(
+                        f"expected options, which start with -- as in --config FILE, got {word!r}; remove it or write "
+                        "--NAME before it."
+                    )
                 yield positional[0], word
                 continue
             name, equals, value = word.partition("=")
@@ -158,7 +162,9 @@ class _Checker:
         if "component" not in option.kinds:
             if {"any", "dict"} & {*option.kinds}:
                 return _UNCHECKED
-            raise ValueError(f"{where}unknown option {'.'.join([name, *rest])!r}: {name} has no options of its own.")
+            raise ValueError(
+                f"{where}unknown option {'.'.join([name, *rest])!r}: {name} has no options of its own; remove it."
+            )
         if rest[0] in ("class_path", "dict_kwargs"):
             return _UNCHECKED
         rest = rest[1:] if rest[0] == "init_args" else rest
@@ -194,12 +200,14 @@ class _Checker:
         elif not _takes(option, value):
             words = [*dict.fromkeys(map(str, option.choices)), *(_WORDS[kind] for kind in option.kinds)]
             expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-            raise ValueError(f"{where}{name}: expected {expected}, got {value!r}.")
+            raise ValueError(f"{where}{name}: expected {expected}, got {value!r}; {_fix(option)}.")
 
     def _component(self, name: str, option: Option, value: Any, where: str) -> None:  # noqa: ANN401
         if isinstance(value, str) and value.endswith((".yaml", ".yml")):
             if not Path(value).is_file():
-                raise ValueError(f"{where}{name}: expected a class or a YAML file, got {value}, which does not exist.")
+                raise ValueError(
+                    f"{where}{name}: expected a class or a YAML file, got {value}, which does not exist; correct it."
+                )
             self._check(name, option, read_yaml(Path(value), name), f"{value}: ")
             return
         if isinstance(value, str):
@@ -219,12 +227,15 @@ class _Checker:
         if (cls in known and package.partition(".")[0] in ("", "refusion_lit")) or "str" in option.kinds or not known:
             return
         if not package:
-            suggestion = nearest(cls, known) or f"; known are {', '.join(known)}"
+            suggestion = nearest(cls, known) or f"; choose one of {', '.join(known)}"
             raise ValueError(f"{where}{name}: expected {_WORDS['component']}, got {path!r}{suggestion}")
         self._classes[name] = path  # somebody else's, of which nothing is known
         if find_spec(package.partition(".")[0]) is None:
             top = package.partition(".")[0]
-            raise ValueError(f"{where}{name}: expected a class that can be imported, got {path} (no module {top!r}).")
+            raise ValueError(
+                f"{where}{name}: expected a class that can be imported, got {path} (no module {top!r}); install the "
+                "module or correct its name."
+            )
 
 
 def _loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
@@ -233,6 +244,14 @@ def _loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
         return yaml.safe_load(value) if value.strip() else value
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return value
+
+
+def _fix(option: Option) -> str:
+    """Return what to do about a wrong value, with the default as the example of a right one."""
+    default = option.default
+    if default in (None, "") or not isinstance(default, str | int | float) or not _takes(option, default):
+        return "set it to such a value"
+    return f"set it to such a value, for example {json.dumps(default)} (the default)"
 
 
 def _takes(option: Option, value: Any) -> bool:  # noqa: ANN401

@@ -37,8 +37,10 @@ def with_component_files(args: Sequence[str], group: str) -> list[str]:
 
 def _read_component(path: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist.")
+        raise ValueError(f"{name}: expected the YAML file of a component, got {path}, which does not exist; check it.")
     values = read_yaml(path, name)
     if "class_path" not in values:
-        raise ValueError(f"{name}: expected a component (class_path and init_args) in {path}, got something else.")
+        raise ValueError(
+            f"{name}: expected a component (class_path and init_args) in {path}, got something else; add class_path."
+        )
     return values

@@ -126,7 +126,10 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
     version = resume or known.get("run_version")
     if resume and not (folder / resume).is_dir():
-        raise ValueError(f"resume: expected a run's directory (with {CONFIG}) or a version in {folder}, got {resume}.")
+        raise ValueError(
+            f"resume: expected a run's directory (with {CONFIG}) or a version in {folder}, got {resume}; "
+            "give one that exists."
+        )
     if version is None:
         runs = [path.parent for path in folder.glob(f"*/{CONFIG}")]
         version = max(runs, key=lambda path: path.stat().st_mtime_ns).name if runs else None

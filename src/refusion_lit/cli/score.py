@@ -17,6 +17,7 @@ from refusion_lit.evaluation.predictions import check_writable, write_prediction
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
+from refusion_lit.utils.files import read_text
 from refusion_lit.utils.fingerprint import read_fingerprint
 
 _LONGEST_SHOWN = 80
@@ -85,14 +86,8 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it is missing or empty, or a line has no id and response.
     """
-    if not path.is_file():
-        raise ValueError(f"predictions: expected a file, got {path}, which does not exist; check the path.")
     lines = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"predictions: {path} is not UTF-8 text ({error.reason}); convert it.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "predictions").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -100,10 +95,13 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"predictions: {path}:{number} is not JSON ({error}); remove or mend the line.") from error
         if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("id", "response")):
-            raise ValueError(f"predictions: {path}:{number}: expected an object with texts 'id' and 'response'.")
+            raise ValueError(
+                f"predictions: {path}:{number}: expected an object with texts 'id' and 'response', got {line[:80]!r}; "
+                "correct the line."
+            )
         lines.append(values)
     if not lines:
-        raise ValueError(f"predictions: expected at least one prediction, got an empty file {path}.")
+        raise ValueError(f"predictions: expected at least one prediction, got an empty file {path}; give another.")
     return lines
 
 
@@ -142,7 +140,9 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
         )
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     if count > 1 and not repeated:
-        raise ValueError(f"predictions: expected each id once, got {identity!r} {count} times in {source}.")
+        raise ValueError(
+            f"predictions: expected each id once, got {identity!r} {count} times in {source}; keep one line for each."
+        )
 
 
 def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:

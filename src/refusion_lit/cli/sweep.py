@@ -121,7 +121,7 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         ValueError: If it is missing or wrong.
     """
     if not file.is_file():
-        raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist.")
+        raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist; check it.")
     parser = OneLineParser(prog="refusion-lit sweep")
     parser.add_class_arguments(Sweep, "sweep")
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.types import Example, Prompt
+from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS, MAX_GAP = 64, 1_000_000
@@ -89,12 +89,7 @@ def read_template(path: str) -> str:
     Raises:
         ValueError: If the file is missing or not UTF-8.
     """
-    file = Path(path)
-    require(file.is_file(), "template", "a file", path, "check the path")
-    try:
-        return file.read_text(encoding="utf-8-sig").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"template: {path} is not UTF-8 text ({error.reason}); convert it.") from error
+    return read_text(path, "template").removesuffix("\n")
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -228,8 +228,12 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
-def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
+def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkpoint") -> PreTrainedTokenizerBase:
     """Rebuild a tokenizer from the contents of its files.
+
+    Args:
+        files: Contents by name.
+        source: The checkpoint that holds them, for messages.
 
     Raises:
         ValueError: If the files are not a tokenizer's.
@@ -242,7 +246,7 @@ def tokenizer_from_files(files: dict[str, str]) -> PreTrainedTokenizerBase:
             return _without_truncation(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                "tokenizer: the checkpoint's tokenizer files cannot be read; it may be damaged."
+                f"tokenizer: the tokenizer files in {source} cannot be read; use another checkpoint."
             ) from error
 
 

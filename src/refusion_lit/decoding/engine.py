@@ -203,9 +203,11 @@ class _Run:
             if state.num_committed > committed or state.finished:
                 continue
             if not scheduled < state.schedule_step <= state.schedule_length:
-                raise RuntimeError(
-                    f"{type(self.decoder).__name__}.step neither committed a token nor advanced its schedule "
-                    f"({state.schedule_step} of {state.schedule_length})"
+                raise ValueError(
+                    f"decoder: expected {type(self.decoder).__name__}.step to commit a token, or to advance "
+                    f"schedule_step within schedule_length, got neither ({state.schedule_step} of "
+                    f"{state.schedule_length}); commit a token in every step, set schedule_length in begin and advance "
+                    "schedule_step up to it, or set finished at the end."
                 )
 
     def _schedule(self, rows: Sequence[_InFlight]) -> list[_InFlight]:

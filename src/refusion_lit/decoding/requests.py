@@ -12,9 +12,12 @@ from itertools import accumulate
 from typing import Literal, TypeVar
 
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_choice
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
+
+_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy", "kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,11 @@ class Draw:
     top_p_first: bool = False
     confidence_dtype: str | None = None
     with_probability: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse unknown statistics; a draw is made for each forward, so one without statistics checks nothing."""
+        for name in self.statistics:
+            require_choice("statistics", name, _STATISTICS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,10 +145,9 @@ def draft_statistics(
             values.append((lowered(logits, dtype or "float64").softmax(-1) * is_kept).sum(-1))
         elif name == "filtered":
             values.append(probability.gather(-1, tokens[:, None])[:, 0])
-        elif name == "entropy":
-            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
         else:
-            raise AssertionError(f"unknown statistic {name}")
+            assert name == "entropy", "Draw refuses other names"
+            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
     return torch.stack(values)
 
 

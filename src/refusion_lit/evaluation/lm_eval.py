@@ -20,6 +20,7 @@ from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
@@ -70,8 +71,7 @@ class RefusionLitModel(LM):
         left = {name: value for name, value in unused.items() if name != "max_batch_size" and value is not None}
         if left:
             raise ValueError(f"model_args: expected options of refusion_lit, got {', '.join(left)}; remove them.")
-        if likelihood not in get_args(Likelihood):
-            raise ValueError(f"likelihood: expected one of {', '.join(get_args(Likelihood))}, got {likelihood!r}.")
+        require_choice("likelihood", likelihood, get_args(Likelihood))
         if not str(batch_size).isdigit() or min(int(batch_size), num_draws) < 1:
             raise ValueError(
                 f"batch_size, num_draws: expected integers of at least 1, got {batch_size!r}, {num_draws}; change them."

@@ -48,7 +48,8 @@ def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     try:
         config = AutoConfig.for_model(**(defaults | dict(options)))
     except Exception as error:  # transformers' checks raise errors of their own
-        raise ValueError(f"backbone.config: expected options that fit together, got {_last_line(error)}.") from error
+        got = _last_line(error)
+        raise ValueError(f"backbone.config: expected options that fit together, got {got}; change them.") from error
     _check_sizes(config, "backbone.config")
     return config
 

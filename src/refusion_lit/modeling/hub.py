@@ -30,7 +30,9 @@ def check_source(source: str, option: str) -> None:
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{option}: {config} is not JSON ({reason_of(error)}); fetch it again.") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{option}: expected options by name in {config}, got {type(values).__name__}.")
+            raise ValueError(
+                f"{option}: expected options by name in {config}, got {type(values).__name__}; fetch it again."
+            )
     elif not Path(source).exists():
         _check_hub(source, option)
 

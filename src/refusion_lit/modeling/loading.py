@@ -236,7 +236,10 @@ def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
         require(isinstance(values, dict), "refusion_lit", "traits by name", values, "remove it")
         return ModelTraits.from_dict(values)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"backbone.source: refusion_lit in the config of {source}: {reason_of(error)}") from error
+        reason = reason_of(error).removesuffix(".")
+        raise ValueError(
+            f"backbone.source: refusion_lit in the config of {source} cannot be read ({reason}); correct or remove it."
+        ) from error
 
 
 @contextmanager

@@ -222,7 +222,9 @@ def _read_test(directory: Path) -> dict[str, Any]:
     path = directory / RESULTS
     results = read_results(path)
     if results is None:
-        raise ValueError(f"results: expected the results of `refusion-lit test` in {path}, got another file.")
+        raise ValueError(
+            f"results: expected the results of `refusion-lit test` in {path}, got another file; test the model again."
+        )
     return results
 
 

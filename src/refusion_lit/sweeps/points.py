@@ -83,7 +83,10 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
             scope, _, rest = name.partition(".")
             if scope in ("fit", "test"):
                 if scope not in sweep.subcommands:
-                    raise ValueError(f"{name}: expected a subcommand of this sweep ({sweep.subcommands}).")
+                    raise ValueError(
+                        f"{name}: expected a subcommand of this sweep ({sweep.subcommands}), got {scope}; remove the "
+                        "option or add the subcommand."
+                    )
                 if scope != subcommand:
                     continue
                 name = rest
@@ -135,10 +138,12 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
                 node[part] = {"class_path": node[part]}
             node = node[part]
         if not isinstance(node, (dict, list)):
-            raise ValueError(f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}.")
+            raise ValueError(
+                f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}; correct the name."
+            )
     node = _init_args(node, leaf)
     if not isinstance(node, dict):
-        raise ValueError(f"{name}: expected an option of a group, got an entry of a list.")
+        raise ValueError(f"{name}: expected an option of a group, got an entry of a list; set the whole list.")
     if leaf == "class_path" and node.get("class_path") != value:
         node.pop("init_args", None)
     node[leaf] = value

@@ -175,10 +175,15 @@ def _from_messages(row: Row, identity: str, name: str) -> Example:
         for turn in turns
     )
     if not is_valid:
-        raise ValueError(f"{row.location}: expected a list of turns with role and content in field {name!r}.")
+        raise ValueError(
+            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {turns!r:.80}; "
+            "correct the field."
+        )
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
     if last == 0 or not turns[last]["content"].strip():
-        raise ValueError(f"{row.location}: expected an assistant turn with text after another turn.")
+        raise ValueError(
+            f"{row.location}: expected an assistant turn with text after another turn, got none; add one to {name!r}."
+        )
     for turn in turns[: last + 1]:
         unicode_text(row, name, turn["role"] + turn["content"])
     before = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns[:last])

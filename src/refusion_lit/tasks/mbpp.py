@@ -39,9 +39,11 @@ class Mbpp(CodeTask):
         assert row.values is not None
         number, tests = row.values.get("task_id"), row.values.get("test_list")
         if not isinstance(number, int):
-            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}.")
+            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; correct it.")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-            raise ValueError(f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}.")
+            raise ValueError(
+                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; correct it."
+            )
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
         query = self._protocol.query(self.template, {"text": text, "tests": "\n".join(tests)})

@@ -74,7 +74,7 @@ def read_rows(file: str) -> Iterator[Row]:
         is_empty = False
         yield row
     if is_empty:
-        raise ValueError(f"{file}: expected at least one sample, got an empty file.")
+        raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
 
 
 def text_field(row: Row, field: str) -> str:
@@ -86,11 +86,12 @@ def text_field(row: Row, field: str) -> str:
     assert row.values is not None
     if field not in row.values:
         close = get_close_matches(field, list(row.values), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, row.values)) or 'none'}."
+        names = ", ".join(map(repr, row.values)) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or rename one."
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
     value = row.values[field]
     if not isinstance(value, str):
-        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}.")
+        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; correct it.")
     return unicode_text(row, field, value)
 
 
@@ -119,7 +120,7 @@ def _read_text(path: Path) -> str:
             f"{path}:{line}: expected UTF-8 text, got another encoding ({error.reason}); convert it."
         ) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read ({error}).") from error
+        raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
 
 
 def _read_json_lines(file: str, text: str) -> Iterator[Row]:
@@ -143,7 +144,7 @@ def _read_json_list(file: str, text: str) -> Iterator[Row]:
         line = getattr(error, "lineno", 1)
         raise ValueError(f"{file}:{line}: broken JSON ({error}); if it is JSONL, rename it to .jsonl.") from error
     if not isinstance(values, list):
-        raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}.")
+        raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
     for number, (value, line) in enumerate(zip(values, _start_lines(text), strict=False), start=1):
         yield _row(file, number, value, line)
 
@@ -171,7 +172,7 @@ def _read_parquet(file: str) -> Iterator[Row]:
         rows = parquet.read_table(file).to_pylist()
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{file}: expected a Parquet file, got something else ({reason}).") from error
+        raise ValueError(f"{file}: expected a Parquet file, got something else ({reason}); fetch it again.") from error
     for number, values in enumerate(rows, start=1):
         yield Row(file, number, values)
 

@@ -281,7 +281,7 @@ class SlotDiffusionModule(ValidationHooks):
             try:
                 optimizer = self.optimizer_callable(groups)
             except (ValueError, TypeError) as error:  # torch names no option
-                raise ValueError(f"model.optimizer: {error}.") from error
+                raise ValueError(f"model.optimizer: {error}; change its options.") from error
         if not isinstance(self.trainer.strategy, DeepSpeedStrategy):  # which keeps float32 master weights
             warn_of_lost_updates(optimizer)
         if self.scheduler_callable is not None:

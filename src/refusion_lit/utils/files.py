@@ -1,7 +1,8 @@
-"""Files: atomic writes (a reader sees the old file or the new one, never a part of either) and tolerant JSON reads."""
+"""Files: atomic writes (a reader sees the old file or the new one, never a part of either), reads of text and JSON."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -104,6 +105,32 @@ def write_json_atomically(path: str | Path, values: Any) -> None:  # noqa: ANN40
         OSError: If the file cannot be written.
     """
     write_atomically(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
+    """Return the text of a UTF-8 file that a user named, without its byte order mark and with line feeds.
+
+    Args:
+        path: The file.
+        option: The option that names it, for messages.
+        expected: The kind of file in words, for messages.
+
+    Raises:
+        ValueError: If it cannot be read or is not UTF-8.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{option}: expected {expected}, got {path} ({error.strerror}); check the path.") from error
+    return decoded_text(content, str(path), option)
+
+
+def decoded_text(content: bytes, source: str, option: str) -> str:
+    """Decode UTF-8 text like :func:`read_text`, from bytes that ``source`` gave."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option}: {source} is not UTF-8 text ({error.reason}); convert it.") from error
 
 
 def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value

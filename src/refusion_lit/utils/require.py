@@ -28,11 +28,17 @@ def is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def require_at_least(option: str, value: float, minimum: float) -> None:
-    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
+def require_at_least(option: str, value: float | str, minimum: float, word: str | None = None) -> None:
+    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options.
+
+    ``word`` is a text that the option takes besides, such as ``measure``.
+    """
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
-    holds = is_number(value, kind) and value >= minimum
-    require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
+    holds = is_number(value, kind) and not isinstance(value, str) and value >= minimum
+    expected, fix = f"{name} of at least {minimum}", f"set {option} to {minimum} or more"
+    if word is not None:
+        holds, expected, fix = holds or value == word, f"{word} or {expected}", f"{fix}, or to {word}"
+    require(holds, option, expected, value, fix)
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:

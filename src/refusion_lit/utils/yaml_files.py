@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from refusion_lit.utils.files import read_text
+
 Options = dict[str, Any]
 
 
@@ -23,19 +25,18 @@ def read_yaml(path: Path, option: str) -> Options:
     Raises:
         ValueError: If it is missing, no YAML, or holds something else.
     """
+    text = read_text(path, option, "a YAML file")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"{option}: expected a YAML file, got {path} ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option}: {path} is not UTF-8 text ({error.reason}); convert it.") from error
+        values = yaml.safe_load(text)
     # What PyYAML raises for numbers and dates that are none (!!int x, 2001-99-99) is not its own error.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{option}: {path} is not YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
     if values is None:
         raise ValueError(f"{option}: expected options by name in {path}, got an empty file; leave it out.")
     if not isinstance(values, dict):
-        raise ValueError(f"{option}: expected options by name in {path}, got {type(values).__name__}.")
+        got = type(values).__name__
+        raise ValueError(f"{option}: expected options by name in {path}, got {got}; write them as NAME: VALUE.")
     _check_plain(values, f"{option}: {path}", ())
     return values
 

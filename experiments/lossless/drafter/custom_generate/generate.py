@@ -58,7 +58,9 @@ class _Drafter:
         options, digest = description["options"], description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
         if digest is not None and not is_rounded and digest != _digest(model):
-            raise ValueError(f"draft: expected a drafter of this model, got {directory}, which is another model's.")
+            raise ValueError(
+                f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
+            )
         weights = {
             name: one.to(model.device, model.dtype)
             for name, one in load_file(directory / "drafter.safetensors").items()
@@ -71,7 +73,9 @@ class _Drafter:
         ]
         if 2 * len(self.hooks) + 1 != len(weights):
             self.detach()
-            raise ValueError(f"draft: expected a drafter of this model, got {directory}, whose layers are others.")
+            raise ValueError(
+                f"draft: expected a drafter of this model, got {directory}, whose layers are others; give its own."
+            )
 
     def hook(self, down: torch.Tensor, up: torch.Tensor) -> Any:
         def add(_module: Any, inputs: Any, output: torch.Tensor) -> None:

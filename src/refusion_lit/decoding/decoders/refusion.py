@@ -78,8 +78,7 @@ class ReFusion(Decoder):
         require_at_least("slot_size", self.slot_size, 1)
         if self.num_serial_blocks is not None:
             require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
-        if self.forward_cost != "measure":
-            require_at_least("forward_cost", self.forward_cost, 0)
+        require_at_least("forward_cost", self.forward_cost, 0, "measure")
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))

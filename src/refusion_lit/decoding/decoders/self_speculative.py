@@ -83,8 +83,7 @@ class SelfSpeculative(Decoder):
         if self.slot_size is not None:
             require_at_least("slot_size", self.slot_size, 1)
         require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
-        if self.forward_cost != "measure":
-            require_at_least("forward_cost", self.forward_cost, 0)
+        require_at_least("forward_cost", self.forward_cost, 0, "measure")
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: next-token predictions, or, with ``slot_size``, those of the hybrid objective."""
