@@ -279,7 +279,7 @@ def test_one_simulation_without_exploration_is_the_order_of_certainty(
         ({"num_simulations": 0}, 8, "num_simulations: expected an integer of at least 1"),
         ({"horizon": 0}, 8, "horizon"),
         ({"exploration": -0.1}, 8, "exploration"),
-        ({"prior_temperature": 0.0}, 8, "prior_temperature: expected a positive number"),
+        ({"prior_temperature": 0.0}, 8, r"prior_temperature: expected a number in \(0, inf\)"),
         ({"immediate_weight": 1.5}, 8, "immediate_weight"),
         ({"num_serial_blocks": 3}, 8, "num_serial_blocks: expected at most 1"),
     ],
