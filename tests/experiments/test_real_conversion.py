@@ -38,7 +38,7 @@ def test_the_table_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> No
 
     sys.modules.pop("table")
     expected = table.markdown(table.read_results())
-    assert expected.count("\n") == 9
+    assert expected.count("\n") == 13
     assert (FOLDER / "table.md").read_text() == expected
     assert expected in (FOLDER / "README.md").read_text(), "put in table.md"
 
