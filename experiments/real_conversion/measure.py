@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import yaml
 
 import refusion_lit
 from refusion_lit import decoding
@@ -23,8 +24,14 @@ from refusion_lit.reports.intervals import Bootstrap, Interval
 from refusion_lit.tasks.gsm8k import count_annotations, extract_answer
 from refusion_lit.types import Prompt, SamplingParams
 
+HERE = Path(__file__).parent
 GENERATE = "transformers.generate"
 Line = dict[str, Any]
+
+
+def decoders_of(name: str) -> dict[str, Any]:
+    """Return the decoders in a training's config, in order."""
+    return yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))["model"]["decoders"]
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import GENERATE, answer_figures, losses, made, perplexity, read_lines, timed, write
+from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, read_lines, timed, write
 
 import refusion_lit
 from refusion_lit.reports.environment import environment
@@ -32,9 +32,8 @@ def collect(work: Path, names: Sequence[str], output: Path, *, judge_dir: Path, 
     """
     torch.set_num_threads(1)
     trainings = {name: training(name, work) for name in names if (work / f"{name}_plan.json").exists()}
-    decoded = [name for name in trainings if (work / "runs" / name / "test" / "decoded.json").exists()]
-    is_judged = (judge_dir / "runs" / JUDGE / "test" / "decoded.json").exists()
-    judge = _loaded(JUDGE, judge_dir, device) if is_judged else None
+    decoded = [name for name in trainings if _tests(name, work)]
+    judge = _loaded(JUDGE, judge_dir, device) if _tests(JUDGE, judge_dir) else None
     for name in decoded:
         trainings[name]["decoders"] = _decoders(name, work, judge)
         trainings[name]["followed"] = _followed(name, work, judge)
@@ -65,15 +64,20 @@ def training(name: str, work: Path) -> dict[str, Any]:
     return result
 
 
+def _tests(name: str, work: Path) -> dict[str, Path]:
+    """Return the finished test of each decoder on the last weights."""
+    runs = {decoder: work / "runs" / name / f"test_{decoder}" for decoder in decoders_of(name)}
+    return {decoder: run for decoder, run in runs.items() if (run / "decoded.json").exists()}
+
+
 def _decoders(name: str, work: Path, judge: refusion_lit.TextModel | None) -> dict[str, Any]:
     """Return the figures of each decoder on the last weights."""
-    test = work / "runs" / name / "test"
-    found = json.loads((test / "results.json").read_text())
     result = {}
-    for decoder, counted in found["results"].items():
+    for decoder, test in _tests(name, work).items():
+        found = json.loads((test / "results.json").read_text())
         lines = read_lines(test / f"predictions_{decoder}.jsonl")
         figures = answer_figures(lines)
-        figures["positions_per_token"] = round(counted["positions_per_token"], 2)
+        figures["positions_per_token"] = round(found["results"][decoder]["positions_per_token"], 2)
         if judge is not None:
             figures["perplexity"] = round(perplexity(lines, judge, work / "perplexity" / f"{name}_{decoder}.json"), 3)
         result[decoder] = {"decoder": found["decoders"][decoder], **figures}
@@ -83,12 +87,12 @@ def _decoders(name: str, work: Path, judge: refusion_lit.TextModel | None) -> di
 def _followed(name: str, work: Path, judge: refusion_lit.TextModel | None) -> dict[str, Any]:
     """Return the figures of the first decoder over the training, by step, on the problems that all steps have."""
     folder, result = work / "runs" / name, {}
-    first = next(iter(json.loads((folder / "test" / "results.json").read_text())["results"]))
+    first, test = next(iter(_tests(name, work).items()))
     at = {int(run.name.removeprefix("step_")): run for run in folder.glob("step_*") if (run / "decoded.json").exists()}
     files = {step: run / "predictions.jsonl" for step, run in sorted(at.items())}
     num = min((len(read_lines(file)) for file in files.values()), default=0)
     plan = json.loads((work / f"{name}_plan.json").read_text())
-    files[plan["num_steps"]] = folder / "test" / f"predictions_{first}.jsonl"
+    files[plan["num_steps"]] = test / f"predictions_{first}.jsonl"
     for step, file in files.items() if num else ():
         lines = read_lines(file)[:num]
         result[str(step)] = {"decoder": first, **answer_figures(lines)}
@@ -113,8 +117,8 @@ def _references(work: Path, judge: refusion_lit.TextModel) -> dict[str, Any]:
 
 def _predictions(judge_dir: Path) -> list[dict[str, Any]]:
     """Return the next-token model's answers."""
-    (file,) = (judge_dir / "runs" / JUDGE / "test").glob("predictions_*.jsonl")
-    return read_lines(file)
+    ((decoder, test),) = _tests(JUDGE, judge_dir).items()
+    return read_lines(test / f"predictions_{decoder}.jsonl")
 
 
 def _speed(
@@ -123,9 +127,10 @@ def _speed(
     """Return tokens a second of all decoders beside ``generate``; measured again when there are other ones."""
     kept, decoders, length = work / "speed.json", {}, 0
     for name in names:
-        found = json.loads((work / "runs" / name / "test" / "results.json").read_text())
-        length = found["sampling"]["max_new_tokens"]
-        decoders |= {f"{name}/{decoder}": (name, values) for decoder, values in found["decoders"].items()}
+        for decoder, test in _tests(name, work).items():
+            found = json.loads((test / "results.json").read_text())
+            length = found["sampling"]["max_new_tokens"]
+            decoders[f"{name}/{decoder}"] = name, found["decoders"][decoder]
     if kept.exists() and json.loads(kept.read_text())["rows"].keys() == {GENERATE, *decoders}:
         return json.loads(kept.read_text())
     models = {name: judge if name == JUDGE else _loaded(name, work, device) for name in names}

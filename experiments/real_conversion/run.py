@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from measure import write
+from measure import decoders_of, write
 from results import collect
 
 HERE = Path(__file__).parent
@@ -139,12 +139,17 @@ def weights(name: str, work: Path) -> list[tuple[int, Path]]:
 
 
 def decode(name: str, shared: list[str], work: Path) -> None:
-    """Decode the test problems with all decoders on the last weights, and some with the first decoder on the others."""
+    """Decode the test problems on the last weights, a run for each decoder, and some with the first one on the others.
+
+    A decoder that is added to a config later is decoded by the same command.
+    """
     if not (work / f"{name}_trained.json").exists():
         return
     *earlier, (_, last) = weights(name, work)
     shared = [*shared, "--trainer.precision", "bf16-true"]
-    _decoded("test", [*shared, "--ckpt_path", str(last)], work / "runs" / name / "test")
+    for decoder, described in decoders_of(name).items():
+        only = ["--model.decoders", json.dumps({decoder: described})]
+        _decoded("test", [*shared, *only, "--ckpt_path", str(last)], work / "runs" / name / f"test_{decoder}")
     for step, path in earlier:
         few = ["--ckpt_path", str(path), "--data.max_eval_prompts", str(NUM_FOLLOWED)]
         _decoded("predict", [*shared, *few], work / "runs" / name / f"step_{step}")

@@ -81,8 +81,9 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
         run.main()
     monkeypatch.setattr(run, "PARTS", everything)
     run.main()
-    tests = ["test", "predict"]
-    assert [command for command, *_ in commands] == ["fit", "fit", *tests, "fit", *tests]
+    kinds = [command for command, *_ in commands]
+    assert kinds == ["fit", "fit", "test", "predict", "fit", "test", "test", "predict"]  # a test for each decoder
+    assert [len(list(run.glob("predictions_*.jsonl"))) for run in work.glob("runs/*/test_*")] == [1, 1, 1]
     fit = work / "runs" / "hybrid" / "fit"  # resumed at its last step, so nothing was left to log
     assert (fit / "metrics_before_1.csv").is_file()
     assert not (fit / "metrics.csv").exists()

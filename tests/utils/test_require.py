@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.utils.require import require, require_at_least, require_between, require_choice, require_probability
+from refusion_lit.utils.require import (
+    require,
+    require_at_least,
+    require_between,
+    require_choice,
+    require_number,
+    require_probability,
+)
 
 
 def test_the_error_names_option_expectation_value_and_fix() -> None:
@@ -41,6 +48,24 @@ def test_a_word_may_stand_for_a_number() -> None:
         message = f"n: expected measure or an integer of at least 0, got {value!r}; set n to 0 or more, or to measure."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             require_at_least("n", value, 0, "measure")
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("(0, 1]", (1e-9, 1, 1.0), (0, -1, 1.001, float("nan"), "a", True, None)),
+        ("[0, 1)", (0, 0.999), (1, -1e-9)),
+        ("(0, inf)", (1e-9, 1e300), (0, float("inf"))),
+        ("[-inf, inf]", (float("-inf"), float("inf")), (float("nan"),)),
+    ],
+)
+def test_an_interval_is_open_or_closed_at_each_end(interval: str, inside: Any, outside: Any) -> None:
+    for value in inside:
+        require_number("n", value, interval)
+    for value in outside:
+        message = f"n: expected a number in {interval}, got {value!r}; set it in that range."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            require_number("n", value, interval)
 
 
 def test_probabilities_and_choices() -> None:
