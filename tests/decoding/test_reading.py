@@ -14,9 +14,11 @@ from torch import Tensor
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.decoding import reading as reading_module
+from refusion_lit.decoding.proposals import Proposal
 from refusion_lit.decoding.reading import LogitReader, Read
 from refusion_lit.decoding.requests import Draw, Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import stable_key
 
 GREEDY = Draw(sampling=SamplingParams())
 SILENT = Draw(sampling=SamplingParams(), with_probability=False)
@@ -141,3 +143,40 @@ def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw)
     reading = Reading()
     LogitReader(model).read(torch.zeros(1, 1, dtype=torch.long), [Read(reading, replace(how, forbidden=(0,)), [0])])
     assert reading.tokens == [1]
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 9999), chunk=st.integers(1, 60), proposes=st.booleans())
+def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
+    seed: int, chunk: int, proposes: bool
+) -> None:
+    generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+    model = TableModel(3 * torch.randn(9, VOCAB, generator=generator, dtype=torch.float64))
+    draw = Draw(sampling=SamplingParams(temperature=2.0, top_k=5), proposes=proposes)
+
+    def read(number: int) -> Read:
+        chosen = random.Random(seed + number)
+        size = chosen.randint(1, 4)
+        shares = torch.rand(size, VOCAB, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        proposals = [Proposal(chosen.randrange(VOCAB), row) if chosen.random() < 0.7 else None
+                     for row in shares / shares.sum(-1, keepdim=True)]  # fmt: skip
+        keys = [stable_key("read", number, place) for place in range(size)]
+        index = [chosen.randrange(9) for _ in range(size)]
+        return Read(Reading(), draw, index, noise_keys=keys, proposals=proposals if number % 3 else ())
+
+    hidden, numbers = torch.arange(9)[:, None], range(chance.randint(2, 6))
+    together, alone = ([read(number) for number in numbers] for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_module, "_MAX_LOGITS", chunk * VOCAB)
+        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk * 3)
+        LogitReader(model).read(hidden, together)
+    for one in alone:
+        LogitReader(model).read(hidden, [one])
+    for one, other in zip(together, alone, strict=True):
+        assert one.reading.tokens == other.reading.tokens
+        assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])
+        for row, proposal, same in zip(one.index, one.reading.proposals, other.reading.proposals, strict=False):
+            assert torch.equal(proposal.probabilities, same.probabilities)
+            allowed = model.table[row].index_fill(0, torch.tensor([MASK, PAD]), -math.inf)
+            expected = (allowed.topk(5).values / 2.0).softmax(-1)
+            assert torch.allclose(proposal.probabilities.topk(5).values, expected)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit.decoding import sampling as sampling_module
-from refusion_lit.decoding.sampling import draw_tokens, filter_logits, first_argmax
+from refusion_lit.decoding.requests import Branch, Draw
+from refusion_lit.decoding.sampling import draw_tokens, filter_logits, first_argmax, keep_or_draw, noise_keys
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
@@ -141,3 +142,39 @@ def test_the_least_and_the_greatest_noise_are_numbers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(KeyedNoise, "bits", constant)
     tokens = draw_tokens(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), keys_of(1))
     assert tokens.tolist() == [2], "with equal noise the most probable token is drawn"
+
+
+SHARES = st.lists(st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0]), min_size=5, max_size=5).filter(any)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=SHARES, drafter=SHARES)
+def test_rejection_sampling_keeps_the_distribution_and_as_many_drafts_as_possible(
+    model: list[float], drafter: list[float]
+) -> None:
+    number = 20_000
+    p, q = (torch.tensor(values, dtype=torch.float64) / sum(values) for values in (model, drafter))
+    keys = keys_of(2 * number)
+    drafts = draw_tokens(q.log().expand(number, -1), SamplingParams(temperature=1.0), keys[:number])
+    tokens = keep_or_draw(p.expand(number, -1), keys[number:], drafts, q.expand(number, -1))
+    for token, share in enumerate(p.tolist()):
+        error = 5 * (share * (1 - share) / number) ** 0.5
+        assert abs((tokens == token).double().mean().item() - share) <= error
+    # A rejected draft is never drawn again, so equality counts what is kept.
+    optimum = torch.minimum(p, q).sum().item()
+    assert abs((tokens == drafts).double().mean().item() - optimum) <= 5 * (0.25 / number) ** 0.5
+
+
+def test_a_place_without_a_proposal_is_drawn_as_usual() -> None:
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = draw_tokens(logits, SamplingParams(temperature=1.0), keys_of(50))
+    kept = keep_or_draw(logits.softmax(-1), keys_of(50), torch.zeros(50, dtype=torch.long), torch.zeros_like(logits))
+    assert drawn.tolist() == kept.tolist()
+
+
+def test_a_proposal_has_other_noise_than_the_draw_that_replaces_it() -> None:
+    branch = Branch(tokens=range(6), positions=range(10, 16), shift=1)
+    draws = [Draw(sampling=SamplingParams(temperature=1.0), proposes=proposes) for proposes in (False, True)]
+    exact, draft = (set(noise_keys(branch, range(6), draw, "prompt")) for draw in draws)
+    assert len(draft) == len(exact) == 6
+    assert not draft & exact

@@ -7,9 +7,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from refusion_lit.modeling.custom_generate import self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
@@ -47,6 +48,46 @@ def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) ->
         assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
     coupling = json.loads((FOLDER / "coupling.json").read_text())["temperatures"]
     assert programs["coupling"].markdown(coupling) in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_finished_parts_are_known_by_type_and_threads(
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, committed = programs["table"], json.loads((FOLDER / "results.json").read_text())
+    for run in committed["runs"]:
+        command = run["environment"]["command"]
+        given = {name: command[command.index(name) + 1] for name in ("--dtypes", "--threads") if name in command}
+        assert run["dtype"] == table.run_type(
+            given.get("--dtypes", "float32"),
+            batch_invariant="--batch_invariant" in command,
+            threads=int(given.get("--threads", 1)),
+        )
+    keys = [(run["dtype"], run["prompts"], run["part"]) for run in committed["runs"]]
+    assert len(set(keys)) == len(keys)
+    assert ("float32, 2 threads", "GSM8K", "speed") in keys
+
+    (tmp_path / "config.json").touch()
+    results, measured = tmp_path / "results.json", []
+    shutil.copyfile(FOLDER / "results.json", results)
+    figures = next(run["decoders"] for run in committed["runs"] if run["part"] == "speed")
+
+    def measure(model: object, prompts: list[Prompt], max_new_tokens: int) -> dict[str, object]:
+        measured.append(torch.get_num_threads())
+        return figures
+
+    model = SimpleNamespace(encode=lambda text: [1], backbone=SimpleNamespace(forward_costs={}))
+    monkeypatch.setattr(table, "BASE", tmp_path)
+    monkeypatch.setattr(table.refusion_lit, "load", lambda *args, **options: model)
+    monkeypatch.setitem(table.PARTS, "speed", measure)
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in ("1", "2", "2"):  # own.jsonl is measured with one thread only so far
+            monkeypatch.setattr(sys, "argv", ["table.py", "--threads", threads, f"--output={results}"])
+            table.main()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert measured == [2]
+    assert json.loads(results.read_text())["runs"][-1]["dtype"] == "float32, 2 threads"
 
 
 def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +162,5 @@ def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, Mod
     assert found["num_drafts"] > 1000
     assert 0.2 < optimum < 0.9
     assert optimum / (2 - optimum) - error < found["shared_noise"] < optimum + error
+    speeds = found["tokens_per_forward"]
+    assert speeds["rejection"] > 0.98 * speeds["shared_noise"]

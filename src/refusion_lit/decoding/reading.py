@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from refusion_lit.decoding.prefetch import Prefetch, PrefetchedGroups
+from refusion_lit.decoding.proposals import Proposal, Proposals
 from refusion_lit.decoding.requests import Branch, Draw, Reading
 from refusion_lit.decoding.sampling import (
     draft_statistics,
@@ -45,6 +46,7 @@ class Read:
         given: Tokens whose probabilities are requested, one for each index; ``None`` to draw tokens.
         noise_keys: Key of each draw's noise; empty for greedy draws.
         guide: Distance from each position to its unconditional twin, for classifier-free guidance.
+        proposals: The proposal at each position, ``None`` where there is none; empty if there are none at all.
         prefetch: Further positions, of which some are likely to be requested next.
     """
 
@@ -54,6 +56,7 @@ class Read:
     given: Sequence[int] | None = None
     noise_keys: Sequence[int] = ()
     guide: int = 0
+    proposals: Sequence[Proposal | None] = ()
     prefetch: Prefetch | None = None
 
     @classmethod
@@ -71,7 +74,9 @@ class Read:
             length: Hidden states a row; the unconditional branch is the row after the conditional one.
         """
         keys, index = noise_keys(branch, offsets, draw, prompt_id), [start + offset for offset in offsets]
-        return cls(Reading(), draw, index, noise_keys=keys, guide=0 if draw.guidance is None else length)
+        proposals = [branch.proposals.get(offset) for offset in offsets] if branch.proposals else ()
+        guide = 0 if draw.guidance is None else length
+        return cls(Reading(), draw, index, noise_keys=keys, guide=guide, proposals=proposals)
 
 
 class LogitReader:
@@ -94,7 +99,7 @@ class LogitReader:
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
             if read.index:
-                groups.setdefault((*_kind(read.draw), read.guide), []).append(read)
+                groups.setdefault((*read.draw.kind, read.guide, bool(read.proposals)), []).append(read)
         launched = [_Group(self, hidden, group) for group in groups.values()]
         values = [group.launch() for group in launched]
         if not values:
@@ -111,7 +116,8 @@ class LogitReader:
 
     def draw(
         self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], keys: Int[Tensor, " key"],
-        given: Int[Tensor, " given"], *, num_unscored: int, guide: int = 0, careful: bool,
+        given: Int[Tensor, " given"], *, num_unscored: int, guide: int = 0, proposals: Proposals | None = None,
+        careful: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Draw tokens and read probabilities, chunk by chunk.
 
@@ -123,6 +129,7 @@ class LogitReader:
             given: The given tokens.
             num_unscored: Number of unscored drafts.
             guide: Distance to the unconditional rows.
+            proposals: What the drafts are drawn against, or as.
             careful: Replace NaN and infinities first. Plain greedy reads skip this: a non-finite value shows up in the
                 result, and the group is then read again.
 
@@ -138,7 +145,7 @@ class LogitReader:
             unscored, drafts = min(max(num_unscored - at, 0), size), min(max(num_drafts - at, 0), size)
             chosen = given[max(0, at - num_drafts) : max(0, stop - num_drafts)]
             if drafts:
-                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], restore=unscored < size)
+                drawn, more = self._choose(logits, drafts, draw, keys[at:stop], proposals, restore=unscored < size)
                 tokens.append(drawn)
                 statistics += more
                 chosen = torch.cat((drawn, chosen)) if drafts < size else drawn
@@ -171,16 +178,19 @@ class LogitReader:
         return _finite(logits) if careful else logits
 
     def _choose(
-        self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, *, restore: bool
+        self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, proposals: Proposals | None, *, restore: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Draw a token from each of the first rows, and compute the requested statistics [statistic, draft], if any."""
         if draw.forbidden not in self._banned_on_device:
             self._banned_on_device[draw.forbidden] = to_device(sorted(self.banned(draw)), logits.device)
         banned, rows = self._banned_on_device[draw.forbidden], logits[:num_drafts]
-        if not is_plain(draw):
+        if not draw.is_plain:
             allowed = rows.index_fill(-1, banned, -math.inf)
             allowed[:, self._vocab_size :] = -math.inf
-            tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
+            if proposals is None:
+                tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
+            else:
+                tokens = proposals.draw(allowed, draw, keys)
             if not draw.statistics:
                 return tokens, []
             seen = rows.index_fill(-1, to_device(draw.forbidden, rows.device), -math.inf) if draw.forbidden else rows
@@ -202,7 +212,7 @@ class _Group:
 
     def __init__(self, reader: LogitReader, hidden: Tensor, reads: list[Read]) -> None:
         self._reader, self._hidden, self._draw = reader, hidden, reads[0].draw
-        self._is_plain = is_plain(self._draw)
+        self._is_plain = self._draw.is_plain
         # Unscored drafts first, then other drafts, then given tokens.
         self._reads = sorted(reads, key=lambda r: 2 if r.given is not None else int(reader.wants_probability(r)))
         index = [i for read in self._reads for i in read.index]
@@ -213,6 +223,10 @@ class _Group:
         sent, stop = to_device([*index, *given, *keys], hidden.device), len(index) + len(given)
         self._rows, self._given, self._keys = sent[: len(index)], sent[len(index) : stop], sent[stop:]
         self._prefetched: PrefetchedGroups | None = None
+        self._proposals: Proposals | None = None
+        if self._draw.proposes or reads[0].proposals:
+            drafts = [read for read in self._reads if read.given is None]
+            self._proposals = Proposals([p for read in drafts for p in read.proposals or [None] * len(read.index)])
 
     def launch(self) -> Tensor:
         """Queue all work on the device; return tokens, values, statistics and what is prefetched as one vector."""
@@ -237,12 +251,14 @@ class _Group:
         if self._is_plain and self._is_broken(numbers):
             numbers = to_host(self._flat(self._read(careful=True)))
         tokens, values, start = numbers[:num_drafts], numbers[num_drafts : num_drafts + num_rows], 0
+        made = iter(()) if self._proposals is None else self._proposals.made([int(token) for token in tokens])
         for read in self._reads:
             stop, reading = start + len(read.index), read.reading
             if read.given is not None:
                 reading.scores.extend(values[start:stop])
             else:
                 reading.tokens.extend(map(int, tokens[start:stop]))
+                reading.proposals.extend(islice(made, stop - start))
                 if self._reader.wants_probability(read):
                     reading.probabilities.extend(values[start:stop])
                 for number, name in enumerate(self._draw.statistics):
@@ -252,7 +268,8 @@ class _Group:
 
     def _read(self, *, careful: bool) -> tuple[Tensor | None, ...]:
         rows, options = (self._rows, self._keys, self._given), {"num_unscored": self._num_unscored, "careful": careful}
-        return self._reader.draw(self._hidden, self._draw, *rows, guide=self._reads[0].guide, **options)
+        guide, proposals = self._reads[0].guide, self._proposals
+        return self._reader.draw(self._hidden, self._draw, *rows, guide=guide, proposals=proposals, **options)
 
     def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:
         """Return all parts as one vector of a type that holds ids exactly."""
@@ -266,21 +283,6 @@ class _Group:
         """Whether NaN or infinities among the logits may have spoilt the result."""
         is_finite = math.isfinite(sum(numbers[self._num_drafts : self._num_drafts + self._num_rows]))
         return not (is_finite and self._reader.banned(self._draw).isdisjoint(numbers[: self._num_drafts]))
-
-
-def is_plain(draw: Draw) -> bool:
-    """Whether a draw is a greedy choice without guidance and extra figures: the fast path."""
-    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistics or draw.confidence_dtype)
-    return is_bare and draw.sampling.temperature == 0
-
-
-def _kind(draw: Draw) -> tuple[object, ...]:
-    """Return what draws must have in common to be read together."""
-    sampling = draw.sampling
-    if is_plain(draw):
-        return (draw.forbidden,)
-    return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
-            draw.confidence_forbidden, draw.statistics, draw.top_p_first, draw.confidence_dtype)  # fmt: skip
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """Requests of a decoder to the model for one prompt, and the readings that answer them.
 
 The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
-transfer per forward is enough.
+transfer per forward is enough; the distributions of proposals stay on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_choice
+
+if TYPE_CHECKING:
+    from refusion_lit.decoding.proposals import Proposal
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -35,6 +38,7 @@ class Branch:
             tokens predict the next one.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
         score_at: Pairs of an offset and a token id whose probability under the logits at the offset is read.
+        proposals: Drafts by offset: where one of ``draft_at`` has one, it is kept or replaced by rejection sampling.
         prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may request: one group for each ``draft_at``,
             all of equal length, or any groups if nothing is drafted.
         num_prefetch: Number of groups to prefetch, those of the most probable drafts first. Used on accelerators to
@@ -49,6 +53,7 @@ class Branch:
     shift: int = 0
     draft_at: Sequence[int] = ()
     score_at: Sequence[tuple[int, int]] = ()
+    proposals: Mapping[int, Proposal] = field(default_factory=dict)
     prefetch_at: Sequence[Sequence[int]] = ()
     num_prefetch: int = 0
 
@@ -73,6 +78,8 @@ class Draw:
         confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
             or the type of the logits if it is wider, and float64 for statistics.
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
+        proposes: Whether readings hand out the drafts as proposals. Their noise is independent of that of other draws
+            at the same position. Needs a temperature above 0.
     """
 
     sampling: SamplingParams
@@ -84,11 +91,29 @@ class Draw:
     top_p_first: bool = False
     confidence_dtype: str | None = None
     with_probability: bool = True
+    proposes: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown statistics; a draw is made for each forward, so one without statistics checks nothing."""
+        assert self.sampling.temperature > 0 or not self.proposes, "a greedy draft has no distribution"
         for name in self.statistics:
             require_choice("statistics", name, _STATISTICS)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a greedy choice without guidance and extra figures: the fast path."""
+        is_bare = self.guidance is None and not (self.confidence_forbidden or self.statistics or self.confidence_dtype)
+        return is_bare and self.sampling.temperature == 0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What draws must have in common to be read together."""
+        sampling = self.sampling
+        if self.is_plain:
+            return (self.forbidden,)
+        return (self.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, self.guidance,
+                self.confidence_forbidden, self.statistics, self.top_p_first, self.confidence_dtype,
+                self.proposes)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +198,14 @@ class Reading:
             the draw requests no probabilities and no trace is recorded.
         statistics: One list for each requested statistic.
         scores: The probability for each ``score_at``.
+        proposals: The drafts with their distributions, if the draw proposes them.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
     statistics: dict[str, list[float]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
 
 
 Steps = Generator[Request, list[Reading], T]

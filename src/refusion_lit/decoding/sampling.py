@@ -83,7 +83,7 @@ def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: st
     """
     if draw.sampling.temperature == 0:
         return []
-    parts = ("draw", draw.sampling.seed, prompt_id, draw.round)
+    parts = ("proposal" if draw.proposes else "draw", draw.sampling.seed, prompt_id, draw.round)
     return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in offsets]
 
 
@@ -107,11 +107,43 @@ def draw_tokens(
     """
     if sampling.temperature == 0:
         return first_argmax(logits)
-    filtered = filter_logits(logits, sampling, top_p_first=top_p_first)
+    return _with_gumbel_noise(filter_logits(logits, sampling, top_p_first=top_p_first), noise_keys)
+
+
+def _with_gumbel_noise(
+    logits: Float[Tensor, "position vocab"], noise_keys: Int[Tensor, " position"]
+) -> Int[Tensor, " position"]:
+    """Draw from the softmax of logits."""
     bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
     # The largest value would round to 1, whose noise is infinite, and -inf + inf is NaN.
     uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
-    return (filtered.double() - (-uniform.log()).log()).argmax(-1)
+    return (logits.double() - (-uniform.log()).log()).argmax(-1)
+
+
+def keep_or_draw(
+    probabilities: Float[Tensor, "position vocab"],
+    noise_keys: Int[Tensor, " position"],
+    drafts: Int[Tensor, " position"],
+    proposed: Float[Tensor, "position vocab"],
+) -> Int[Tensor, " position"]:
+    """Draw one token at every position by rejection sampling (Leviathan et al., arXiv 2211.17192, appendix A.1).
+
+    A draft d, drawn from q, is kept with probability min(1, p(d) / q(d)). Otherwise the token is drawn from
+    max(p - q, 0), normalised. The token's distribution is p.
+
+    Args:
+        probabilities: The distributions p, after temperature and filters.
+        noise_keys: Key of each position's noise, another one than that of the draft.
+        drafts: A draft for each position; any id where there is none.
+        proposed: The distributions q of the drafts; zeros where there is none.
+    """
+    residual = (probabilities - proposed).clamp_(min=0)
+    # Where p and q are equal but for rounding, nothing may be left to draw from.
+    residual = residual.where(residual.sum(-1, keepdim=True) > 0, probabilities)
+    drawn, noise = _with_gumbel_noise(residual.log(), noise_keys), KeyedNoise(noise_keys).uniform("keep", 1)
+    p, q = (distribution.gather(-1, drafts[:, None]) for distribution in (probabilities, proposed))
+    is_kept = (noise * q < p) & (q > 0)
+    return drafts.where(is_kept[:, 0], drawn)
 
 
 def draft_statistics(

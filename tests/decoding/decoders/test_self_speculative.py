@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoder_cases import decode_with_prefetch, prompts, temperatures
+from decoder_cases import LastState, decode_with_prefetch, prompts, temperatures
 from fakes import (
     DRAFTS,
     EOS,
@@ -24,8 +24,10 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
+from refusion_lit.decoding.decoders.self_speculative import SpeculativeState
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed
 
 NEXT = ModelTraits(predictions=("next_token",))
 UNABLE = replace(SPECIAL, draft_token_ids=())
@@ -75,16 +77,15 @@ def test_the_text_is_that_of_autoregressive_decoding(
 def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, length: int) -> list[int]:
     """Decode slots left to right without a cache: a slot's first token at its mask, the others at the one before."""
     tokens: list[int] = []
-    banned = [*model.special_tokens.banned_token_ids, *range(model.special_tokens.vocab_size, 99)]
+    special = model.special_tokens
     while len(tokens) < length:
         starts = len(tokens) % slot_size == 0
         row = [*prompt, *tokens, *([MASK] if starts else [])]
         mask = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
         hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
         logits = model.logits(hidden[0, -1:])[0]
-        logits[[token for token in banned if token < len(logits)]] = -torch.inf
-        tokens.append(int(logits.argmax()))
-        if tokens[-1] in model.special_tokens.eos_token_ids:
+        tokens.append(best_allowed(logits, special.banned_token_ids, special.vocab_size))
+        if tokens[-1] in special.eos_token_ids:
             break
     return tokens
 
@@ -181,38 +182,51 @@ def test_a_model_without_masks_is_refused() -> None:
     decode(HashModel(traits=NEXT, special=UNABLE), sequential, found, SamplingParams(max_new_tokens=3))
 
 
-def test_sampled_tokens_follow_the_models_distribution() -> None:
-    # With a vocabulary of few tokens and two places, all outcomes can be counted.
+@pytest.mark.parametrize(
+    ("options", "slot_size"),
+    [
+        ({"layout": "single_forward"}, None),
+        ({"layout": "single_forward", "coupling": "rejection"}, None),
+        ({"layout": "two_forwards", "coupling": "rejection"}, None),
+        ({"forward_cost": 8, "coupling": "rejection"}, None),
+        ({"layout": "single_forward", "coupling": "rejection", "slot_size": 2}, 2),
+        ({"layout": "two_forwards", "coupling": "rejection", "slot_size": 3}, 3),
+    ],
+    ids=str,
+)
+def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], slot_size: int | None) -> None:
+    # With a vocabulary of few tokens and three places, all outcomes can be counted.
     number = 4000
-    model = HashModel(11, end_bias=-60.0, traits=NEXT)
+    model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
     found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
-    sampling = SamplingParams(max_new_tokens=3, temperature=0.8, top_k=3)
-    rows = decode(model, SelfSpeculative(layout="single_forward"), found, sampling, max_batch_size=400).rows
+    sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)
+    rows = decode(model, SelfSpeculative(**options), found, sampling, max_batch_size=400).rows
     counts: dict[tuple[int, ...], int] = {}
     for row in rows:
         counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
-    statistic, degrees = 0.0, -1
-    for text, probability in outcomes(model, (5, 6), sampling).items():
+    statistic, degrees, expected = 0.0, -1, outcomes(model, (5, 6), sampling, slot_size)
+    for text, probability in expected.items():
         statistic += (counts.get(text, 0) - number * probability) ** 2 / (number * probability)
         degrees += 1
-    assert set(counts) <= set(outcomes(model, (5, 6), sampling))
+    assert set(counts) <= set(expected)
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 6, "beyond four standard deviations"
 
 
-def outcomes(model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Return the probability of every text, in plain Python."""
+def outcomes(
+    model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams, slot_size: int | None
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of every text, in plain Python; a slot's first token is read at its mask."""
     found = {(): 1.0}
-    for _ in range(sampling.max_new_tokens):
+    for place in range(sampling.max_new_tokens):
         longer: dict[tuple[int, ...], float] = {}
         for text, probability in found.items():
             if text and text[-1] == EOS:
                 longer[text] = longer.get(text, 0) + probability
                 continue
-            row = [*prompt, *text]
+            row = [*prompt, *text, *([MASK] if slot_size is not None and place % slot_size == 0 else [])]
             mask = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
-            fresh = HashModel(11, end_bias=-60.0, traits=NEXT)
-            hidden = fresh.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
-            logits = fresh.logits(hidden[0, -1:])[0]
+            hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
+            logits = model.logits(hidden[0, -1:])[0]
             logits[[0, MASK]] = -torch.inf
             kept = logits[: model.special_tokens.vocab_size].topk(sampling.top_k or 99)
             shares = (kept.values / sampling.temperature).softmax(-1)
@@ -220,6 +234,38 @@ def outcomes(model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams
                 longer[(*text, token)] = longer.get((*text, token), 0) + probability * share
         found = longer
     return found
+
+
+def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forwards() -> None:
+    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(200)]
+    sampling = SamplingParams(max_new_tokens=12, temperature=8.0)
+    shares, num_forwards = [], []
+    for coupling in ("shared_noise", "rejection"):
+        watcher, model = LastState(), HashModel(11, end_bias=-60.0, traits=NEXT)
+        decoder = SelfSpeculative(layout="two_forwards", coupling=coupling)  # type: ignore[arg-type]
+        rows = decode(model, decoder, found, sampling, callbacks=[watcher]).rows
+        states = [state for state in watcher.states.values() if isinstance(state, SpeculativeState)]
+        shares.append(sum(state.num_accepted for state in states) / sum(state.num_tested for state in states))
+        num_forwards.append(sum(row.num_forwards for row in rows))
+    assert shares[0] + 0.03 < shares[1]
+    assert num_forwards[1] < num_forwards[0]
+
+
+def test_greedy_text_is_the_same_with_both_couplings() -> None:
+    found = [Prompt(token_ids=(5, 6, token), id=str(token)) for token in range(3, 9)]
+    sampling, counted = SamplingParams(max_new_tokens=20), []
+    for coupling in ("shared_noise", "rejection"):
+        decoder = SelfSpeculative(layout="single_forward", coupling=coupling)  # type: ignore[arg-type]
+        rows = decode(HashModel(3, end_bias=-60.0, traits=NEXT), decoder, found, sampling).rows
+        counted.append([(row.token_ids, row.num_forwards) for row in rows])
+    assert counted[0] == counted[1]
+
+
+def test_rejection_sampling_needs_a_layout_that_does_not_depend_on_the_machine() -> None:
+    with pytest.raises(ValueError, match=r"^coupling: expected shared_noise where .* set layout to single_forward or"):
+        SelfSpeculative(coupling="rejection")
+    SelfSpeculative(coupling="rejection", forward_cost=8)
+    SelfSpeculative(coupling="rejection", layout="two_forwards")
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])

@@ -3,19 +3,22 @@
 Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
 second view of a frozen model. Deliberate differences: masks stand after several possible acceptances of one forward,
 so that a round may be a single forward; with a temperature, drafts and verification share their noise, so that sampled
-text is the same token for token, not in distribution only.
+text is the same token for token; rejection sampling, which keeps more drafts and the distribution alone, is an option.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
 from refusion_lit.decoding.decoders.draft_plan import draft_plan
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
+
+if TYPE_CHECKING:
+    from refusion_lit.decoding.proposals import Proposal
 
 _ADAPTERS = 0.15
 """Share of calling a drafter's adapters in the fixed cost of a forward with masks; see experiments/lossless."""
@@ -31,12 +34,14 @@ class SpeculativeState(RowState):
     Attributes:
         num_cached: Tokens of prompt and response whose keys and values are cached.
         drafts: Drafts of the tokens after the committed ones.
+        proposals: The drafts with their distributions, for rejection sampling.
         num_tested: Drafts compared with the exact token so far.
         num_accepted: Those that were equal.
     """
 
     num_cached: int = 0
     drafts: list[int] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
     num_tested: int = 0
     num_accepted: int = 0
 
@@ -65,16 +70,21 @@ class SelfSpeculative(Decoder):
         layout: ``single_forward``: masks after every possible acceptance, so that each forward verifies and drafts.
             ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks after
             each acceptance as cost least time per token, given the share of drafts accepted so far and
-            ``forward_cost``. Changes forwards, never the text.
+            ``forward_cost``. Changes forwards, and the text only with ``coupling: rejection``.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
             forwards of five lengths, once for a model on its device and the batch size at hand. A number makes counts
             of forwards repeatable.
+        coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
+            ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
+            for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
+            has the same distribution, but depends on the drafts and so on all options.
     """
 
     num_drafts: int | None = None
     slot_size: int | None = None
     layout: Literal["auto", "single_forward", "two_forwards"] = "auto"
     forward_cost: int | Literal["measure"] = "measure"
+    coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -84,6 +94,11 @@ class SelfSpeculative(Decoder):
             require_at_least("slot_size", self.slot_size, 1)
         require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
         require_at_least("forward_cost", self.forward_cost, 0, "measure")
+        require_choice("coupling", self.coupling, ("shared_noise", "rejection"))
+        is_fixed = self.layout != "auto" or self.forward_cost != "measure"
+        expected = "shared_noise where layout auto is measured, as rejection makes the text depend on the machine"
+        fix = "set layout to single_forward or two_forwards, or forward_cost to a number"
+        require(self.coupling == "shared_noise" or is_fixed, "coupling", expected, self.coupling, fix)
 
     def requirements(self) -> ModelRequirements:
         """Return what it needs: next-token predictions, or, with ``slot_size``, those of the hybrid objective."""
@@ -126,6 +141,7 @@ class SelfSpeculative(Decoder):
             write_at=state.num_cached,
             shift=1,
             draft_at=[anchor for j, anchor in enumerate(anchors) if not self._starts_slot(place + j)],
+            proposals=dict(zip(anchors, state.proposals[: len(drafts)], strict=False)),
         )
         draw = Draw(sampling=state.sampling, with_probability=False)
         phase = "+".join(["verify" if drafts else "next_token", *(["draft"] if groups else [])])
@@ -141,7 +157,11 @@ class SelfSpeculative(Decoder):
         state.finished = eos is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
         if not state.finished:
-            state.drafts = yield from self._drafts(groups, accepted, draw)
+            drafted = yield from self._drafts(groups, accepted, replace(draw, proposes=self._rejects(state)))
+            state.drafts, state.proposals = drafted.tokens, drafted.proposals
+
+    def _rejects(self, state: SpeculativeState) -> bool:
+        return self.coupling == "rejection" and state.sampling.temperature > 0
 
     def _starts_slot(self, place: int) -> bool:
         return self.slot_size is not None and place % self.slot_size == 0
@@ -176,7 +196,8 @@ class SelfSpeculative(Decoder):
                 write_at=write_at,
                 shift=int(size is None),
                 draft_at=(0,) if is_needed else (),
-                prefetch_at=() if is_needed else (range(length),),
+                proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
+                prefetch_at=() if is_needed or self._rejects(state) else (range(length),),
             )
             write_at += length
         return groups
@@ -196,12 +217,12 @@ class SelfSpeculative(Decoder):
             wanted = max(wanted, 1)
         return min(most, wanted + extra) if wanted else 0
 
-    def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[list[int]]:
+    def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[Reading]:
         """Return the drafts after the accepted ones, if masks were there."""
         offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
         length = len(groups[accepted].tokens) if accepted in groups else 0
         if length <= offset:
-            return []
+            return Reading()
         wanted = [range(offset, length) if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
-        return readings[1 + list(groups).index(accepted)].tokens
+        return readings[1 + list(groups).index(accepted)]
