@@ -34,11 +34,6 @@ def decoders_of(name: str) -> dict[str, Any]:
     return yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))["model"]["decoders"]
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Return the JSON objects of a file, one a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def answer_figures(lines: Sequence[Line]) -> dict[str, Any]:
     """Return what can be said about answers without a model, with 95 % intervals over prompts, shares in percent."""
     counts = [count_annotations(line["response"]) for line in lines]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, read_lines, timed, write
+from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed, write
 
 import refusion_lit
 from refusion_lit.reports.environment import environment
+from refusion_lit.utils.files import read_json_lines
 
 JUDGE = "autoregressive"
 """The next-token model: it judges all answers, and ``generate`` decodes it."""
@@ -75,7 +76,7 @@ def _decoders(name: str, work: Path, judge: refusion_lit.TextModel | None) -> di
     result = {}
     for decoder, test in _tests(name, work).items():
         found = json.loads((test / "results.json").read_text())
-        lines = read_lines(test / f"predictions_{decoder}.jsonl")
+        lines = read_json_lines(test / f"predictions_{decoder}.jsonl")
         figures = answer_figures(lines)
         figures["positions_per_token"] = round(found["results"][decoder]["positions_per_token"], 2)
         if judge is not None:
@@ -90,11 +91,11 @@ def _followed(name: str, work: Path, judge: refusion_lit.TextModel | None) -> di
     first, test = next(iter(_tests(name, work).items()))
     at = {int(run.name.removeprefix("step_")): run for run in folder.glob("step_*") if (run / "decoded.json").exists()}
     files = {step: run / "predictions.jsonl" for step, run in sorted(at.items())}
-    num = min((len(read_lines(file)) for file in files.values()), default=0)
+    num = min((len(read_json_lines(file)) for file in files.values()), default=0)
     plan = json.loads((work / f"{name}_plan.json").read_text())
     files[plan["num_steps"]] = test / f"predictions_{first}.jsonl"
     for step, file in files.items() if num else ():
-        lines = read_lines(file)[:num]
+        lines = read_json_lines(file)[:num]
         result[str(step)] = {"decoder": first, **answer_figures(lines)}
         if judge is not None:
             kept = work / "perplexity" / f"{name}_step_{step}.json"
@@ -118,7 +119,7 @@ def _references(work: Path, judge: refusion_lit.TextModel) -> dict[str, Any]:
 def _predictions(judge_dir: Path) -> list[dict[str, Any]]:
     """Return the next-token model's answers."""
     ((decoder, test),) = _tests(JUDGE, judge_dir).items()
-    return read_lines(test / f"predictions_{decoder}.jsonl")
+    return read_json_lines(test / f"predictions_{decoder}.jsonl")
 
 
 def _speed(

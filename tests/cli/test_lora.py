@@ -115,9 +115,7 @@ def our_logits(source: Path) -> Tensor:
         return backbone.logits(backbone.hidden_states(IDS, torch.arange(IDS.shape[1])[None], None))
 
 
-def test_training_changes_the_logits_and_the_checkpoint_alone_has_them(
-    checkpoint: Path, base: Path, tmp_path: Path
-) -> None:
+def test_training_changes_the_logits_and_the_checkpoint_alone_has_them(checkpoint: Path, base: Path) -> None:
     expected = expected_logits(checkpoint, base)
     before = AutoModelForCausalLM.from_pretrained(base)
     before.resize_token_embeddings(NUM_TOKENS + 1)
