@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from benchmarks.common import Work, golden_model, golden_runs, interleaved, write
-from benchmarks.decode import refusion_options
 from benchmarks.peers import library, ours
 from jsonargparse import auto_cli
 

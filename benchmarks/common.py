@@ -19,7 +19,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.reports.environment import environment
-from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SpecialTokens
+from refusion_lit.types import AttentionKind, ForwardCost, ModelTraits, Prompt, SpecialTokens
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -68,20 +68,17 @@ def interleaved(
     repeats: int,
     *,
     seed: int = 0,
-    warmup: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> None:
-    """Time each work ``repeats`` times: every round runs all of them, in a new random order.
+    """Time each work ``repeats`` times: every round runs all of them, in a new random order. A first run warms up.
 
     Other load on the machine then affects all of them alike, so ratios within a round are meaningful. On a busy machine
     and with one thread, pass ``time.process_time`` as the clock to count processor time alone.
     """
-    clock = _now if clock is None else clock
+    clock = now if clock is None else clock
     rng = random.Random(seed)
-    if warmup:
-        for work in works.values():
-            if work.max_repeats > 1:
-                work.run()
+    for work in works.values():
+        work.run()
     for number in range(repeats):
         names = [name for name, work in works.items() if number < work.max_repeats]
         rng.shuffle(names)
@@ -92,7 +89,8 @@ def interleaved(
             works[name].wall_seconds.append(time.perf_counter() - started_on_wall)
 
 
-def _now() -> float:
+def now() -> float:
+    """Return seconds on the wall, after all work of the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -115,12 +113,19 @@ def aim(text: str, value: float, bound: float, *, at_least: bool) -> dict[str, A
     return {"aim": text, "bound": bound, "value": round(value, 3), "met": bool(met)}
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 512,
+}  # fmt: skip
+
+
 class WrappedModel(LanguageModel):
     """A model that does what another does; subclasses change how."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.traits, self.special_tokens = model.traits, model.special_tokens
+        self.max_positions, self.learns_positions = model.max_positions, model.learns_positions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -128,6 +133,9 @@ class WrappedModel(LanguageModel):
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def forward_cost(self, num_rows: int) -> ForwardCost:
+        return self.model.forward_cost(num_rows)
 
     def make_cache(self, num_rows: int) -> KVCache | None:
         return self.model.make_cache(num_rows)
@@ -146,6 +154,16 @@ def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:
 def golden_runs(name: str) -> dict[str, Any]:
     """Load settings and runs of a reference file."""
     return json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text())
+
+
+def refusion_options(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ReFusion's options in a setting of a reference file."""
+    return {
+        "slot_size": setting["slot_size"],
+        "num_serial_blocks": setting["serial_num_blocks"],
+        "slot_threshold": setting["slot_threshold"],
+        "token_threshold": setting["token_threshold"],
+    }
 
 
 def random_model(
@@ -187,7 +205,6 @@ def write(
     """Write a result with all that it depends on."""
     module = Path(sys.argv[0]).stem
     described = environment(seed, ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
-    described["hardware"]["num_threads"] = torch.get_num_threads()
     path = Path(output) if output else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}

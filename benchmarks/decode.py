@@ -27,6 +27,7 @@ from benchmarks.common import (
     interleaved,
     random_model,
     random_prompts,
+    refusion_options,
     speed_ratio,
     with_library_body,
     write,
@@ -42,15 +43,6 @@ from refusion_lit.types import ModelTraits, Prompt
 Part = Literal["golden", "batch", "heavy"]
 PROMPT_LENGTH = 32
 LIBRARY_BODY = "{} on transformers' body"
-
-
-def refusion_options(setting: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "slot_size": setting["slot_size"],
-        "num_serial_blocks": setting["serial_num_blocks"],
-        "slot_threshold": setting["slot_threshold"],
-        "token_threshold": setting["token_threshold"],
-    }
 
 
 def _case(name: str, works: dict[str, Work], ratios: dict[str, float]) -> dict[str, Any]:
@@ -125,6 +117,7 @@ def batch(
                 works[f"{name}, batch {size}"] = ours(body, decoder, prompts, setting["gen_length"], size)
             works[f"generate, batch {size}"] = library(model, prompts[: max(4, size)], setting["gen_length"], size)
         interleaved(works, repeats)
+        check_same_text({label: work for label, work in works.items() if not label.startswith("generate")})
         ratios = {
             f"{name}, batch {size} / batch 1": speed_ratio(works[f"{name}, batch {size}"], works[f"{name}, batch 1"])
             for name in (*decoders, "generate")
@@ -171,13 +164,13 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
             if answer == 128:
                 works["autoregressive, batch 1"] = ours(acting, Autoregressive(), one, answer_, max_repeats=2)
                 works["llada, 4 tokens a step, batch 1"] = ours(
-                    replayed(bidirectional, replay), LLaDA(steps=answer_ // 4), one, answer_, max_repeats=1
+                    replayed(bidirectional, replay), LLaDA(steps=answer_ // 4), one, answer_, max_repeats=2
                 )
             for size in sizes[1:]:
                 many = random_prompts(size, PROMPT_LENGTH)
                 decoder = ReFusion(**options, **variants[main])
-                works[f"{main}, batch {size}"] = ours(acting, decoder, many, answer_, size, max_repeats=1)
-                works[f"generate, batch {size}"] = library(model, many, answer_, size, max_repeats=1)
+                works[f"{main}, batch {size}"] = ours(acting, decoder, many, answer_, size, max_repeats=2)
+                works[f"generate, batch {size}"] = library(model, many, answer_, size, max_repeats=2)
             interleaved(works, repeats)
             check_same_text(alone)
             shown = (*variants, by_library)

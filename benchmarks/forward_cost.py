@@ -1,6 +1,7 @@
 """Is the measured cost of a forward as good as the best fixed one? Tokens a second by ``forward_cost`` and batch size.
 
 usage: python -m benchmarks.forward_cost [--repeats 5] [--batch_sizes '[1, 4, 16, 64]'] [--smollm2 true]
+       [--num_context 2048]
 
 ReFusion on the small trained model of the reference outputs; with ``smollm2``, SelfSpeculative on SmolLM2-135M with
 the drafter of experiments/lossless (``nox -s real_model -- fetch`` makes runs/smollm2/base). Rounds are interleaved
@@ -9,17 +10,16 @@ in one process; seconds are processor time of this process (one thread). Texts d
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 from benchmarks.batches import prompts_of
 from benchmarks.common import ROOT, Work, aim, golden_model, golden_runs, interleaved, write
-from benchmarks.decode import refusion_options
 from benchmarks.peers import ours
 from jsonargparse import auto_cli
 
@@ -27,6 +27,7 @@ import refusion_lit
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import Prompt
+from refusion_lit.utils.files import read_json_lines
 
 COSTS: tuple[Any, ...] = ("measure", 0, 8, 32, 128)
 COUNTS = ("num_forwards", "num_calls", "num_positions")
@@ -38,6 +39,7 @@ def main(
     threads: int = 1,
     batch_sizes: tuple[int, ...] = (1, 4, 16, 64),
     smollm2: bool = False,
+    num_context: int = 0,
     output: str | None = None,
 ) -> None:
     """Measure.
@@ -47,11 +49,13 @@ def main(
         threads: Threads of torch.
         batch_sizes: Prompts decoded at the same time.
         smollm2: Measure SmolLM2 instead of the small model.
+        num_context: Tokens before each prompt of SmolLM2, the same ones: computed once a decode.
         output: Where to write the JSON.
     """
     torch.set_num_threads(threads)
     started, name = time.perf_counter(), "forward_cost_smollm2" if smollm2 else "forward_cost"
-    model, decoder, prompts, num_tokens = _smollm2() if smollm2 else _small()
+    name += f"_context_{num_context}" if num_context else ""
+    model, decoder, prompts, num_tokens = _smollm2(num_context) if smollm2 else _small()
     cases: dict[str, dict[str, Any]] = {}
     aims = []
     for batch_size in batch_sizes:
@@ -72,6 +76,7 @@ def main(
         "repeats": repeats,
         "threads": threads,
         "num_tokens": num_tokens,
+        "num_context": num_context,
         "costs": COSTS,
         "decoder": repr(decoder),
     }
@@ -100,14 +105,14 @@ def _small() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
     )
 
 
-def _smollm2() -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
+def _smollm2(num_context: int) -> tuple[Backbone, Decoder, Callable[[int], list[Prompt]], int]:
     model = refusion_lit.load(ROOT / "runs" / "smollm2" / "base", draft=ROOT / "experiments" / "lossless" / "drafter")
-    rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    texts = [model.encode(row["prompt"]) for row in rows]
+    texts = [model.encode(row["prompt"]) for row in read_json_lines(QUESTIONS)]
+    context = list(islice(cycle(chain.from_iterable(texts)), num_context))
 
     def prompts(batch_size: int) -> list[Prompt]:
         number = max(batch_size, len(texts))  # a batch of as many is no faster by forwards that some rows save
-        return [Prompt(token_ids=tuple(texts[i % len(texts)]), id=str(i)) for i in range(number)]
+        return [Prompt(token_ids=(*context, *texts[i % len(texts)]), id=str(i)) for i in range(number)]
 
     return model.backbone, SelfSpeculative(), prompts, 32
 

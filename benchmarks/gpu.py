@@ -54,9 +54,9 @@ def bandwidth(device: str, megabytes: int) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(10):
-        started = _now()
+        started = now()
         target.copy_(source)
-        best = min(best, _now() - started)
+        best = min(best, now() - started)
     return 2 * source.nbytes / best
 
 
@@ -89,12 +89,6 @@ def with_body(model: Backbone, body: Body) -> Backbone:
     """Return the same weights run in another way."""
     given = (model.model, model.traits, model.special_tokens)
     return {"lean": model, "compile": Backbone(*given, compile=True), "flex_attention": FlexBackbone(*given)}[body]
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def profiled(work: Work) -> dict[str, Any]:

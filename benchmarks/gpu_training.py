@@ -25,16 +25,10 @@ def operations_per_second(device: str, size: int) -> float:
     matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     best = float("inf")
     for _ in range(10):
-        started = _now()
+        started = now()
         torch.mm(matrix, matrix)
-        best = min(best, _now() - started)
+        best = min(best, now() - started)
     return 2 * size**3 / best
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def main(

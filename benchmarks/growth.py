@@ -11,20 +11,15 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from benchmarks.common import RESULTS, Work, aim, interleaved, random_model, random_prompts, write
-from benchmarks.peers import default_variants, ours, replayed
+from benchmarks.common import RESULTS, SMALL, Work, aim, interleaved, random_model, random_prompts, write
+from benchmarks.peers import ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
 
-MODEL: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 512,
-}  # fmt: skip
 BLOCK = 64
 
 
@@ -59,7 +54,7 @@ def main(
     """Measure growth.
 
     Args:
-        repeats: Rounds of the interleaved timing; LLaDA's answers of 512 tokens and more are timed once.
+        repeats: Rounds of the interleaved timing; LLaDA's answers of 512 tokens and more are timed twice.
         threads: Threads of torch.
         lengths: Answer lengths, multiples of 64.
         prompt_length: Tokens of the prompt.
@@ -68,17 +63,16 @@ def main(
     warnings.filterwarnings("ignore", message=".* does not fit this model")
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    mask = MODEL["vocab_size"] - 1
-    causal, bidirectional = (random_model(MODEL, attention=kind) for kind in ("causal", "bidirectional"))
+    mask = SMALL["vocab_size"] - 1
+    causal, bidirectional = (random_model(SMALL, attention=kind) for kind in ("causal", "bidirectional"))
     replay = Replay(ALL_ACCEPTED, prompt_length, mask)
-    fastest = next(iter(default_variants().values()))
     works: dict[tuple[str, int], Work] = {}
     prompts = random_prompts(1, prompt_length)
     for length in lengths:
-        decoder = ReFusion(num_serial_blocks=length // BLOCK, **fastest)
+        decoder = ReFusion(num_serial_blocks=length // BLOCK)
         works["ReFusion", length] = ours(replayed(causal, replay), decoder, prompts, length)
         works["autoregressive", length] = ours(replayed(causal, replay), Autoregressive(), prompts, length)
-        repeated = 1 if length >= 512 else repeats
+        repeated = min(repeats, 2) if length >= 512 else repeats
         works["LLaDA", length] = ours(replayed(bidirectional, replay), LLaDA(), prompts, length, max_repeats=repeated)
     interleaved({f"{name}, {length} tokens": work for (name, length), work in works.items()}, repeats)
     names = ("ReFusion", "autoregressive", "LLaDA")
@@ -102,8 +96,8 @@ def main(
         for name in names
     }
     config = {
-        "repeats": repeats, "threads": threads, "lengths": lengths, "prompt_length": prompt_length, "model": MODEL,
-        "tokens_a_serial_block": BLOCK, "refusion": fastest,
+        "repeats": repeats, "threads": threads, "lengths": lengths, "prompt_length": prompt_length, "model": SMALL,
+        "tokens_a_serial_block": BLOCK,
     }  # fmt: skip
     plot(costs, Path(output).with_suffix(".png") if output else RESULTS / "growth.png")
     seconds = time.perf_counter() - started

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import WrappedModel, aim, random_prompts, write
-from benchmarks.replay import WITH_COMPLETIONS, Replay, ReplayedModel
+from benchmarks.replay import ACCEPTED_IN_PARTS, Replay, ReplayedModel
 from jaxtyping import Bool, Float, Int
 from jsonargparse import auto_cli
 from torch import Tensor
@@ -81,7 +81,7 @@ class Clocked(WrappedModel):
 def milliseconds_a_call(decoder: Decoder, length: int, batch_size: int, num_tokens: int) -> dict[str, float]:
     """Return the host's time between two calls of the model, and the number of calls."""
     idle = IdleModel()
-    replay = Replay(WITH_COMPLETIONS, length, VOCABULARY - 1)
+    replay = Replay(ACCEPTED_IN_PARTS, length, VOCABULARY - 1)
     model = Clocked(ReplayedModel(idle, replay))
     prompts = random_prompts(batch_size, length)
     gc.collect()

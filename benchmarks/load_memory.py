@@ -74,18 +74,13 @@ def load(directory: str, layout: str) -> None:
     import refusion_lit
     from refusion_lit.modeling.loading import BackboneConfig
 
-    before = _resident("VmRSS")
+    before = status_bytes("VmRSS")
     overrides = BackboneConfig(source="x", layout=layout)
     model = refusion_lit.load(directory, dtype="bfloat16", overrides=overrides)
     with torch.no_grad():
         total = sum(float(weight.sum()) for weight in model.backbone.parameters())  # reads every page
     assert total == total
-    sys.stdout.write(json.dumps({"before": before, "peak": _resident("VmHWM"), "after": _resident("VmRSS")}))
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    sys.stdout.write(json.dumps({"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS")}))
 
 
 def main() -> None:

@@ -14,13 +14,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import Work, aim, interleaved, random_model, random_prompts, time_ratio, write
-from benchmarks.growth import MODEL as SMALL
-from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from benchmarks.common import SMALL, Work, aim, interleaved, random_model, random_prompts, time_ratio, write
+from benchmarks.memory import peak_resident_bytes, reset_peak, resident_bytes
 from benchmarks.peers import ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
 from jsonargparse import auto_cli
@@ -67,7 +65,7 @@ def extra_megabytes(work: Work) -> float:
     """Measure the highest resident memory of one call over that before it (Linux only)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed would serve this one unseen
-    Path("/proc/self/clear_refs").write_text("5")  # resets the highest resident memory
+    reset_peak()
     before = resident_bytes()
     work.run()
     return round((peak_resident_bytes() - before) / 2**20, 1)

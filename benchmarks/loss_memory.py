@@ -12,37 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.common import write
+from benchmarks.memory import peak_resident_bytes, resident_bytes
 from torch.nn import functional as F
 
 from refusion_lit.objectives.cross_entropy import LOGITS_BYTES, chunked_cross_entropy
 
 WAYS = ("straightforward", "chunked")
-
-
-def resident_bytes() -> int:
-    """Return the memory that this process holds now."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Return the most memory that this process has held."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent held before this program was started
-        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -22,9 +22,8 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import aim, random_model, write
-from benchmarks.growth import MODEL as SMALL
-from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from benchmarks.common import SMALL, aim, random_model, write
+from benchmarks.memory import peak_resident_bytes, resident_bytes, status_bytes
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import ReFusion, decode
@@ -57,7 +56,7 @@ def run(num_prompts: int, *, bounded: bool, megabytes: float | None = None) -> d
     decode(model, decoder, prompts[:1], sampling)  # loads kernels
     before = resident_bytes()
     if megabytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + int(megabytes * 2**20),) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + int(megabytes * 2**20),) * 2)
     started = time.process_time()
     try:
         output = decode(model, decoder, prompts, sampling, max_batch_size=BATCH_SIZE, **(BOUNDS if bounded else {}))
@@ -71,11 +70,6 @@ def run(num_prompts: int, *, bounded: bool, megabytes: float | None = None) -> d
         "extra_megabytes": round((peak_resident_bytes() - before) / 2**20, 1),
         "text": digest,
     }
-
-
-def _data_bytes() -> int:
-    with open("/proc/self/status", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
 def _case(**options: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class PlainReFusion:
     def forward(
         self, tokens: list[list[int]], positions: list[list[int]], past: KeysAndValues
     ) -> tuple[Tensor, KeysAndValues]:
-        """Run the model behind ``past``; return logits and keys and values of everything, past included."""
+        """Run the model after ``past``; return logits and keys and values of everything, past included."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(past):
             cache.update(keys.expand(len(tokens), -1, -1, -1), values.expand(len(tokens), -1, -1, -1), layer)
@@ -189,7 +189,7 @@ class PlainReFusion:
         self.store(rows, shared, context_length)
 
     def find_end(self, rows: list[Row], cached: int) -> list[Row]:
-        """Look for an end of sequence in the first row that has one; the rows behind it leave."""
+        """Look for an end of sequence in the first row that has one; the rows after it leave."""
         for i, row in enumerate(rows):
             if row.ends:
                 return rows[: i + 1]
@@ -200,14 +200,14 @@ class PlainReFusion:
         return rows
 
     def store(self, rows: list[Row], shared: KeysAndValues, context_length: int) -> None:
-        """Put the rows' keys and values behind the context, as they are."""
+        """Put the rows' keys and values after the context, as they are."""
 
-        def behind(context: Tensor, states: Tensor) -> Tensor:
+        def joined(context: Tensor, states: Tensor) -> Tensor:
             parts = [states[i : i + 1, :, context_length:][:, :, : row.num_accepted] for i, row in enumerate(rows)]
             return torch.cat([context, *parts], dim=2)
 
         self.context = [
-            (behind(keys, k), behind(values, v)) for (keys, values), (k, v) in zip(self.context, shared, strict=True)
+            (joined(keys, k), joined(values, v)) for (keys, values), (k, v) in zip(self.context, shared, strict=True)
         ]
         for row in rows:
             self.text.update(zip(self.places(row.slot), row.tokens[: row.num_accepted], strict=False))

@@ -27,9 +27,8 @@ class Schedule:
     """Which slots are chosen and how much of them is accepted.
 
     A round chooses the first ``slots_a_round`` slots that are left. Every second round (the second, the fourth, ...)
-    goes to completion if ``prefixes`` are given: its slots are accepted up to each of these lengths in turn. With
-    (4, 6), the joint verification accepts 4 tokens of each slot, the first completion round 2 more, the second the
-    rest.
+    accepts in parts if ``prefixes`` are given: its slots are accepted up to each of these lengths in turn. With (4, 6),
+    the joint verification accepts 4 tokens of each slot, the first round of infilling 2 more, the second the rest.
 
     Attributes:
         slot_size: Tokens a slot.
@@ -48,8 +47,8 @@ class Schedule:
 
 
 ALL_ACCEPTED = Schedule()
-WITH_COMPLETIONS = Schedule(prefixes=(4, 6))
-SCHEDULES = {"all accepted": ALL_ACCEPTED, "every second round completed": WITH_COMPLETIONS}
+ACCEPTED_IN_PARTS = Schedule(prefixes=(4, 6))
+SCHEDULES = {"all accepted": ALL_ACCEPTED, "every second round in parts": ACCEPTED_IN_PARTS}
 
 
 @dataclass(frozen=True)

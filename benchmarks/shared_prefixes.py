@@ -13,8 +13,7 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import Work, aim, interleaved, random_model, random_prompts, time_ratio, write
-from benchmarks.growth import MODEL as SMALL
+from benchmarks.common import SMALL, Work, aim, interleaved, random_model, random_prompts, time_ratio, write
 from benchmarks.replay import ALL_ACCEPTED, Replay, ReplayedModel
 from jsonargparse import auto_cli
 

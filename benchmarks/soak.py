@@ -1,12 +1,13 @@
-"""Decode without end and watch memory: it must stay flat.
+"""Soak test: decode for an hour and measure resident memory, which must stay flat.
 
 usage: python -m benchmarks.soak [--minutes 60] [--model tests/goldens/models/additions-clean]
 
-Every round decodes new prompts with every decoder at random options, batch sizes, temperatures and bounds on the cache
-in one process; half of the rounds' prompts begin alike. Resident memory is read every minute, after malloc was told to
-return what it keeps of freed memory: that is up to 20 MB with this model, more or less with every round, and unrelated
-to what is held (``kept_megabytes``). The first tenth of the time and the first 3000 decodes are warm-up. Written to
-benchmarks/results/soak.json: the curve, and the slope of a straight line through it, in MB an hour.
+Each round decodes new prompts with ReFusion, RecomputeKV, LLaDA, FastDLLM, BlockDiffusion and Autoregressive, at random
+options, batch sizes, temperatures and bounds on the cache, in one process. Half of the calls have prompts with a common
+prefix. Resident memory is read every minute, after ``malloc_trim`` has returned freed memory to the system: malloc
+keeps up to 20 MB of it with this model (``kept_megabytes``), an amount that changes from round to round and has nothing
+to do with what is in use. The first tenth of the time and the first 3000 decodes are warm-up. The result,
+benchmarks/results/soak.json, has the curve and the slope of a straight line through it, in MB per hour.
 """
 
 from __future__ import annotations
@@ -14,28 +15,25 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import random
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import RESULTS
-from benchmarks.loss_memory import resident_bytes
+from benchmarks.common import write
+from benchmarks.memory import resident_bytes
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, FastDLLM, LLaDA, RecomputeKV, ReFusion
-from refusion_lit.reports.environment import environment
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
 
 def decoders(rng: random.Random) -> list[Decoder]:
-    """Draw one decoder of each family."""
+    """Draw the options of the six decoders."""
     slots: dict[str, Any] = {
         "slot_size": rng.choice([2, 4, 8, 16]),
         "num_serial_blocks": rng.choice([1, 2]),
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--model", default="tests/goldens/models/additions-clean")
     parser.add_argument("--warmup_decodes", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default=str(RESULTS / "soak.json"))
+    parser.add_argument("--output", help="where to write the JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".* does not fit this model")
     torch.set_num_threads(1)
@@ -103,10 +101,9 @@ def main() -> None:
         "kept_megabytes": round(max(kept), 1),
         "processor_minutes": round(time.process_time() / 60, 1),
         "curve": [[round(m, 2), round(mb, 2), decodes] for m, mb, decodes in curve],
-        "environment": environment(args.seed, sys.argv),
     }
-    path = Path(args.output)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    config = {"model": args.model, "warmup_decodes": args.warmup_decodes}
+    write("soak", config, result, output=args.output, seconds=time.monotonic() - start, seed=args.seed)
     sys.stdout.write(f"{num_decodes} decodes, {slope:.2f} MB an hour\n")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_model, time_ratio, write
-from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from benchmarks.memory import peak_resident_bytes, resident_bytes
 from jsonargparse import auto_cli
 
 from refusion_lit.data.bin_packing import pack_samples

@@ -14,13 +14,11 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import aim, random_model, write
-from benchmarks.growth import MODEL as SMALL
-from benchmarks.loss_memory import peak_resident_bytes, resident_bytes
+from benchmarks.common import SMALL, aim, random_model, write
+from benchmarks.memory import peak_resident_bytes, reset_peak, resident_bytes
 from jsonargparse import auto_cli
 
 from refusion_lit.modeling.backbone import Backbone
@@ -64,7 +62,7 @@ def measure(name: str, length: int, way: Way) -> dict[str, float]:
 
     step(corrupted_of(name, 4 * SAMPLE, model))  # loads kernels and makes gradients
     corrupted = corrupted_of(name, length, model)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the highest resident memory
+    reset_peak()
     before, started = resident_bytes(), time.process_time()
     step(corrupted)
     seconds = time.process_time() - started

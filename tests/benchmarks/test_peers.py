@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from benchmarks.common import golden_model, golden_runs, random_model, random_prompts
 from benchmarks.plain_refusion import PlainReFusion
-from benchmarks.replay import ALL_ACCEPTED, WITH_COMPLETIONS, Replay, ReplayedModel, Schedule
+from benchmarks.replay import ACCEPTED_IN_PARTS, ALL_ACCEPTED, Replay, ReplayedModel, Schedule
 
 from refusion_lit.decoding import ReFusion, decode
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import ForwardCost, SamplingParams
 
 REFERENCE: dict[str, Any] = {"fused": False, "infill_layout": "reference"}
 TINY = {
@@ -41,7 +41,7 @@ def test_the_plain_decoder_gives_the_reference_text_with_the_reference_number_of
         assert plain.num_forwards == len(run["forward_shapes"])
 
 
-@pytest.mark.parametrize("schedule", [ALL_ACCEPTED, WITH_COMPLETIONS])
+@pytest.mark.parametrize("schedule", [ALL_ACCEPTED, ACCEPTED_IN_PARTS])
 @pytest.mark.parametrize("num_serial_blocks", [1, 2])
 def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_blocks: int) -> None:
     model = random_model(TINY)
@@ -64,3 +64,12 @@ def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_bl
     plain = PlainReFusion(model.model, model.special_tokens, options, 128, replay.overwrite)
     assert plain.decode(random_prompts(1, 5)[0].token_ids) == text
     assert plain.num_forwards == schedule.num_forwards(16)
+
+
+def test_a_replayed_model_has_the_limits_and_the_measured_cost_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = golden_model("clean")
+    monkeypatch.setattr(model, "forward_cost", lambda num_rows: ForwardCost(float(num_rows)))
+    replayed = ReplayedModel(model, Replay(ALL_ACCEPTED, 4, 511))
+    assert replayed.forward_cost(3) == ForwardCost(3.0)
+    assert replayed.max_positions == model.max_positions == 512
+    assert replayed.learns_positions == model.learns_positions
