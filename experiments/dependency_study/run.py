@@ -25,6 +25,7 @@ from refusion_lit.analysis import dependency_curve
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Example
+from refusion_lit.utils.files import read_json_lines
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,7 @@ HERE = Path(__file__).parent
 def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tuple[list[int], list[int]]]:
     """Return the first encoded validation examples of a task, or the first lines of a file."""
     if source.endswith(".jsonl"):
-        lines = [json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines()[:count]]
+        lines = read_json_lines(source, texts=("query", "response"))[:count]
         examples = [Example(id=str(i), query=x["query"], response=x["response"]) for i, x in enumerate(lines)]
     else:
         validation = getattr(tasks, source)(num_validation=count).examples("validation")

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from refusion_lit.utils.files import read_json_lines
+
 
 def validation_losses(run: Path) -> list[dict[str, float]]:
     with (run / "metrics.csv").open() as file:
@@ -17,7 +19,7 @@ def validation_losses(run: Path) -> list[dict[str, float]]:
 
 
 def main(untrained: Path, fit: Path, predict: Path) -> None:
-    lines = [json.loads(line) for line in (predict / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_json_lines(predict / "predictions.jsonl")
     start = validation_losses(untrained)[0] | {"step": 0}
     shown = ("id", "prompt", "response", "reference", "num_forwards")
     result = {

@@ -28,7 +28,7 @@ def gsm8k(tmp_path: Path) -> list[str]:
     return ["score", _lines(tmp_path / "p.jsonl", rows), "--task=Gsm8k", f"--task.test={data}"]
 
 
-def test_scores_are_written_anew_and_the_rest_is_kept(
+def test_scores_are_overwritten_and_the_rest_is_kept(
     gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (tmp_path / "p.jsonl").read_text()

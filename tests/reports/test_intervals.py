@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from refusion_lit.reports import Bootstrap, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports import Bootstrap, accuracy_under_parallelism, pareto_front, wilson
 
 POINTS = st.lists(st.tuples(st.floats(0.1, 20), st.floats(0, 100)), min_size=1, max_size=8)
 
@@ -94,6 +94,25 @@ def test_the_interval_of_a_mean_is_close_to_the_normal_approximation() -> None:
     assert interval.high == pytest.approx(0.3 + spread, abs=0.006)
     assert interval == Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
     assert interval != Bootstrap(num_resamples=4000, seed=1).ratio(scores, [1.0] * 400)
+
+
+@pytest.mark.parametrize(("num_hits", "num"), [(0, 1), (1, 1), (1, 2), (253, 300), (0, 5000), (4999, 5000)])
+@pytest.mark.parametrize("level", [0.9, 0.95])
+def test_wilsons_interval_of_a_share(num_hits: int, num: int, level: float) -> None:
+    expected = binomtest(num_hits, num).proportion_ci(level, method="wilson")
+    interval = wilson(num_hits, num, level)
+    assert interval.estimate == num_hits / num
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
+    assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [((0, 0), "num_trials"), ((-1, 5), "num_hits"), ((6, 5), "num_hits"), ((1, 5, 1.0), "level")],
+)
+def test_wilsons_interval_refuses_impossible_counts(options: tuple[int, ...], option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}: expected"):
+        wilson(*options)
 
 
 @pytest.mark.parametrize("num", [1, 2, 96, 5000])

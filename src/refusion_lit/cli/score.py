@@ -17,7 +17,7 @@ from refusion_lit.evaluation.predictions import check_writable, write_prediction
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
-from refusion_lit.utils.files import read_text
+from refusion_lit.utils.files import read_json_lines
 from refusion_lit.utils.fingerprint import read_fingerprint
 
 _LONGEST_SHOWN = 80
@@ -86,20 +86,7 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it is missing or empty, or a line has no id and response.
     """
-    lines = []
-    for number, line in enumerate(read_text(path, "predictions").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"predictions: {path}:{number} is not JSON ({error}); remove or mend the line.") from error
-        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("id", "response")):
-            raise ValueError(
-                f"predictions: {path}:{number}: expected an object with texts 'id' and 'response', got {line[:80]!r}; "
-                "correct the line."
-            )
-        lines.append(values)
+    lines = read_json_lines(path, "predictions", texts=("id", "response"))
     if not lines:
         raise ValueError(f"predictions: expected at least one prediction, got an empty file {path}; give another.")
     return lines

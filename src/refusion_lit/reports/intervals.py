@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import require, require_at_least, require_between, require_number
 
 _MAX_DRAWN_COUNTS = 1 << 22
 """Bootstrap counts that are held in memory at a time (32 MB)."""
@@ -86,7 +86,7 @@ class Bootstrap:
             values: One score from 0 to 100 per prompt; at least one.
         """
         if _at_edge(values):
-            return _wilson(values, self.level)
+            return _edge_interval(values, self.level)
         return self.ratio(values, [1.0] * len(values))
 
     def score_difference(self, first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -102,7 +102,7 @@ class Bootstrap:
         ones = [1.0] * len(first)
         if not (_at_edge(first) and _at_edge(second)):
             return self.paired_difference((first, ones), (second, ones))
-        a, b = _wilson(first, self.level), _wilson(second, self.level)
+        a, b = _edge_interval(first, self.level), _edge_interval(second, self.level)
         return Interval(
             estimate=a.estimate - b.estimate,
             low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),
@@ -126,6 +126,26 @@ class Bootstrap:
         tail = 50 * (1 - self.level)
         low, high = np.nanpercentile(resampled, [tail, 100 - tail])
         return Interval(estimate=float(estimate), low=float(low), high=float(high))
+
+
+def wilson(num_hits: int, num_trials: int, level: float = 0.95) -> Interval:
+    """Return the share of hits, from 0 to 1, with Wilson's score interval (1927), which also holds for few trials.
+
+    Args:
+        num_hits: Number of hits; from 0 to ``num_trials``.
+        num_trials: Number of trials; at least 1.
+        level: Coverage of the interval, in (0, 1).
+    """
+    require_at_least("num_trials", num_trials, 1)
+    require_between("num_hits", num_hits, 0, num_trials)
+    require_number("level", level, "(0, 1)", "set it to 0.95, for example")
+    z, share = NormalDist().inv_cdf((1 + level) / 2), num_hits / num_trials
+    scale = 1 + z**2 / num_trials
+    middle = (share + z**2 / (2 * num_trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / num_trials + (z / (2 * num_trials)) ** 2)
+    # At the edges one end equals the share exactly; rounding would shift it.
+    low, high = 0.0 if num_hits == 0 else middle - half, 1.0 if num_hits == num_trials else middle + half
+    return Interval(estimate=share, low=low, high=high)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -173,15 +193,10 @@ def _at_edge(values: Sequence[float]) -> bool:
     return set(values) in ({0.0}, {100.0})
 
 
-def _wilson(values: Sequence[float], level: float) -> Interval:
+def _edge_interval(values: Sequence[float], level: float) -> Interval:
     """Return Wilson's score interval in percent of scores that are all 0 or all 100."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    width = 100 * z**2 / (len(values) + z**2)
-    return (
-        Interval(estimate=100.0, low=100.0 - width, high=100.0)
-        if values[0]
-        else Interval(estimate=0.0, low=0.0, high=width)
-    )
+    share = wilson(len(values) if values[0] else 0, len(values), level)
+    return Interval(estimate=100 * share.estimate, low=100 * share.low, high=100 * share.high)
 
 
 def _aup_weight(accuracy: float, best: float) -> float:
