@@ -153,6 +153,8 @@ def test_a_parser_is_described_with_its_components() -> None:
         check_arguments(["--ckpt_path=x", "--decoder.slot_sise=3"], description, "generate")
     with pytest.raises(ValueError, match=r"unknown option 'decoder\.slot_size'; known are"):
         check_arguments(["--ckpt_path=x", "--decoder.slot_size=3", "--decoder=LLaDA"], description, "generate")
+    with pytest.raises(ValueError, match=r"unknown option 'config'"):
+        check_arguments(["--ckpt_path=x", "--config=x.yaml"], description, "generate")
 
 
 @pytest.mark.parametrize(

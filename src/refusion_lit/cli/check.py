@@ -89,7 +89,7 @@ class _Checker:
     def check(self, args: Sequence[str]) -> None:
         pairs = list(self._pairs(args))
         for name, value in pairs:
-            if name == "config" and "config" in self._options[name].kinds:
+            if name == "config" and "config" in self._option(name, "").kinds:
                 self.config(read_yaml(Path(value), "config"), f"{value}: ")
         # A component comes before its options, which may be given first.
         for name, value in sorted(pairs, key=lambda pair: pair[0].count(".")):

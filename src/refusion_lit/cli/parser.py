@@ -64,7 +64,10 @@ class OneLineParser(OneLineErrors, ArgumentParser):
             from refusion_lit.cli.check import explain
 
             raise explain(self, args, error) from error
-        options = cast("Namespace", self.instantiate_classes(parsed))
+        try:
+            options = cast("Namespace", self.instantiate_classes(parsed))
+        except ValueError as error:
+            raise ValueError(brief(str(error))) from error
         if options.get("draft") is not None and options.decoder is None:
             options.decoder = SelfSpeculative()
         return options
