@@ -15,14 +15,16 @@ usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work 
    mutant, too. Hypothesis is derandomized, does not shrink, and tries at most ``--examples`` examples a test. Tests
    after the first ``--budget`` seconds (of step 2) are left out, which can only make survivors.
 
-Mutants that are done are kept in ``--work``: a second start goes on. The result is written beside this file. With
-``--only``, mutants of those numbers run again, with all tests of the files that cover them (or of ``--tests``) as they
-are now and with all their examples, and the result is updated.
+Finished mutants are kept in ``--work``; the next start resumes there, and refuses them if the package's source has
+changed. The result is written beside this file: ``mutation.json`` for seed 0, ``mutation_seed1.json`` for seed 1. With
+``--only``, finished mutants of those numbers run again, with all tests of the files that cover them (or of ``--tests``)
+as they are now and with all their examples, and the result is updated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -34,7 +36,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from typing import Any
 from mutants import PACKAGES, sample, statement
 
 ROOT = Path(__file__).parents[2]
-RESULT = Path(__file__).with_suffix(".json")
+FOLDER = Path(__file__).parent
 TESTS = (
     "tests/decoding", "tests/contract", "tests/objectives", "tests/training"
 )  # fmt: skip
@@ -95,11 +97,59 @@ class Watch:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-# What the tests cover.
+# The source, and what the tests cover.
+
+
+def source_digest(root: Path) -> str:
+    """Return a SHA-256 digest of the package's Python files, their paths included."""
+    package, digest = root / "src" / "refusion_lit", hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def source_commit(root: Path) -> str | None:
+    """Return the commit that has the current ``src``; ``None`` outside a repository or with uncommitted changes."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        status = ["git", "status", "--porcelain", "--", "src"]
+        changes = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return None if changes.strip() else head.stdout.strip()
+
+
+def check_source(work: Path, root: Path) -> str | None:
+    """Check that kept work is of the current source, which is recorded in ``source.json`` when the work begins.
+
+    A mutant's number means another mutant as soon as the source changes.
+
+    Returns:
+        The commit of the source, ``None`` if it is unknown.
+
+    Raises:
+        ValueError: If kept work is of another source, or of an unrecorded one.
+    """
+    path, digest = work / "source.json", source_digest(root)
+    if path.exists():
+        kept = json.loads(path.read_text())
+    elif (work / "measured.json").exists() or any(work.glob("mutants-*.jsonl")):
+        kept = {"digest": "unknown", "commit": None}
+    else:
+        kept = {"digest": digest, "commit": source_commit(root)}
+        path.write_text(json.dumps(kept) + "\n")
+    if kept["digest"] != digest:
+        resume = f", or check out {kept['commit']} to resume" if kept["commit"] else ""
+        raise ValueError(
+            f"--work: expected work on the current source (digest {digest[:12]}), got {work} with work on another one "
+            f"(digest {kept['digest'][:12]}); give another directory to start from scratch{resume}."
+        )
+    return kept["commit"]
 
 
 def prepare(work: Path) -> Path:
-    """Copy the tree anew, but for what has been measured on it."""
+    """Copy the sources and tests to ``work/tree``, in place of an earlier copy."""
     tree = work / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     for name in ("src", "tests", "configs"):
@@ -232,25 +282,19 @@ def judge(
     return result | {"status": status, "by": by, "seconds": round(seconds, 1)}
 
 
-def wilson(num_hits: int, num: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the 95 % interval of a share."""
-    share, scale = num_hits / num, 1 + z * z / num
-    middle = (share + z * z / (2 * num)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return middle - half, middle + half
-
-
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return counts and the interval, as a whole and for each package."""
+    """Return counts and the 95 % interval of the share of killed mutants, in total and for each package."""
+    # Imported here, after all runs: a forked run must import the package from the mutated tree, not inherit this one.
+    from refusion_lit.reports.intervals import wilson
 
     def counted(chosen: list[dict[str, Any]]) -> dict[str, Any]:
         num_killed = sum(result["status"] != "survived" for result in chosen)
-        low, high = wilson(num_killed, len(chosen))
+        interval = wilson(num_killed, len(chosen))
         return {
             "num_mutants": len(chosen),
             "num_killed": num_killed,
-            "share_killed": round(num_killed / len(chosen), 4),
-            "wilson_95": [round(low, 4), round(high, 4)],
+            "share_killed": round(interval.estimate, 4),
+            "wilson_95": [round(interval.low, 4), round(interval.high, 4)],
             "by_status": dict(Counter(result["status"] for result in chosen)),
         }
 
@@ -270,9 +314,36 @@ def preload() -> None:
 
 
 def finished(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the mutants that are done."""
+    """Read the results so far, in the order they were found: a mutant that ran again has more than one."""
     if path.exists():
         yield from map(json.loads, path.read_text().splitlines())
+
+
+def latest(results: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return each mutant's last result by its number."""
+    return {result["number"]: result for result in results}
+
+
+def of_first_pass(results: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return each mutant's last result without ``--only`` by its number; results with it have no ``num_tests``."""
+    return latest(result for result in results if result["num_tests"] is not None)
+
+
+def numbers_again(only: str | None, done: dict[int, dict[str, Any]]) -> set[int]:
+    """Return the numbers of ``--only``; each must have a result, which is its first pass.
+
+    Raises:
+        ValueError: If a mutant has none.
+    """
+    again = set() if only is None else {int(number) for number in only.split(",")}
+    if new := sorted(again - done.keys()):
+        raise ValueError(f"--only: expected numbers of finished mutants, got {new}; run without --only first.")
+    return again
+
+
+def result_path(seed: int) -> Path:
+    """Return where the result of a seed is written."""
+    return FOLDER / ("mutation.json" if seed == 0 else f"mutation_seed{seed}.json")
 
 
 def main() -> None:
@@ -287,15 +358,17 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=80, help="seconds of tests a mutant at most")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    tree = prepare(args.work)
+    commit = check_source(args.work, ROOT)
     measured_at, done_at = args.work / "measured.json", args.work / f"mutants-{args.seed}.jsonl"
+    results = list(finished(done_at))
+    done = latest(results)
+    again = numbers_again(args.only, done)
+    tree = prepare(args.work)
     measured = json.loads(measured_at.read_text()) if measured_at.exists() else measure(tree, measured_at)
     mutants, num_sites = sample(tree, args.num, args.seed)
     preload()
     for name in ("src", "tests"):
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(tree / name)], check=True)
-    done = {result["number"]: result for result in finished(done_at)}
-    again = set() if args.only is None else {int(number) for number in args.only.split(",")}
     with done_at.open("a") as file:
         for mutant in mutants:
             if mutant["number"] not in again if again else mutant["number"] in done:
@@ -305,35 +378,53 @@ def main() -> None:
                 result = judge(mutant, tree, {}, 1000, args.tests or sorted(known))
             else:
                 result = judge(mutant, tree, covering(mutant, tree, measured, args.budget), args.examples)
-            done[mutant["number"]] = result
+            results.append(result)
             file.write(json.dumps(result) + "\n")
             file.flush()
             print(f"{mutant['number']:4d} {result['status']:9} {result['seconds']:6.1f} s  {result['path']}:"
                   f"{result['line']}  {result['after']}  {result['by'] or ''}", flush=True)  # fmt: skip
-    if len(done) == len(mutants):
-        write_result(args, [done[mutant["number"]] for mutant in mutants], num_sites, measured)
+    numbers = [mutant["number"] for mutant in mutants]
+    if latest(results).keys() >= set(numbers):
+        sys.path.insert(0, str(ROOT / "src"))
+        write_result(args, results, numbers, num_sites, measured, commit)
 
 
 def write_result(
-    args: argparse.Namespace, results: list[dict[str, Any]], num_sites: int, measured: dict[str, Any]
+    args: argparse.Namespace,
+    results: list[dict[str, Any]],
+    numbers: list[int],
+    num_sites: int,
+    measured: dict[str, Any],
+    commit: str | None,
 ) -> None:
-    """Write the result beside this file."""
-    sys.path.insert(0, str(ROOT / "src"))
+    """Write the result of a sample beside this file.
+
+    Args:
+        args: The options.
+        results: Every result so far, in the order they were found.
+        numbers: The numbers of the sample's mutants.
+        num_sites: Number of places that could be changed.
+        measured: What :func:`measure` returned.
+        commit: The commit of the source, ``None`` if it is unknown.
+    """
     from refusion_lit.reports.environment import environment
 
+    last, first = ([found[number] for number in numbers] for found in (latest(results), of_first_pass(results)))
     found = {
+        "source_commit": commit,
         "seed": args.seed,
         "num_sites": num_sites,
         "num_examples": args.examples,
-        **summary(results),
+        **summary(last),
+        "first_pass": summary(first)["all"],
         "coverage": measured["coverage"],
-        "seconds": round(sum(result["seconds"] for result in results)),
+        "seconds": round(sum(result["seconds"] for result in last)),
         "versions": {name: version(name) for name in ("cosmic-ray", "hypothesis", "pytest", "coverage", "torch")},
         "environment": environment(args.seed, ["mutation.py", *sys.argv[1:]]),
-        "mutants": results,
+        "mutants": last,
     }
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(summary(results)))
+    result_path(args.seed).write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(summary(last)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Ten thousand random decodes and more, with adversarial logits; every contract is checked on each.
+"""Random decodes with adversarial logits and every decoder; each is checked against the decoders' contract.
 
 usage: python experiments/hard_tests/random_decodes.py [--num 1700] [--seed 0]
 
-``--num`` decodes with each decoder; what is drawn and what is checked stands in tests/hardness/random_decodes.py.
-Written beside this file after each decoder: decodes, prompts, tokens and forwards by decoder, and failures.
+``--num`` is the number of decodes per decoder. tests/hardness/random_decodes.py draws and checks them. After each
+decoder, random_decodes.json is written: decodes, prompts, tokens and forwards by decoder, and failures.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def main() -> None:
     decoders: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     start = time.monotonic()
+    described = environment(args.seed, ["random_decodes.py", *sys.argv[1:]])  # before the result changes the tree
     for cls in DECODERS:
         try:
             decoders[cls.__name__] = asdict(random_decodes(cls, num=args.num, seed=args.seed))
-        except Exception:  # whatever it is, it is what was looked for
+        except Exception:  # every exception is a failure to report
             failures[cls.__name__] = traceback.format_exc()
             print(failures[cls.__name__], file=sys.stderr)
         print(cls.__name__, decoders.get(cls.__name__, "failed"), flush=True)
@@ -55,7 +56,7 @@ def main() -> None:
             "decoders": decoders,
             "seconds": round(time.monotonic() - start),
             "versions": {name: version(name) for name in ("hypothesis", "torch", "numpy")},
-            "environment": environment(args.seed, ["random_decodes.py", *sys.argv[1:]]),
+            "environment": described,
         }
         RESULT.write_text(json.dumps(found, indent=2) + "\n")
     sys.exit(bool(failures))
