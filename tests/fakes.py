@@ -141,7 +141,7 @@ class OracleModel(FakeModel):
 
 
 def oracle_text(end: int | None, special: SpecialTokens = SPECIAL) -> Callable[[int], int]:
-    """Return a text without structure that ends at a position, if any; behind its end it goes on."""
+    """Return a text without structure that ends at a position, if any; it continues after its end."""
     never = {special.mask_token_id, special.pad_token_id, *special.eos_token_ids}
     ordinary = [token for token in range(special.vocab_size) if token not in never]
     return lambda place: special.eos_token_ids[0] if place == end else ordinary[place * place % 7 % len(ordinary)]
@@ -155,7 +155,7 @@ def scramble(values: Tensor) -> Tensor:
 
 
 def hashed_uniform(keys: Tensor, size: int) -> Tensor:
-    """Return float64 numbers in [0, 1) behind a last dimension of ``size``."""
+    """Return ``size`` float64 numbers in [0, 1) for each key, in a new last dimension."""
     numbers = scramble(scramble(keys)[..., None] + torch.arange(1, size + 1) * 0x9E3779B97F4A7C1)
     return (numbers & ((1 << 53) - 1)).double() * 2.0**-53
 

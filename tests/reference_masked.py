@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
-from refusion_lit.decoding import Decoder
+from refusion_lit.decoding import Decoder, Generation, decode
 from refusion_lit.decoding.requests import Reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import best_allowed
 
 PAD, EOS, MASK, VOCAB = 0, 1, 2, 19
 GOLDENS = Path(__file__).parent / "goldens"
@@ -52,8 +53,19 @@ def unmasked(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[i
     return state.committed
 
 
-def cut(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+def run(
+    decoder: Decoder,
+    length: int,
+    prompts: list[tuple[int, ...]] = PROMPTS,
+    batch_size: int = 1,
+    *,
+    trace: bool = False,
+    **sampling: Any,
+) -> list[Generation]:
+    """Decode with the package's decoder."""
+    named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
+    params = SamplingParams(max_new_tokens=length, **sampling)
+    return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
 
 
 @torch.no_grad()
@@ -91,12 +103,9 @@ def fed(prompt: Sequence[int], canvas: Sequence[int | None]) -> list[int]:
     return [*prompt, *[MASK if token is None else token for token in canvas]]
 
 
-def draw(row: Tensor, forbidden: Sequence[int] = ()) -> int:
-    """The most probable token that may be produced."""
-    allowed = row.clone()
-    allowed[[PAD, MASK, *forbidden]] = -math.inf
-    allowed[VOCAB:] = -math.inf
-    return int(allowed.argmax())
+def draw(row: Tensor) -> int:
+    """Return the most probable token that may be produced."""
+    return best_allowed(row, (PAD, MASK), VOCAB)
 
 
 def finished(canvas: Sequence[int | None]) -> list[int]:
@@ -173,7 +182,7 @@ def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: flo
 
 
 Rule = Callable[[list[float], int, int], int]
-"""How many to uncover, given the confidences in descending order, the block's size and the round in the block."""
+"""Number of places to unmask, given the descending confidences, the block's size and the round in the block."""
 
 
 def fast_dllm(
@@ -232,7 +241,7 @@ def by_factor(factor: float) -> Rule:
 
 
 def by_quota(steps_per_block: int, alone: int = 0) -> Rule:
-    """LLaDA's quota; ``alone`` is 1 if a first forward of the block has uncovered its first token outside it."""
+    """LLaDA's quota; ``alone`` is 1 if the block's first forward unmasks its first token alone, outside the quota."""
 
     def count(_confidences: list[float], size: int, num_rounds: int) -> int:
         steps = min(steps_per_block, size) - alone

@@ -1,4 +1,4 @@
-"""ReFusion the slow, obvious way: no cache, the whole context computed anew in every forward, one prompt at a time.
+"""ReFusion the slow, obvious way: no cache, the whole context recomputed in every forward, one prompt at a time.
 
 Written from the description of the algorithm, to compare the real decoder with. It returns the text and the shapes
 of the forwards that an implementation with a cache would make.
@@ -20,7 +20,7 @@ Token = tuple[int, int]
 
 @dataclass
 class Row:
-    """A slot that is completed beside others."""
+    """A slot that is filled beside others during infill."""
 
     slot: int
     tokens: list[int]
@@ -51,7 +51,7 @@ class SlowReFusion:
     # What the model says.
 
     def forward(self, row: list[Token]) -> list[list[float]]:
-        """Return logits at the tokens of a row behind the context."""
+        """Return logits at the tokens of a row after the context."""
         tokens = [*self.context, *row]
         mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
         for query, seen in enumerate(self.sees):
@@ -74,7 +74,7 @@ class SlowReFusion:
     # What is kept.
 
     def extend(self, row: list[Token]) -> None:
-        """Put tokens behind the context; each sees all before it."""
+        """Append tokens to the context; each sees all before it."""
         for token in row:
             self.context.append(token)
             self.sees.append(set(range(len(self.context))))
@@ -135,7 +135,7 @@ class SlowReFusion:
             self.remaining = [s for s in self.remaining if s not in chosen[: length // size]]
         else:
             prefixes = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
-            self.complete([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
+            self.infill([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
 
     def accept(self, row: list[Token]) -> None:
         self.extend(row)
@@ -166,7 +166,7 @@ class SlowReFusion:
         }[options.selection]
         return sorted(chosen or ranking[:1]), drafts
 
-    def complete(self, rows: list[Row]) -> None:
+    def infill(self, rows: list[Row]) -> None:
         size, num_cached, is_first = self.options.slot_size, 0, True
         self.num_infills += 1
         while not all(row.ends or row.num_accepted == size for row in rows):

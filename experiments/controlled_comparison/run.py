@@ -76,7 +76,7 @@ def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0)
     """Train unless that is done; return the last checkpoint, and steps, positions and seconds."""
     name, shared = run_name(task, objective, seed, factor), options(task, objective, seed)
     fit = work / "runs" / name / "fit"
-    trained = fit / "trained.json"  # written last: a training that was killed starts anew
+    trained = fit / "trained.json"  # written last: a training that was killed restarts from scratch
     positions = positions_a_step(shared)
     steps = round(factor * BUDGETS[task] / positions)
     print(f"{name}: {steps} steps of {positions} positions", flush=True)

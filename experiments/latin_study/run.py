@@ -2,8 +2,8 @@
 
 usage: python experiments/latin_study/run.py [--work_dir runs/latin_study] [--output FILE] [--only NAME ...]
 
-Every variant computes the same number of token positions in training, but for those that say otherwise. Finished
-variants are skipped, an interrupted one goes on from its last checkpoint.
+Every variant computes the same number of token positions in training, except those that say otherwise. Finished
+variants are skipped; an interrupted one resumes from its last checkpoint.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields, replace
-from itertools import product
+from itertools import filterfalse, product
 
 import jaxtyping
 import pytest
@@ -25,6 +25,7 @@ from refusion_lit.objectives import Objective
 from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.types import SpecialTokens
 from shadow_device import SHADOW, ShadowDevice
+from subclasses import concrete_subclasses
 
 PAD, EOS, MASK = 0, 1, 2
 DRAFTS = (1000, 1001, 1002)
@@ -33,17 +34,8 @@ SPECIAL = SpecialTokens(
 )
 FIRST_PROMPT_ID, FIRST_RESPONSE_ID = 10, 200
 
-
-def concrete(cls: type) -> Iterator[type[Objective]]:
-    """Walk a class's subclasses."""
-    for child in cls.__subclasses__():
-        yield from concrete(child)
-        if not inspect.isabstract(child) and child.__module__.startswith("refusion_lit"):
-            yield child
-
-
 VARIANTS: list[Objective] = [
-    *(cls() for cls in sorted(concrete(Objective), key=lambda cls: cls.__name__)),
+    *(cls() for cls in concrete_subclasses(Objective)),
     objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
     objectives.Hybrid(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
     objectives.Hybrid(slot_sizes=(1, 3), token_weights="harmonic", shuffle_masked=True, slot_borders=(0.5, 1.0)),
@@ -66,7 +58,16 @@ VARIANTS: list[Objective] = [
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.GatedDraft(distill=True),
 ]
+
+
+def uses_masks(objective: Objective) -> bool:
+    """Return whether an objective replaces tokens by the mask; drafters have masks of their own."""
+    return bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions or ()))
+
+
 each_objective = pytest.mark.parametrize("objective", VARIANTS, ids=repr)
+each_with_masks = pytest.mark.parametrize("objective", list(filter(uses_masks, VARIANTS)), ids=repr)
+each_without_masks = pytest.mark.parametrize("objective", list(filterfalse(uses_masks, VARIANTS)), ids=repr)
 Sizes = list[tuple[int, int]]
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), min_size=1, max_size=5)
 
@@ -76,7 +77,7 @@ def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = N
 
     Args:
         sizes: Prompt and response lengths of each row.
-        padding: Places behind the longest row.
+        padding: Places after the longest row.
         numbers: Number of each sample, of which its noise is a function.
     """
     input_ids = torch.full((len(sizes), max(map(sum, sizes)) + padding), PAD)
@@ -93,7 +94,7 @@ def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = N
 def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: float | None = None) -> CorruptedBatch:
     """Corrupt with a batch's own noise."""
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
-    mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio)
+    mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio, dtype=torch.float64)
     return objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
 
 
@@ -306,38 +307,44 @@ def test_loss_has_finite_gradients_and_ignores_unlabelled_outputs(objective: Obj
     torch.testing.assert_close(objective.loss(spoilt, head, corrupted).sums, loss.sums)
 
 
-@each_objective
+@each_with_masks
 def test_ratio_one_masks_the_whole_response(objective: Objective) -> None:
-    assert objective.traits.predictions is not None
     sizes = [(3, 9), (2, 6)]
     corrupted = corrupt(objective, make_batch(sizes), ratio=1.0)
     assert corrupted.is_masked is not None
-    uses_masks = bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions))
     for row, (_, response) in enumerate(sizes):
-        num_masked = int(corrupted.is_masked[row].sum())
-        assert num_masked >= response if uses_masks else num_masked == 0
+        assert int(corrupted.is_masked[row].sum()) >= response
 
 
-@each_objective
-def test_wrong_ratio_is_refused(objective: Objective) -> None:
-    if "next_token" in (objective.traits.predictions or ()):
-        pytest.skip("uses no masks")
-    for ratio in (0.0, 1.01):
-        with pytest.raises(ValueError, match="mask_ratio"):
-            corrupt(objective, make_batch([(2, 6)]), ratio=ratio)
+@each_without_masks
+def test_without_masks_a_ratio_masks_nothing(objective: Objective) -> None:
+    corrupted = corrupt(objective, make_batch([(3, 9), (2, 6)]), ratio=1.0)
+    assert corrupted.is_masked is not None
+    assert not corrupted.is_masked.any()
 
 
-@each_objective
-def test_missing_mask_token_is_refused_where_one_is_needed(objective: Objective) -> None:
-    assert objective.traits.predictions is not None
+@each_with_masks
+@pytest.mark.parametrize("ratio", [0.0, 1.01])
+def test_wrong_ratio_is_refused(objective: Objective, ratio: float) -> None:
+    with pytest.raises(ValueError, match="mask_ratio"):
+        corrupt(objective, make_batch([(2, 6)]), ratio=ratio)
+
+
+def corrupt_without_mask_token(objective: Objective) -> None:
     batch = make_batch([(2, 6)])
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    without = replace(SPECIAL, mask_token_id=None)
-    if {"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions):
-        with pytest.raises(ValueError, match="mask_token_id"):
-            objective.corrupt(batch, noise, without)
-    else:
-        objective.corrupt(batch, noise, without)
+    objective.corrupt(batch, noise, replace(SPECIAL, mask_token_id=None))
+
+
+@each_with_masks
+def test_missing_mask_token_is_refused_where_one_is_needed(objective: Objective) -> None:
+    with pytest.raises(ValueError, match="mask_token_id"):
+        corrupt_without_mask_token(objective)
+
+
+@each_without_masks
+def test_without_masks_no_mask_token_is_needed(objective: Objective) -> None:
+    corrupt_without_mask_token(objective)
 
 
 @each_objective
@@ -354,6 +361,26 @@ def test_noise_is_the_only_randomness_and_the_batch_stays_clean(objective: Objec
     for name, value in vars(first).items():
         if isinstance(value, Tensor):
             assert torch.equal(value, getattr(second, name)), name
+
+
+@each_objective
+@pytest.mark.parametrize("ratio", [None, 0.3])
+def test_bf16_as_default_type_changes_nothing(objective: Objective, ratio: float | None) -> None:
+    """Lightning sets torch's default type to bf16 while it trains in ``bf16-true``."""
+    batch = make_batch([(3, 5 + i % 9) for i in range(301)])  # bf16 has no 301
+    expected = corrupt(objective, batch, ratio=ratio)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = corrupt(objective, batch, ratio=ratio)
+    finally:
+        torch.set_default_dtype(before)
+    for name, value in vars(expected).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(getattr(found, name), value), name
+            assert getattr(found, name).dtype == value.dtype, name
+        else:
+            assert getattr(found, name) == value, name
 
 
 @each_objective
@@ -393,7 +420,7 @@ def test_options_cannot_change(objective: Objective) -> None:
 
 def test_all_objectives_are_here() -> None:
     exported = {cls for name in objectives.__all__ if (cls := getattr(objectives, name)) is not Objective}
-    assert exported == set(concrete(Objective))
+    assert exported == set(concrete_subclasses(Objective))
 
 
 @each_objective
@@ -410,7 +437,7 @@ def test_a_device_corrupts_as_this_one_does_and_is_waited_for_only_where_rows_gr
                 assert torch.equal(getattr(corrupted, name).cpu(), value), name
 
 
-@pytest.mark.parametrize("cls", sorted(set(concrete(Objective)), key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", concrete_subclasses(Objective))
 def test_options_of_another_kind_are_refused_by_name(cls: type[Objective], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # which refuses them too, but in tests alone
     kinds = {field.name: str(field.type) for field in fields(cls)}

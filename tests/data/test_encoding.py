@@ -84,7 +84,7 @@ def test_a_query_is_one_user_turn(chat: PreTrainedTokenizerBase) -> None:
     assert encode_prompt(chat, "hi") == encode_prompt(chat, "", messages=[{"role": "user", "content": "hi"}])
 
 
-def test_a_template_that_refuses_the_turns_is_named(chat: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_refuses_the_turns_is_named() -> None:
     strict = TrainedBPE(vocab_size=260, chat_template="{{ raise_exception('no system turn') }}").build(Words())
     turns = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     with pytest.raises(ValueError, match=r"example 7: messages: .* turns of system, user \(no system turn\)"):

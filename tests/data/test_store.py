@@ -143,7 +143,7 @@ def test_a_changed_file_is_encoded_again(tmp_path: Path, encoder: Counting) -> N
 
 @pytest.mark.parametrize("kept", [-5, 0])
 @pytest.mark.parametrize("damaged", ["about.json", "tokens.npy", "ends.npy"])
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, encoder: Counting, damaged: str, kept: int) -> None:
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, encoder: Counting, damaged: str, kept: int) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
     whole = batches(path, tmp_path / "cache")
     (store,) = (tmp_path / "cache").iterdir()

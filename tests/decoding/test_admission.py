@@ -241,7 +241,7 @@ def test_turns_of_a_conversation_compute_only_what_is_new(decoder: Decoder) -> N
         num_shared.append(output.num_shared)
         lengths.append(len(text))
         text += [*output.rows[0].token_ids, 7, 8]
-    # Turn 2 starts anew, the others take over the prompt of the turn before.
+    # Turn 2 starts from scratch, the others reuse the prompt of the turn before.
     assert num_shared == ([0] * 4 if isinstance(decoder, LLaDA) else [0, lengths[0], 0, lengths[2]])
 
 

@@ -114,7 +114,7 @@ def test_unfinished_work_is_reported(script: tuple[tuple[int, ...], ...], num_le
     assert row.num_tokens == num_left
 
 
-def test_masks_behind_an_end_are_no_unfinished_work() -> None:
+def test_masks_after_an_end_are_no_unfinished_work() -> None:
     assert one(Scripted(script=((0, 1, 2),)), 9, end=4).finish_reason == "eos"
 
 
@@ -175,7 +175,7 @@ def test_no_prompts_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_text_is_cut_behind_the_first_stop_string(max_batch_size: int) -> None:
+def test_text_is_cut_after_the_first_stop_string(max_batch_size: int) -> None:
     model = OracleModel(oracle_text(None), traits=ORDER)
     sampling = SamplingParams(max_new_tokens=12)
     full = decode(model, Autoregressive(), prompts_of(2, 3, 4, 5), sampling).rows
@@ -190,7 +190,7 @@ def test_text_is_cut_behind_the_first_stop_string(max_batch_size: int) -> None:
         end = text.find(stop) + 2 if stop in text else 12
         assert row.token_ids == unstopped.token_ids[:end]
         assert row.finish_reason == ("stop" if stop in text else "length")
-        assert row.num_forwards == end, "nothing is computed behind a stop string"
+        assert row.num_forwards == end, "nothing is computed after a stop string"
         num_stopped += stop in text
     assert num_stopped >= 1
 

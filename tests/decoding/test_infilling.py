@@ -159,7 +159,7 @@ def test_wedlm_sees_given_tokens_within_its_window() -> None:
      BlockDiffusion(ignore_right_context=True)],
     ids=lambda decoder: type(decoder).__name__,
 )  # fmt: skip
-def test_a_model_that_always_wants_to_end_fills_holes_and_ends_behind_them(decoder: Decoder) -> None:
+def test_a_model_that_always_wants_to_end_fills_holes_and_ends_after_them(decoder: Decoder) -> None:
     model = HashModel(3, end_bias=500.0, traits=traits_for(decoder))
     prompts = [Prompt(token_ids=PROMPT, id="p", given=(None, None, 7, None, 9)), Prompt(token_ids=PROMPT, id="q")]
     first, second = decode(model, decoder, prompts, SamplingParams(max_new_tokens=16), max_batch_size=2).rows

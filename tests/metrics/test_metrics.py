@@ -82,7 +82,7 @@ def test_latency_leaves_the_warm_up_batch_out() -> None:
     assert metrics.compute()["latency_p95"] == pytest.approx(0.2, rel=0.05)
 
 
-def test_a_process_that_goes_on_from_a_snapshot_warms_up_anew() -> None:
+def test_a_process_that_resumes_from_a_snapshot_warms_up_again() -> None:
     outputs = [_output([_row(tokens, 2, seconds)], seconds) for tokens, seconds in ((1, 90.0), (30, 2.0), (1, 70.0))]
     metrics = DecodingMetrics()
     for output in outputs[:2]:

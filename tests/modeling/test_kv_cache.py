@@ -74,7 +74,7 @@ class Recomputed:
     sees: list[set[int]] = field(default_factory=list)
 
     def hidden(self, model: Backbone, tokens: list[int], positions: list[int], mask: Tensor) -> Tensor:
-        """Run everything anew, without a cache; ``mask`` says what the new tokens see of old and new ones."""
+        """Recompute everything without a cache; ``mask`` says what the new tokens see of old and new ones."""
         old, total = len(self.tokens), len(self.tokens) + len(tokens)
         whole = torch.zeros(total, total, dtype=torch.bool)
         for query, seen in enumerate(self.sees):
@@ -98,7 +98,7 @@ class Recomputed:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_cached_states_are_those_computed_anew(seed: int) -> None:
+def test_cached_states_are_those_of_a_full_recomputation(seed: int) -> None:
     """Branches that share a context, entries dropped and moved, rows of different lengths, growing storage."""
     chance = random.Random(seed)
     model, num_rows = tiny_backbone(), 3

@@ -25,7 +25,7 @@ ARCHITECTURE = {**TINY_QWEN, "num_hidden_layers": 2, "tie_word_embeddings": Fals
 
 
 def make_tokenizer(num_words: int = 9, **special: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single letters behind its special tokens."""
+    """Return a tokenizer of single letters after its special tokens."""
     words = [*special.values(), *[chr(ord("a") + i) for i in range(num_words)]]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]

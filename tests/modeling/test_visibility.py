@@ -70,7 +70,7 @@ def test_a_prompt_is_causal_and_nothing_else_is(span: Span, is_causal: bool) -> 
     assert not Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8).is_causal
 
 
-def test_single_tokens_behind_all_other_keys_need_no_matrix() -> None:
+def test_single_tokens_after_all_other_keys_need_no_matrix() -> None:
     last = [Span(row, 0, 1, 7, ((0, 7),)) for row in range(2)]
     assert Visibility(last, (2, 1), 8).is_full
     assert not Visibility(last, (2, 1), 9).is_full

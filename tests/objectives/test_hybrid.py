@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
@@ -204,9 +205,8 @@ def test_coefficients_weigh_the_terms(
 
 @pytest.mark.parametrize("chunk_size", [None, 37])
 def test_released_programs_losses(chunk_size: int | None) -> None:
-    transformers = pytest.importorskip("transformers")
     golden = json.loads((GOLDENS / "refusion_loss_mid.json").read_text())
-    model = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / "models" / golden["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(GOLDENS / "models" / golden["model"], dtype=torch.float32)
     objective = Hybrid(chunk_size=chunk_size)
     for values in golden["batches"]:
         tensors = {name: torch.tensor(value) for name, value in values.items()}
@@ -235,9 +235,8 @@ def test_model_trained_elsewhere_has_a_low_loss_under_our_corruption(
     make_noise: Noise, special_tokens: SpecialTokens
 ) -> None:
     """Weights that the released program trained know what our layouts ask of them."""
-    transformers = pytest.importorskip("transformers")
     directory = GOLDENS / "models" / "additions-clean"
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     objective = Hybrid()
     losses = []
     for number, values in enumerate(json.loads((GOLDENS / "refusion_loss_mid.json").read_text())["batches"]):

@@ -123,7 +123,7 @@ def test_other_attention_implementations_pack_alike(
 @settings(max_examples=15, deadline=None)
 @given(samples=SAMPLES)
 def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, samples: list[tuple[int, int, int]]) -> None:
-    """Compared with a loop that puts one sample's positions behind the other's."""
+    """Compared with a loop that puts one sample's positions after the other's."""
     batch, rows = make_batch(samples)
     plain = corrupt(objective, batch)
     packed = pack(plain, rows, pad_token_id=PAD)

@@ -79,7 +79,7 @@ def test_a_single_mask_at_the_end_is_next_token_training() -> None:
     assert torch.equal(corrupted.counts, plain.counts)
 
 
-def test_targets_behind_masks_weigh_less() -> None:
+def test_targets_after_masks_weigh_less() -> None:
     found = batch([2], [4])
     corrupted = SoftTail(tail=1, beta=2.0, decay=0.5, denominator="tokens").corrupt(
         found, noise_of(found), SPECIAL, mask_ratio=torch.tensor([0.5], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A ``test``, ``predict`` or ``generate`` that is broken off keeps what is done, and goes on with the rest."""
+"""A ``test``, ``predict`` or ``generate`` that is interrupted keeps what is done, and resumes with the rest."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_test_goes_on_and_its_figures_are_those_of_all(
     if number != signal.SIGKILL:
         assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
         assert "Traceback" not in log.read_text()
-    # Two prompts a batch; a SIGTERM ends behind the batch.
+    # Two prompts a batch; a SIGTERM takes effect after the batch.
     before = _lines(run / "predictions_refusion.jsonl")
     assert len(before) == (6 if decoder == "Autoregressive" or number == signal.SIGTERM else 4)
     with (run / "predictions_refusion.jsonl").open("a") as file:
@@ -198,7 +198,7 @@ def test_generate_refuses_prompts_that_do_not_fit_before_any_is_decoded(
     assert not output.exists()
 
 
-def test_generate_goes_on_behind_its_output(tmp_path: Path) -> None:
+def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     from refusion_lit.decoding import Generation  # noqa: F401 - loaded before the fork
 
     prompts = tmp_path / "prompts.txt"

@@ -111,11 +111,11 @@ def test_a_failing_process_ends_all_with_its_error(tmp_path: Path, monkeypatch: 
 
     def failing(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1 and batch_idx == 1:
-            raise ValueError("data: the second process cannot go on")
+            raise ValueError("data: the second process cannot continue")
         step(self, batch, batch_idx)
 
     monkeypatch.setattr(SlotDiffusionModule, "test_step", failing)
-    with pytest.raises(ProcessRaisedException, match="the second process cannot go on"):
+    with pytest.raises(ProcessRaisedException, match="the second process cannot continue"):
         _run(tmp_path, "test", 6, *TWO)
 
 

@@ -267,7 +267,7 @@ def test_child_processes_are_killed_with_their_group(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_too_weak_isolation_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_too_weak_isolation_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="minimum_isolation: expected at least 'full', got limits"):
         Sandbox(limits=QUICK, layers=()).run("", "")
     assert Sandbox(limits=QUICK, layers=(), minimum="limits").run("", "").passed
@@ -287,7 +287,7 @@ def test_levels(layers: tuple[str, ...], level: str) -> None:
     assert Isolation(wrapper=(), layers=layers).level == level
 
 
-def test_nothing_runs_if_the_isolation_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_if_the_isolation_is_not_applied() -> None:
     box = Sandbox(limits=QUICK, minimum="limits")
     box.__dict__["isolation"] = Isolation(wrapper=(), layers=("landlock", "moat"))
     with pytest.raises(ValueError, match="nothing was run"):

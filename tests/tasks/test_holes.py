@@ -47,7 +47,7 @@ def test_a_query_hides_the_operands_that_are_left_out_and_nothing_else() -> None
         assert filled(hidden) == plain.query
         operands = sum(
             hidden.response[start - 1 : start] != "=" for start, _ in hidden.holes
-        )  # a result stands behind the equals sign
+        )  # a result follows the equals sign
         assert hidden.query.count("?") == operands
         num_hidden += operands
     assert num_hidden > 100

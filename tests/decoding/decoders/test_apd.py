@@ -14,6 +14,7 @@ from refusion_lit.decoding import APD, Autoregressive, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 CAUSAL = ModelTraits(predictions=("next_token",))
 
@@ -32,10 +33,7 @@ def slow_apd(
     weight = decoder.mixture_weight
 
     def best(logits: Tensor) -> int:
-        allowed = logits.clone()
-        allowed[[t for t in special.banned_token_ids if t < len(logits)]] = -torch.inf
-        allowed[special.vocab_size :] = -torch.inf
-        return int(allowed.argmax())
+        return best_allowed(logits, special.banned_token_ids, special.vocab_size)
 
     while True:
         num = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
@@ -53,9 +51,8 @@ def slow_apd(
                     break
                 text.append(drafts[j])
         response = text[len(prompt) :]
-        end = next((i for i, token in enumerate(response) if token in special.eos_token_ids), None)
-        if end is not None or len(response) == length:
-            return response[: None if end is None else end + 1], num_forwards
+        if set(special.eos_token_ids) & set(response) or len(response) == length:
+            return cut(response, special.eos_token_ids), num_forwards
 
 
 @settings(max_examples=48, deadline=None)

@@ -56,7 +56,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[Prompt]:
 
 
 class Reference:
-    """Block diffusion at temperature 0 the slow way: the whole text is computed anew for each round."""
+    """Block diffusion at temperature 0 the slow way: the whole text is recomputed in each round."""
 
     def __init__(self, decoder: BlockDiffusion, model: Backbone, prompt: Prompt, max_new_tokens: int) -> None:
         self.decoder, self.model, self.special = decoder, model, model.special_tokens

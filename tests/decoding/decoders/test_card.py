@@ -13,6 +13,7 @@ from refusion_lit.decoding import CARD, Autoregressive, decode, default_decoder
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.objectives import GatedDraft, SoftTail
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
 
@@ -20,7 +21,7 @@ TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
 def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, length: int) -> tuple[list[int], int]:
     """Fill blocks of masks; every forward feeds the whole text and all masks of the block."""
     text, num_forwards = list(prompt), 0
-    eos = model.special_tokens.eos_token_ids
+    special, eos = model.special_tokens, model.special_tokens.eos_token_ids
     while len(text) - len(prompt) < length and not set(eos) & set(text[len(prompt) :]):
         size = min(decoder.block_size, length - (len(text) - len(prompt)))
         block: list[int | None] = [None] * size
@@ -31,10 +32,7 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
             hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], causal)
             logits = model.logits(hidden[0])[len(text) - 1 : -1].double()
             probabilities = logits.softmax(-1)
-            allowed = logits.clone()
-            allowed[:, [t for t in model.special_tokens.banned_token_ids if t < logits.shape[1]]] = -torch.inf
-            allowed[:, model.special_tokens.vocab_size :] = -torch.inf
-            tokens = allowed.argmax(-1).tolist()
+            tokens = [best_allowed(row, special.banned_token_ids, special.vocab_size) for row in logits]
             sure = {place: float(probabilities[place, tokens[place]]) for place in range(size) if block[place] is None}
             num_forwards, num_rounds = num_forwards + 1, num_rounds + 1
             chosen = [place for place in sure if sure[place] > decoder.threshold or num_rounds == decoder.max_rounds]
@@ -44,9 +42,7 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
             if set(eos) & set(known):
                 break
         text += [token for token in (block[: block.index(None)] if None in block else block) if token is not None]
-    response = text[len(prompt) :]
-    end = next((i for i, token in enumerate(response) if token in eos), None)
-    return response if end is None else response[: end + 1], num_forwards
+    return cut(text[len(prompt) :], eos), num_forwards
 
 
 @settings(max_examples=48, deadline=None)

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from reference_masked import PROMPTS, cut, draw, fed, forward, model, unmasked
+from reference_masked import EOS, PROMPTS, draw, fed, forward, model, unmasked
 from refusion_lit.decoding import LLaDA, decode
 from refusion_lit.decoding.requests import Reading
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.keys import uniform_scalar
+from slow_decoding import cut
 
 LENGTH = 16
 
@@ -47,7 +48,7 @@ def test_the_text_is_that_of_a_plain_loop(kernel_size: int, steps: int, top_k: i
     rows = decode(model(), decoder, named, SamplingParams(max_new_tokens=LENGTH, top_k=top_k), max_batch_size=3).rows
     for prompt, row in zip(named, rows, strict=True):
         found = convolutional(prompt.token_ids, prompt.id, steps, kernel_size, top_k)
-        assert row.token_ids == cut(found)
+        assert row.token_ids == cut(found, [EOS])
         assert row.num_forwards == steps
 
 

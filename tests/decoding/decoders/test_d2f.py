@@ -14,6 +14,7 @@ from fakes import MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import D2F, BlockDiffusion, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 
 def slow_d2f(
@@ -24,7 +25,7 @@ def slow_d2f(
     length += sum(token is not None for token in known)
     holes_end = start + len(known) if None in known else 0
     first = start if decoder.prompt_is_block else start - start % size
-    eos = model.special_tokens.eos_token_ids
+    special, eos = model.special_tokens, model.special_tokens.eos_token_ids
     whole = [*prompt, *known, *[None] * (size + length)]
     text: list[int | None] = whole[: first + size]
     goal = start + length
@@ -54,11 +55,8 @@ def slow_d2f(
             found = {}
             for p in masked:
                 own = logits[p - decoder.shifted]
-                allowed = own.clone()
-                allowed[[t for t in model.special_tokens.banned_token_ids if t < len(own)]] = -torch.inf
-                allowed[model.special_tokens.vocab_size :] = -torch.inf
-                allowed[list(eos) if p < holes_end else []] = -torch.inf
-                token = int(allowed.argmax())
+                banned = [*special.banned_token_ids, *(eos if p < holes_end else ())]
+                token = best_allowed(own, banned, special.vocab_size)
                 found[p] = (float(own.softmax(-1)[token]), token)
             chosen = [p for p in masked if found[p][0] > decoder.threshold]
             if masked and not chosen and share[i] >= decoder.activate_threshold:
@@ -66,9 +64,8 @@ def slow_d2f(
             for p in chosen:
                 text[p] = found[p][1]
         response = text[start : text.index(None) if None in text else goal][:length]
-        end = next((i for i, token in enumerate(response) if token in eos), None)
-        if end is not None or len(response) == length:
-            return [t for t in response[: None if end is None else end + 1] if t is not None], num_forwards
+        if set(eos) & set(response) or len(response) == length:
+            return cut([token for token in response if token is not None], eos), num_forwards
 
 
 @settings(max_examples=42, deadline=None)

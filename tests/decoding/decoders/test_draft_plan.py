@@ -29,7 +29,7 @@ def cost_per_token(plan: Plan, cost: ForwardCost, acceptance: float, mask_cost: 
 
 
 def same_everywhere(num_masks: int, *, verifying: int, drafting: int) -> Plan:
-    """Plan with one number of masks behind every acceptance, and another one in forwards that verify nothing."""
+    """Plan with one number of masks after every acceptance, and another one in forwards that verify nothing."""
     return ((drafting,), *((verifying,) * (drafts + 1) for drafts in range(1, num_masks + 1)))
 
 
@@ -74,7 +74,7 @@ def test_positions_that_take_no_time_are_used() -> None:
     assert min(plan[3]) == 1
 
 
-def test_where_all_drafts_are_right_all_masks_stand_behind_them() -> None:
+def test_where_all_drafts_are_right_all_masks_follow_them() -> None:
     plan = draft_plan(ForwardCost(100), 1.0, 5)
     assert plan[0] == (5,)
     assert plan[5] == (0, 0, 0, 0, 0, 5)

@@ -8,27 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_masked import PROMPTS, by_factor, by_quota, by_threshold, cut, fast_dllm, model, unmasked
-from refusion_lit.decoding import FastDLLM, Generation, LLaDA, decode
+from reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmasked
+from refusion_lit.decoding import FastDLLM, LLaDA
 from refusion_lit.decoding.requests import Reading
-from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import cut
 
 CACHES = ("none", "prefix", "dual")
 each_cache = pytest.mark.parametrize("cache", CACHES)
-
-
-def run(
-    decoder: FastDLLM | LLaDA,
-    length: int,
-    prompts: list[tuple[int, ...]] = PROMPTS,
-    batch_size: int = 1,
-    *,
-    trace: bool = False,
-    **sampling: Any,
-) -> list[Generation]:
-    named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
-    params = SamplingParams(max_new_tokens=length, **sampling)
-    return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
 
 
 def check(decoder: FastDLLM, length: int, rule: Any, prompts: list[tuple[int, ...]] = PROMPTS) -> None:
@@ -37,7 +23,7 @@ def check(decoder: FastDLLM, length: int, rule: Any, prompts: list[tuple[int, ..
         tokens, lengths = fast_dllm(
             prompt, length, decoder.block_length, rule, kept=decoder.cache, shift=int(decoder.shifted)
         )
-        assert row.token_ids == cut(tokens)
+        assert row.token_ids == cut(tokens, [EOS])
         assert row.forward_shapes == [(1, size) for size in lengths]
 
 
@@ -82,13 +68,13 @@ def test_the_caches_are_approximate() -> None:
 
 
 @each_cache
-def test_a_threshold_above_one_uncovers_one_token_a_forward(cache: Any) -> None:
+def test_a_threshold_above_one_unmasks_one_token_a_forward(cache: Any) -> None:
     for row in run(FastDLLM(block_length=4, threshold=1.1, cache=cache), 12):
         assert row.num_forwards == 12
 
 
 @each_cache
-def test_an_endless_factor_uncovers_a_block_at_once(cache: Any) -> None:
+def test_an_endless_factor_unmasks_a_block_at_once(cache: Any) -> None:
     for row in run(FastDLLM(block_length=4, threshold=None, factor=1e9, cache=cache), 12):
         assert row.num_forwards == 3
 
@@ -142,7 +128,7 @@ def test_a_confidence_equal_to_the_threshold_is_enough() -> None:
     confidences=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     bounds=st.lists(st.floats(0, 5), min_size=2, max_size=2).map(sorted),
 )
-def test_more_is_uncovered_with_a_larger_factor_and_a_smaller_threshold(
+def test_more_is_unmasked_with_a_larger_factor_and_a_smaller_threshold(
     confidences: list[float], bounds: list[float]
 ) -> None:
     low, high = bounds

@@ -14,6 +14,7 @@ from fakes import MASK, SPECIAL, HashModel
 from refusion_lit.decoding import FirstHitting, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import best_allowed
 
 
 def groups_of(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = "0") -> list[list[int]]:
@@ -24,22 +25,21 @@ def groups_of(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = "0
 def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: int) -> tuple[list[int], int]:
     """Decode groups with a forward over everything each: all clean tokens in the order of decoding, then masks."""
     found: dict[int, int] = {}
-    start, eos = len(prompt.token_ids), set(model.special_tokens.eos_token_ids)
+    special, start = model.special_tokens, len(prompt.token_ids)
     for number, group in enumerate(groups):
         row = [*prompt.token_ids, *found.values(), *[MASK] * len(group)]
         positions = [*range(start), *(start + place for place in [*found, *group])]
         causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
         hidden = model.hidden_states(torch.tensor([row]), torch.tensor([positions]), causal)
         logits = model.logits(hidden[0])[-len(group) :].double()
-        logits[:, [t for t in model.special_tokens.banned_token_ids if t < logits.shape[1]]] = -torch.inf
-        logits[:, model.special_tokens.vocab_size :] = -torch.inf
-        found.update(zip(group, logits.argmax(-1).tolist(), strict=True))
+        tokens = [best_allowed(row, special.banned_token_ids, special.vocab_size) for row in logits]
+        found.update(zip(group, tokens, strict=True))
         prefix = []
         for place in range(length):
             if place not in found:
                 break
             prefix.append(found[place])
-            if found[place] in eos:
+            if found[place] in special.eos_token_ids:
                 return prefix, number + 1
     return [found[place] for place in range(length)], len(groups)
 

@@ -14,6 +14,7 @@ from refusion_lit.decoding import DecodingOutput, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import cut
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 
@@ -49,8 +50,7 @@ def decoded(
 
 
 def expected_text(name: str, run: dict[str, Any]) -> list[int]:
-    text, eos = run["output"], golden(name)["eos_token_id"]
-    return text[: text.index(eos) + 1] if eos in text else text
+    return cut(run["output"], [golden(name)["eos_token_id"]])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -12,31 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import tiny_backbone
-from reference_masked import EOS, PROMPTS, REFERENCE, cut, draw, dream, fed, forward, llada, model, unmasked
+from reference_masked import EOS, PROMPTS, REFERENCE, draw, dream, fed, forward, llada, model, run, unmasked
 from refusion_lit.decoding import Generation, GenerationCallback, LLaDA, ModelMismatchError, RowState, decode
 from refusion_lit.decoding.decoders.llada import most_certain, step_quota
 from refusion_lit.decoding.requests import Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import cut
 
 ORDERS = ("low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy")
 
 
-def run(
-    decoder: LLaDA,
-    length: int,
-    prompts: list[tuple[int, ...]] = PROMPTS,
-    batch_size: int = 1,
-    *,
-    trace: bool = False,
-    **sampling: Any,
-) -> list[Generation]:
-    named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
-    params = SamplingParams(max_new_tokens=length, **sampling)
-    return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
-
-
 class Canvases(GenerationCallback):
-    """Keeps each prompt's whole canvas, what lies behind an end of sequence too."""
+    """Keeps each prompt's whole canvas, also what follows an end of sequence."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -63,7 +50,7 @@ def test_text_and_forwards_are_the_reference_ones(setting: int, batch_size: int)
     output = decode(model("float32"), decoder, prompts, sampling, max_batch_size=batch_size, callbacks=[canvases])
     for i, (reference, row) in enumerate(zip(runs, output.rows, strict=True)):
         assert canvases.tokens[i] == reference["output"]
-        assert row.token_ids == cut(reference["output"])
+        assert row.token_ids == cut(reference["output"], [EOS])
         assert row.num_forwards == reference["num_forwards"]
         assert row.forward_shapes[0][0] == (2 if "cfg_scale" in options else 1)
 
@@ -73,7 +60,7 @@ def test_text_and_forwards_are_the_reference_ones(setting: int, batch_size: int)
 def test_a_plain_loop_gives_the_same(length: int, steps: int, block: int, shift: int) -> None:
     decoder = LLaDA(steps=steps, block_length=block, shifted=bool(shift))
     for prompt, row in zip(PROMPTS, run(decoder, length), strict=True):
-        assert row.token_ids == cut(llada(prompt, length, steps, block, shift=shift))
+        assert row.token_ids == cut(llada(prompt, length, steps, block, shift=shift), [EOS])
         assert row.num_forwards == steps
 
 
@@ -89,7 +76,7 @@ def test_a_plain_loop_with_guidance_and_ends_gives_the_same(options: dict[str, A
         eos_confidence_zero=options.get("eos") == "zero",
     )
     for prompt, row in zip(PROMPTS[:3], run(decoder, 48, PROMPTS[:3]), strict=True):
-        assert row.token_ids == cut(llada(prompt, 48, 8, 12, **options))
+        assert row.token_ids == cut(llada(prompt, 48, 8, 12, **options), [EOS])
 
 
 @pytest.mark.parametrize("kernel_size", [1, 2, 3, 6, 99])
@@ -97,7 +84,7 @@ def test_a_plain_loop_with_guidance_and_ends_gives_the_same(options: dict[str, A
 def test_a_plain_loop_with_a_convolution_gives_the_same(kernel_size: int, steps: int) -> None:
     rows = run(LLaDA(steps=steps, kernel_size=kernel_size), 16)
     for prompt, row in zip(PROMPTS, rows, strict=True):
-        assert row.token_ids == cut(llada(prompt, 16, steps, 16, kernel=kernel_size))
+        assert row.token_ids == cut(llada(prompt, 16, steps, 16, kernel=kernel_size), [EOS])
 
 
 def test_a_window_over_everything_changes_nothing_but_a_narrow_one_does() -> None:
@@ -114,7 +101,7 @@ def test_a_window_over_everything_changes_nothing_but_a_narrow_one_does() -> Non
 def test_a_plain_loop_of_dreams_gives_the_same(order: str, length: int, steps: int) -> None:
     rows = run(LLaDA(steps=steps, order=order, shifted=True), length)
     for prompt, row in zip(PROMPTS, rows, strict=True):
-        assert row.token_ids == cut(dream(prompt, length, steps, order))
+        assert row.token_ids == cut(dream(prompt, length, steps, order), [EOS])
         assert row.num_forwards == steps
 
 
@@ -122,7 +109,7 @@ def test_a_prompt_may_contain_the_mask_id() -> None:
     prompt = (3, 2, 4, 2)
     for guidance in (0.0, 1.0):
         (row,) = run(LLaDA(steps=6, guidance_scale=guidance), 6, [prompt])
-        assert row.token_ids == cut(llada(prompt, 6, 6, 6, guidance=guidance))
+        assert row.token_ids == cut(llada(prompt, 6, 6, 6, guidance=guidance), [EOS])
 
 
 def test_ties_go_to_the_lower_place() -> None:
@@ -138,7 +125,7 @@ def test_quotas_sum_to_the_block_and_differ_by_one_at_most(num_masks: int, num_s
 
 
 @pytest.mark.parametrize("order", ["low_confidence", "random"])
-def test_each_step_uncovers_its_quota_of_its_block(order: str) -> None:
+def test_each_step_unmasks_its_quota_of_its_block(order: str) -> None:
     row, *_ = run(LLaDA(steps=6, block_length=5, order=order), 10, PROMPTS[:1], trace=True)
     start = len(PROMPTS[0])
     assert [len(entry.accepted) for entry in row.trace] == [2, 2, 1] * 2
@@ -168,7 +155,7 @@ def test_an_order_with_temperature_draws_places_without_replacement() -> None:
     for i in range(num):
         found[frozenset(unmasked(decoder, reading, str(i)))] += 1
     chances = (torch.tensor(certainties) / temperature).softmax(-1).tolist()
-    for i, j in combinations(range(5), 2):  # half of the schedule uncovers int(2.5) places
+    for i, j in combinations(range(5), 2):  # half of the schedule unmasks int(2.5) places
         pair = chances[i] * chances[j] * (1 / (1 - chances[i]) + 1 / (1 - chances[j]))
         assert found[frozenset((i, j))] / num == pytest.approx(pair, abs=0.02)
 
@@ -184,7 +171,7 @@ def test_rows_do_not_depend_on_the_batch(order: str, temperature: float) -> None
     assert {r.finish_reason for r in alone} <= {"eos", "length"}
 
 
-def test_origin_uncovers_linearly_in_time() -> None:
+def test_origin_unmasks_linearly_in_time() -> None:
     rows = many(LLaDA(steps=10, order="origin"), 20, 40)
     for step in (2, 5, 8):
         done = sum(len(r.accepted) for row in rows for r in row.trace[:step]) / (40 * 20)

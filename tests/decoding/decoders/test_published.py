@@ -30,7 +30,7 @@ def decoded(
 
 
 def check(name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int) -> None:
-    """Compare every token of the canvas, those behind an end of sequence too, and the number of forwards."""
+    """Compare every token of the canvas, those after an end of sequence too, and the number of forwards."""
     runs, output, canvases = decoded(name, setting, decoder, sampling, batch_size)
     assert len(runs) >= 3
     for run, row, canvas in zip(runs, output.rows, canvases, strict=True):

@@ -60,7 +60,7 @@ def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, n
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), num_new_tokens=st.integers(1, 20))
-def test_a_transformers_cache_gives_what_the_slow_reference_computes_anew(
+def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
     data: st.DataObject, num_new_tokens: int
 ) -> None:
     decoder = data.draw(decoders(num_new_tokens))
@@ -110,7 +110,7 @@ def test_an_end_in_an_infill_costs_no_text_before_it() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_nothing_behind_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
+def test_nothing_after_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
     model = OracleModel(oracle_text(2 + 5))
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=num_blocks)
     [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24)).rows
@@ -275,7 +275,7 @@ def test_whole_slots_of_the_common_prefix_are_accepted(scores: list[float], open
     masked = driven.state.is_masked
     assert masked == [slot in open_slots for slot in range(3) for _ in range(2)]
     assert driven.state.finished == (not open_slots)
-    if open_slots:  # planned again, behind the prompt and what was accepted
+    if open_slots:  # planned again, after the prompt and what was accepted
         assert driven.forward.phase == "plan"
         assert list(driven.forward.branches[0].tokens) == [MASK] * (2 * len(open_slots))
         assert driven.forward.branches[0].visible == ((0, 2 + 6 - 2 * len(open_slots)),)
@@ -304,7 +304,7 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
     planned = [draw for phase, draw in draws if phase == "plan"]
     assert [draw.sampling for draw in planned] == [sampling, sampling]
     assert len({draw.round for draw in planned}) == 2
-    # Same forward, same noise; nobody looks at the probabilities of what stands behind a slot's first token.
+    # Same forward, same noise; the probabilities after a slot's first token are not read.
     assert [draw for phase, draw in draws if phase == "more"] == [replace(d, with_probability=False) for d in planned]
 
 
@@ -373,7 +373,7 @@ def test_planning_ahead_changes_no_token(
     assert [phase.removesuffix("+plan") for phase in phases[1] if phase != "plan"] == [
         phase for phase in phases[0] if phase != "plan"
     ]
-    # A plan is saved behind every verification that accepted its last draft, and every recomputation.
+    # A plan is saved after every verification that accepted its last draft, and every recomputation.
     accepted = [set(entry.accepted) for entry in rows[0].trace]
     saved = 0
     for i, entry in enumerate(rows[0].trace[:-1]):
@@ -406,7 +406,7 @@ def test_with_all_drafts_accepted_a_round_is_one_forward(cls: type[ReFusion]) ->
 
 
 def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
-    # Slots 2 and 3 are certain, 2 holds the end: the next plan sees no draft behind it and holds slots 0 and 1.
+    # Slots 2 and 3 are certain, 2 holds the end: the next plan sees no draft after it and holds slots 0 and 1.
     sure = {2 + 8, 2 + 12}
     model = OracleModel(oracle_text(2 + 9), certainty=lambda place: 0.97 if place in sure else 0.5)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1)
@@ -419,7 +419,7 @@ def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
     ]
     assert row.token_ids == [oracle_text(11)(place) for place in range(2, 12)]
     seen = model.calls[1].mask[0, 8:]
-    assert not seen[:, 2 + 2 : 2 + 8].any(), "masks see nothing behind the end"
+    assert not seen[:, 2 + 2 : 2 + 8].any(), "masks see nothing after the end"
     assert seen[:, : 2 + 2].all()
 
 
@@ -518,7 +518,7 @@ def test_an_unknown_way_to_plan_is_refused() -> None:
 
 
 def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:
-    # Five slots in four serial blocks of two: the fourth would begin behind the last wanted slot.
+    # Five slots in four serial blocks of two: the fourth would begin after the last wanted slot.
     model = OracleModel(oracle_text(None))
     prompt = Prompt(token_ids=(3, 4), id="p")
     [row] = decode(model, ReFusion(slot_size=2, num_serial_blocks=4), [prompt], SamplingParams(max_new_tokens=10)).rows

@@ -1,4 +1,4 @@
-"""SDAR's decoder against its description as a plain loop that computes the whole text anew in every forward."""
+"""SDAR's decoder against its description as a plain loop that recomputes the whole text in every forward."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, tiny_backbone, tiny_qwen
 from refusion_lit.decoding import BlockDiffusion, Generation, decode
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 NO_END = (VOCAB + 2,)
 
@@ -60,18 +61,14 @@ class Reference:
             assert None not in text
             self.num_forwards += 1  # stores the block
             response = [token for token in text[len(prompt) :] if token is not None]
-            ended = [i for i, token in enumerate(response) if token in ends]
-            if ended or len(response) >= length:
-                return response[: min([length, *(i + 1 for i in ended[:1])])]
+            if set(ends) & set(response) or len(response) >= length:
+                return cut(response[:length], ends)
 
     def one_step(self, text: list[int | None], masked: list[int], step: int) -> None:
         logits = logits_of([MASK if token is None else token for token in text], self.size)
         found = []
         for place in masked:
-            allowed = logits[place].clone()
-            allowed[[PAD, MASK]] = -torch.inf
-            allowed[VOCAB:] = -torch.inf
-            token = int(allowed.argmax())
+            token = best_allowed(logits[place], (PAD, MASK), VOCAB)
             found.append((float(filtered(logits[place], self.top_k, self.top_p)[token]), place, token))
         quota = self.size // self.num_steps + (step < self.size % self.num_steps)
         found.sort(key=lambda each: (-each[0], each[1]))

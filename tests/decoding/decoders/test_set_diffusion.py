@@ -15,6 +15,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import StaggeredSets, staggered_sets
 from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 
 def slow_sets(
@@ -33,10 +34,7 @@ def slow_sets(
             causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
             logits = model.logits(model.hidden_states(torch.tensor([row]), torch.tensor([places]), causal)[0, -1:])
             logits = logits[0].double()
-            allowed = logits.clone()
-            allowed[[t for t in special.banned_token_ids if t < len(logits)]] = -torch.inf
-            allowed[special.vocab_size :] = -torch.inf
-            token = int(allowed.argmax())
+            token = best_allowed(logits, special.banned_token_ids, special.vocab_size)
             found[p] = (float(logits.softmax(-1)[token]), token)
         num_forwards += 1
         best = sorted(found, key=lambda p: (-found[p][0], p))[: decoder.quota]
@@ -44,9 +42,8 @@ def slow_sets(
             if p in best or (decoder.threshold is not None and found[p][0] >= decoder.threshold):
                 known[p] = found[p][1]
         text = [known[p] for p in range(start, start + length) if all(q in known for q in range(start, p + 1))]
-        end = next((i for i, token in enumerate(text) if token in special.eos_token_ids), None)
-        if end is not None or len(text) == length:
-            return text[: None if end is None else end + 1], num_forwards
+        if set(special.eos_token_ids) & set(text) or len(text) == length:
+            return cut(text, special.eos_token_ids), num_forwards
 
 
 @settings(max_examples=48, deadline=None)

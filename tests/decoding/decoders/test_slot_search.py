@@ -17,6 +17,7 @@ from fakes import EOS, MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import ReFusion, SlotSearch, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 
 @dataclass
@@ -41,12 +42,11 @@ class SlowText:
         logits = self.model.logits(self.model.hidden_states(torch.tensor([row]), torch.tensor([positions]), causal)[0])[
             places
         ].double()
-        allowed = logits.clone()
-        allowed[:, [t for t in self.model.special_tokens.banned_token_ids if t < logits.shape[1]]] = -torch.inf
-        allowed[:, self.model.special_tokens.vocab_size :] = -torch.inf
+        special = self.model.special_tokens
+        banned = list(special.banned_token_ids)
         if self.slots[self.left[0]][0] < len(self.prompt.given):  # nothing ends in a hole
-            allowed[:, list(self.model.special_tokens.eos_token_ids)] = -torch.inf
-        chosen = allowed.argmax(-1).tolist()
+            banned += special.eos_token_ids
+        chosen = [best_allowed(row, banned, special.vocab_size) for row in logits]
         return [(token, float(row.softmax(-1)[token])) for token, row in zip(chosen, logits, strict=True)]
 
     def positions(self, slot: int) -> list[int]:
@@ -108,7 +108,7 @@ class SlowText:
         found: list[int] = []
         while len(found) in known and len(found) < length + self.prompt.num_given:
             found.append(known[len(found)])
-        return found[: found.index(EOS) + 1] if EOS in found else found
+        return cut(found, [EOS])
 
 
 class SlowTree:
@@ -150,7 +150,7 @@ class SlowTree:
 
     def move(self, root: SlowText) -> SlowText:
         options, visits, values = self.decoder, {}, {}
-        self.texts.clear()  # what was tried before is tried anew
+        self.texts.clear()  # each move searches from scratch
         self.planned &= {root.order}
         for _ in range(options.num_simulations):
             path = [root]

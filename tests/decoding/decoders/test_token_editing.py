@@ -17,6 +17,7 @@ from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.visibility import as_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed, cut
 
 
 def slow_editing(
@@ -43,11 +44,10 @@ def slow_editing(
             hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
             logits = model.logits(hidden[0]).double()[first:]
             num_forwards += 1
-            allowed = logits.clone()
-            allowed[:, [t for t in special.banned_token_ids if t < logits.shape[1]]] = -torch.inf
-            allowed[:, special.vocab_size :] = -torch.inf
-            allowed[: max(holes_end - start, 0), list(special.eos_token_ids)] = -torch.inf
-            best = allowed.argmax(-1).tolist()
+            best = []
+            for place, row in enumerate(logits, start):
+                banned = [*special.banned_token_ids, *(special.eos_token_ids if place < holes_end else ())]
+                best.append(best_allowed(row, banned, special.vocab_size))
             sure = [float(p[token]) for p, token in zip(logits.softmax(-1), best, strict=True)]
             masked = [i for i, token in enumerate(block) if token is None]
             filled = [i for i in masked if sure[i] > decoder.mask_threshold]
@@ -64,9 +64,8 @@ def slow_editing(
                 break
         text += [token for token in block if token is not None]
         response = text[len(prompt) :][:length]
-        end = next((i for i, token in enumerate(response) if token in special.eos_token_ids), None)
-        if end is not None or len(response) == length:
-            return response[: None if end is None else end + 1], num_forwards
+        if set(special.eos_token_ids) & set(response) or len(response) == length:
+            return cut(response, special.eos_token_ids), num_forwards
 
 
 @settings(max_examples=42, deadline=None)

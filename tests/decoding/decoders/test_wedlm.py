@@ -1,4 +1,4 @@
-"""WeDLM against its description as a plain loop that computes the whole text anew in every forward."""
+"""WeDLM against its description as a plain loop that recomputes the whole text in every forward."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from decoder_cases import prompts
 from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, HashModel, tiny_backbone, tiny_qwen
 from refusion_lit.decoding import ModelMismatchError, WeDLM, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from slow_decoding import best_allowed
 
 MASKS = ModelTraits(predictions=("mask", "next_token"))
 NO_END = replace(SPECIAL, eos_token_ids=(VOCAB + 2,))
@@ -25,12 +26,6 @@ def logits_of(tokens: list[int], positions: list[int]) -> Tensor:
     sees = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
     ids, places = torch.tensor([tokens]), torch.tensor([positions])
     return tiny_qwen()(ids, attention_mask=sees, position_ids=places, use_cache=False).logits[0]
-
-
-def drawn(row: Tensor) -> int:
-    allowed = row[:VOCAB].clone()
-    allowed[[PAD, MASK]] = -torch.inf
-    return int(allowed.argmax())
 
 
 @dataclass
@@ -80,7 +75,7 @@ class Reference:
         chosen = [i for i, value in enumerate(adjusted) if threshold is not None and value < threshold]
         chosen = chosen or [adjusted.index(min(adjusted))]
         for i in chosen:
-            window[masks[i]] = drawn(logits[i])
+            window[masks[i]] = best_allowed(logits[i], (PAD, MASK), VOCAB)
         self.filled.append([start + masks[i] for i in chosen])
 
 
@@ -112,7 +107,7 @@ def test_greedy_decoding_is_the_slow_reference(
     [row] = decode(model, decoder, found, SamplingParams(max_new_tokens=length), trace=True).rows
     assert row.token_ids == text
     assert [entry.accepted for entry in row.trace] == reference.filled[: len(row.trace)]
-    # The loop goes on for one forward, which caches the end; it fills some more, that nobody sees.
+    # The loop makes one more forward, which caches the end; what it fills is not part of the text.
     assert len(reference.filled) - row.num_forwards in (0, 1)
 
 
@@ -137,7 +132,8 @@ def test_a_longer_limit_only_adds_tokens(seed: int, found: list[Prompt], lengths
 def test_a_window_of_one_asks_a_mask_for_each_token_in_turn(look_ahead: bool) -> None:
     text = [3, 4, 5]
     for _ in range(12):
-        text.append(drawn(logits_of([*text, MASK], list(range(len(text) + 1)))[-1]))
+        logits = logits_of([*text, MASK], list(range(len(text) + 1)))[-1]
+        text.append(best_allowed(logits, (PAD, MASK), VOCAB))
     prompt, decoder = Prompt(token_ids=(3, 4, 5), id="p"), WeDLM(window_size=1, look_ahead=look_ahead)
     [row] = decode(tiny_backbone(MASKS, NO_END), decoder, [prompt], SamplingParams(max_new_tokens=12)).rows
     assert row.token_ids == text[3:]

@@ -1,4 +1,4 @@
-"""Packed weights give the same products, are made anew when a weight changes, and are no part of a model's copy."""
+"""Packed weights give the same products, are repacked when a weight changes, and are no part of a model's copy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @torch.no_grad()
-def test_a_changed_weight_is_packed_anew(dtype: torch.dtype) -> None:
+def test_a_changed_weight_is_repacked(dtype: torch.dtype) -> None:
     needs(dtype)
     packed, one, x = PackedWeights(), weight(dtype), torch.ones(4, 320, dtype=dtype)
     before = Linear(one, None, packed)(x)
@@ -121,7 +121,7 @@ def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.M
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
 
 
-def test_a_model_that_changes_type_and_back_is_packed_anew() -> None:
+def test_a_model_that_changes_type_and_back_is_repacked() -> None:
     needs(torch.float32)
     model, sampling = backbone(), SamplingParams(max_new_tokens=4)
     decode(model, ReFusion(), [Prompt(token_ids=(1, 2, 3), id="0")], sampling)
@@ -130,7 +130,7 @@ def test_a_model_that_changes_type_and_back_is_packed_anew() -> None:
     assert len(model.packed) == 0
 
 
-def test_weights_that_a_fused_optimizer_changed_are_packed_anew() -> None:
+def test_weights_that_a_fused_optimizer_changed_are_repacked() -> None:
     needs(torch.float32)
     model = backbone()
     ids, positions = torch.arange(5, 17)[None], torch.arange(12)[None]
