@@ -23,3 +23,10 @@ def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path:
         os.utime(path, (1000 + age, 1000 + age))
     assert newest_checkpoint([tmp_path]) == tmp_path / "weights.ckpt"
     assert newest_checkpoint([tmp_path], resumable=True) == tmp_path / "last.ckpt"
+
+
+def test_of_files_of_one_tick_of_the_clock_the_last_is_the_newest(tmp_path: Path) -> None:
+    for name in ("epoch=0-step=5.ckpt", "last.ckpt", "zero.ckpt"):
+        torch.save({"state_dict": {}}, tmp_path / name)
+        os.utime(tmp_path / name, (1000, 1000))
+    assert newest_checkpoint([tmp_path]) == tmp_path / "last.ckpt"

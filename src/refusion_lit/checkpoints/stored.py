@@ -44,12 +44,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:
     """Return the newest readable checkpoint in some directories and below, ``None`` if there is none.
 
+    Of files of the same time ``last.ckpt`` is the newest: a file system's clock ticks more slowly than small models are
+    saved.
+
     Args:
         folders: The directories.
         resumable: Leave out files of weights alone (``save_weights_only``), from which no training resumes.
     """
     found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True):
         if _is_readable(path, resumable=resumable):
             return path
     return None
