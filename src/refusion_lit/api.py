@@ -302,5 +302,9 @@ def load(
             ) from error
     model = TextModel(backbone.eval(), tokenizer, template)
     if verifier is not None:
-        model.pair_with(load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
+        try:
+            other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
+        model.pair_with(other)
     return model

@@ -33,6 +33,12 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     written = capsys.readouterr().out
     assert [name for name in ("report.html", "table.md", "table.tex", "tradeoff.svg") if name not in written] == []
     assert (run / "report" / "report.html").read_bytes() == page
+    notes = tmp_path / "table.md"
+    notes.write_text("notes")
+    assert main(["report", str(run), "--format=all", f"--output={tmp_path}"]) == 2
+    assert "without such files" in capsys.readouterr().err
+    assert notes.read_text() == "notes"
+    assert not list(tmp_path.glob("*.svg"))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,19 @@ def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.C
 
 def test_a_broken_trace_leaves_an_earlier_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"format": "refusion-lit-trace", "version": 1}))
-    (tmp_path / "t.html").write_text("earlier")
+    (tmp_path / "t.html").write_text("earlier refusion-lit-trace")
     assert main(["trace", "--trace_file", str(tmp_path / "t.json"), "--output", str(tmp_path / "t.html")]) == 2
     assert "t.json: rounds: expected a list, got None" in capsys.readouterr().err
-    assert (tmp_path / "t.html").read_text() == "earlier"
+    assert (tmp_path / "t.html").read_text() == "earlier refusion-lit-trace"
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.html"])
+def test_only_traces_are_replaced(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / name
+    trace = ["trace", "--ckpt_path", CAUSAL, "--prompt", PROMPT, "--max_new_tokens=8", "--output", str(output)]
+    output.write_text("notes")
+    assert main(trace) == 2
+    assert f"output: expected a new file, or one with a trace, got '{output}'" in capsys.readouterr().err
+    assert output.read_text() == "notes"
+    output.unlink()
+    assert main(trace) == main(trace) == 0

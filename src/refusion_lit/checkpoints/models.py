@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
-from refusion_lit.checkpoints.stored import check_weights, is_checkpoint_file, read_checkpoint
+from refusion_lit.checkpoints.stored import check_model_source, check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
 from refusion_lit.modeling.architecture import config_of_source
 from refusion_lit.modeling.backbone import Backbone
@@ -50,6 +50,7 @@ def load_model(
     Raises:
         ValueError: If it cannot be loaded.
     """
+    check_model_source(source)
     options = overrides or BackboneConfig(source=str(source))
     if dtype is not None:
         options = replace(options, dtype=dtype)

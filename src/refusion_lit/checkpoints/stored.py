@@ -11,6 +11,7 @@ from torch import Tensor
 
 from refusion_lit.checkpoints.sharded import is_complete_sharded, is_sharded_checkpoint, read_without_tensors
 from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
 
 
 def is_checkpoint_file(source: str | Path) -> bool:
@@ -39,6 +40,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Use another one."
         ) from error
+
+
+def check_model_source(source: str | Path, option: str = "ckpt_path") -> None:
+    """Refuse an empty name, and a run's directory, whose checkpoint is meant.
+
+    Raises:
+        ValueError: Naming the newest checkpoint in the directory.
+    """
+    expected, path = "a checkpoint, a Hugging Face directory or a hub id", Path(source)
+    require(str(source) != "", option, expected, source, "give one")
+    if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():
+        newest = newest_checkpoint([path])
+        require(newest is None, option, expected, str(source), f"give one of its checkpoints, such as {newest}")
 
 
 def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:

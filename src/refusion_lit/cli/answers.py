@@ -92,13 +92,15 @@ def _check_output(options: Namespace) -> None:
         ValueError: If the file cannot be written, or holds something other than our predictions.
     """
     if options.output is None:
-        require(not options.resume, "resume", "--output, whose answers are kept", None, "give --output")
         return
     require(options.output != "", "output", "a file's name", "", "give one, or leave --output out")
     output = Path(options.output)
     holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
     require(holds, "output", "another file than --prompts", str(output), "choose another name")
     check_writable(output, "output", overwrite=options.overwrite)
+    is_free = options.resume or options.overwrite or not output.exists()
+    fix = "add --resume to keep them and answer what is missing, or --overwrite to replace them"
+    require(is_free, "output", "a new file", f"{output}, which holds answers", fix)
 
 
 def _check_model(model: TextModel, options: Namespace, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:

@@ -97,7 +97,7 @@ class _Checker:
         missing = [name for name, option in self._options.items() if option.required and name not in self._given]
         if missing:
             fix = f"give {'it' if len(missing) == 1 else 'them'}"
-            if "config" in self._options:
+            if "config" in self._options and "config" not in missing:
                 fix = f"{fix}, or a config that does, such as `--config configs/quickstart.yaml`"
             raise ValueError(f"{', '.join(missing)}: expected a value, got none; {fix}.")
 
@@ -126,7 +126,7 @@ class _Checker:
                     self._option(name, "")
                     raise ValueError(f"{name}: expected a value, got none; write --{name} VALUE.")
                 value = waiting.pop(0)
-            yield name, value if option is not None and option.kinds == ("str",) else _loaded(value)
+            yield name, value if option is not None and option.kinds == ("str",) else loaded(value)
 
     def config(self, values: Mapping[str, Any], where: str) -> None:
         for name, value in values.items():
@@ -165,6 +165,8 @@ class _Checker:
             raise ValueError(
                 f"{where}unknown option {'.'.join([name, *rest])!r}: {name} has no options of its own; remove it."
             )
+        if rest == ["class_path"]:
+            return Option(kinds=("component",), base=option.base)
         if rest[0] in ("class_path", "dict_kwargs"):
             return _UNCHECKED
         rest = rest[1:] if rest[0] == "init_args" else rest
@@ -223,6 +225,7 @@ class _Checker:
         """Remember the class of a component; refuse one that does not exist."""
         known = self._known(option)
         package, _, cls = path.rpartition(".")
+        name = name.removesuffix(".class_path")
         self._classes[name] = cls
         if (cls in known and package.partition(".")[0] in ("", "refusion_lit")) or "str" in option.kinds or not known:
             return
@@ -238,7 +241,7 @@ class _Checker:
             )
 
 
-def _loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
+def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
     """Return what a value on the command line stands for; text if it is no YAML."""
     try:
         return yaml.safe_load(value) if value.strip() else value

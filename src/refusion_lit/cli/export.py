@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.output_directory import check_new, filled
 from refusion_lit.cli.parser import OneLineParser, as_list
+from refusion_lit.reports.results import RESULTS
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.fingerprint import check_fingerprint
@@ -47,6 +48,9 @@ def run(args: list[str]) -> int:
     options = build_parser().parse(args)
     output = Path(options.output)
     check_new(output)
+    for results in as_list(options.results):
+        is_run = (Path(results) / RESULTS).is_file()
+        require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
     from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.layouts import layout_named
@@ -107,7 +111,7 @@ def _card(options: Namespace, backbone: Backbone) -> str:
 
 def _check_results(directories: Sequence[Path], weights: str | None) -> None:
     """Refuse the results of another model."""
-    from refusion_lit.reports.results import RESULTS, read_results
+    from refusion_lit.reports.results import read_results
 
     for directory in directories:
         recorded = (read_results(directory / RESULTS) or {}).get("fingerprints") or {}

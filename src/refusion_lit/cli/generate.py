@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, decoding_of, load_model_of, sampling_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
+from refusion_lit.utils.require import require
 
 
 def build_parser() -> OneLineParser:
@@ -31,7 +32,7 @@ def build_parser() -> OneLineParser:
     shared = "compute what prompts have in common at their beginning once"
     parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
     parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
-    parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output, whatever it holds")
     parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
     return parser
 
@@ -43,6 +44,12 @@ def run(args: list[str]) -> int:
         ValueError: If an option, a prompt or the model is wrong.
     """
     options = build_parser().parse(args)
+    num_prompts = sum(arg.partition("=")[0] == "--prompt" for arg in args)
+    several = "write several into a file, one a line, and give it with --prompts"
+    require(num_prompts < 2, "prompt", "one prompt", num_prompts, several)
+    if options.output is None:
+        for name in ("resume", "overwrite"):
+            require(not options[name], name, "--output, the file of answers", None, "give --output")
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("prompt: expected exactly one of --prompt and --prompts; give one of them.")
     if options.prompts is not None or options.output is not None:

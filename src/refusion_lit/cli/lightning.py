@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from refusion_lit import decoding, objectives, tasks
@@ -200,7 +201,8 @@ class RefusionCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise ValueError(brief(str(error))) from error
+            config = self.config[self.subcommand] if self.subcommand else self.config
+            raise ValueError(_located(brief(str(error)), config.model)) from error
 
 
 def _continues(config: Namespace, directory: Path) -> bool:
@@ -209,8 +211,27 @@ def _continues(config: Namespace, directory: Path) -> bool:
     return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
 
 
+def _located(message: str, model: Namespace) -> str:
+    """Name the objective or decoder whose own check has raised a message that begins with one of its options."""
+    parts = {"model.objective": model.objective}
+    parts |= {f"model.decoders.{name}": decoder for name, decoder in (model.decoders or {}).items()}
+    option = message.partition(":")[0]
+    for name, part in parts.items():
+        if part is not None and option.rpartition(".")[2] in part.get("init_args", ()):
+            try:
+                instantiate_class((), part.as_dict())
+            except ValueError as error:
+                if str(error) == message:
+                    return f"{name}.{message.removeprefix('objective.')}"
+    return message
+
+
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse options that Lightning divides by."""
+    """Refuse a device that is missing, and options that Lightning divides by."""
+    kinds = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
+    is_there = any(kind.is_available() for kind in kinds.get(str(trainer.accelerator), (CPUAccelerator,)))
+    fix = "set it to auto or cpu, or install a torch that sees the device"
+    require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
     require_at_least("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, 1)
     interval = trainer.val_check_interval
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
-from refusion_lit.checkpoints.stored import is_checkpoint_file, newest_checkpoint, read_checkpoint
+from refusion_lit.checkpoints.stored import check_model_source, is_checkpoint_file, newest_checkpoint, read_checkpoint
 from refusion_lit.modeling.hub import check_source
 
 
@@ -58,6 +58,7 @@ def use_source(config: Namespace, source: str) -> None:
         raise ValueError("ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path.")
     if source == "hpc":
         return
+    check_model_source(source)
     check_source(source, "ckpt_path")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",

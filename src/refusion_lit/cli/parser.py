@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
+from refusion_lit.cli.check import loaded
 from refusion_lit.decoding import Decoder, SelfSpeculative
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require_at_least
+from refusion_lit.utils.require import require, require_at_least
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
@@ -55,9 +56,11 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             print_help_of(self, args)
             raise SystemExit(0)
+        args = self._joined(args)
         names = {arg.partition("=")[0] for arg in args}
         if any(name.startswith("--decoder.") for name in names) and "--decoder" not in names:
-            args = ["--decoder=ReFusion", *args]  # options without a class are ReFusion's
+            # options without a class are those of the decoder for drafters, else ReFusion's
+            args = [f"--decoder={'SelfSpeculative' if '--draft' in names else 'ReFusion'}", *args]
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
@@ -71,6 +74,18 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         if options.get("draft") is not None and options.decoder is None:
             options.decoder = SelfSpeculative()
         return options
+
+    def _joined(self, args: Sequence[str]) -> list[str]:
+        """Join options with values that start with a dash, such as a prompt ``-5+3``; argparse would refuse them."""
+        known, joined = self._option_string_actions, list[str]()
+        for arg in args:
+            before = known.get(joined[-1]) if joined else None
+            is_value = len(arg) > 1 and arg[0] == "-" != arg[1] and arg.partition("=")[0] not in known
+            if is_value and before is not None and before.nargs is None:
+                joined[-1] += f"={arg}"
+            else:
+                joined.append(arg)
+        return joined
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -133,7 +148,10 @@ def sampling_of(options: Namespace) -> SamplingParams:
         if options.get(name) is not None:
             require_at_least(name, options[name], 1)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_entropy", "seed")
-    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(as_list(options.stop)))
+    stop = as_list(options.stop)
+    is_list = len(stop) == 1 and isinstance(loaded(stop[0]), list)  # else it would have been taken as one
+    require(not is_list, "stop", "a string or a list of strings", stop and stop[0], "quote numbers, as in '[\"2\"]'")
+    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(stop))
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling

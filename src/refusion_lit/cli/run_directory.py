@@ -13,6 +13,7 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
 CONFIG = "config.yaml"
+METRICS = "metrics.csv"
 _OPTIONS = ("runs_dir", "run_name", "run_version")
 
 
@@ -54,14 +55,22 @@ class Claim:
         directory: The directory.
         is_new: Whether this run has created it.
         lock: What keeps other processes out.
+        moved: Where the losses of an interrupted run are now; ``None`` if there were none.
     """
 
     directory: Path
     is_new: bool
     lock: Lock
+    moved: Path | None = None
 
     def release(self, *, failed: bool) -> None:
-        """Give the right up; remove a new directory if the run has failed and left no result in it."""
+        """Give the right up; remove a new directory if the run has failed and left no result in it.
+
+        A run that failed before its first result puts the losses of the interrupted one back.
+        """
+        metrics = self.directory / METRICS
+        if failed and self.moved is not None and not (metrics.is_file() and metrics.stat().st_size):
+            self.moved.replace(metrics)
         release_lock(self.lock)
         if failed and self.is_new and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -89,11 +98,11 @@ def claim(directory: Path) -> Claim | None:
     fix = "wait for it, or choose another name"
     require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
     assert lock is not None
-    metrics = directory / "metrics.csv"
+    metrics, moved = directory / METRICS, None
     if metrics.is_file():
         number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
-        metrics.rename(directory / f"metrics_before_{number}.csv")
-    return Claim(directory, is_new, lock)
+        moved = metrics.rename(directory / f"metrics_before_{number}.csv")
+    return Claim(directory, is_new, lock, moved)
 
 
 def _is_beginning(path: Path) -> bool:
@@ -122,6 +131,8 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
         place = (directory.parent.parent, directory.parent.name, directory.name)
         named = [f"--{option}={value}" for option, value in zip(_OPTIONS, place, strict=True)]
         return [*(f"--config={path}" for path in config), *args, *named, *goes_on]
+    fix = "give one of them, as in fit --resume runs/NAME/VERSION"
+    require(bool(resume or args), "resume", "a run's directory, or --config FILE", "neither", fix)
     known = _given(args)
     folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
     version = resume or known.get("run_version")

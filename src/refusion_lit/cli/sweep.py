@@ -54,6 +54,7 @@ def run(args: list[str]) -> int:
     if options.dry_run:
         points = plan(sweep, file.resolve().parent, resolver())
         print(describe(directory, points))
+        print("dry run: the sweep writes these configs when it runs")
         return 0
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:

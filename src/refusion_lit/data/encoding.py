@@ -147,7 +147,8 @@ def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa:
     if missing:
         return ValueError(
             f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
-            "Add it to tokenizer.characters, or use TrainedBPE."
+            "Leave it out, or train with a tokenizer that knows it: add it to CharTokenizer's characters, or use "
+            "TrainedBPE."
         )
     return ValueError(
         f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "

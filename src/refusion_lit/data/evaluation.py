@@ -113,8 +113,14 @@ class EvaluationLoaders(L.LightningDataModule):
         raise NotImplementedError
 
     def test_dataloader(self) -> DataLoader[EncodedPrompt]:
-        """Return a loader of the test split's prompts."""
-        return self._evaluation_loader(self._test_prompts(), collate_prompts)
+        """Return a loader of the test split's prompts.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        prompts = self._test_prompts()
+        require(len(prompts) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
+        return self._evaluation_loader(prompts, collate_prompts)
 
     def predict_dataloader(self) -> DataLoader[EncodedPrompt]:
         """Return a loader of the test split's prompts."""

@@ -38,7 +38,7 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     if reasons:
         message = f"{name} does not fit this model: {'; '.join(reasons)}."
         if not allow_mismatch:
-            raise ModelMismatchError(f"{message} Set allow_mismatch: true to run it anyway.")
+            raise ModelMismatchError(f"{message} Set allow_mismatch to true to run it anyway.")
         warnings.warn(message, stacklevel=2)
     return reasons
 
@@ -63,9 +63,11 @@ def check_context(
         return
     longest, length = max(lengths.items(), key=lambda item: item[1])
     context = model.max_positions
+    fits = context is None or max_new_tokens < context
+    require(fits, "max_new_tokens", f"less than the model's context of {context} tokens", max_new_tokens, "lower it")
     if context is not None and length + max_new_tokens > context:
         raise ValueError(
-            f"prompt {longest}: expected at most {max(context - max_new_tokens, 0)} tokens (a context of {context} "
+            f"prompt {longest}: expected at most {context - max_new_tokens} tokens (a context of {context} "
             f"less max_new_tokens {max_new_tokens}), got {length}; shorten it or lower max_new_tokens."
         )
     if max_cache_tokens is not None:

@@ -19,6 +19,8 @@ FORMATS = ("html", "markdown", "latex")
 DIRECTORY = "report"
 """Name of the report's directory inside that of a run or a sweep."""
 
+_PLOT = "tradeoff.svg"  # which every report has
+
 
 def write_report(
     paths: Sequence[str | Path],
@@ -45,7 +47,8 @@ def write_report(
         The files written, the page first.
 
     Raises:
-        ValueError: If a path has no results, or the baseline or a format is unknown.
+        ValueError: If a path has no results, the baseline or a format is unknown, or the output directory holds other
+            files of these names.
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
@@ -54,7 +57,7 @@ def write_report(
     comparison = compare(read_runs(paths), baseline, bootstrap, position_bytes=position_bytes)
     from refusion_lit.reports.page import html_page  # jinja2 takes a moment to import
 
-    plots = {"tradeoff.svg": tradeoff_plot(comparison)}
+    plots = {_PLOT: tradeoff_plot(comparison)}
     for number, grid in enumerate(comparison.grids):
         plots[f"heat_map_{number}_{grid.figure}.svg"] = heat_map(grid)
     files: dict[str, str] = {}
@@ -66,6 +69,9 @@ def write_report(
         files["table.tex"] = latex_table(comparison)
     files.update({name: standalone(picture) for name, picture in plots.items()})
     directory = Path(output) if output is not None else _default_output(paths)
+    others = [name for name in files if (directory / name).exists() and not (directory / _PLOT).exists()]
+    fix = "choose another directory"
+    require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
     for name, content in files.items():
         write_atomically(directory / name, content)
     return [directory / name for name in files]

@@ -12,7 +12,8 @@ from refusion_lit.decoding import Generation
 from refusion_lit.decoding.output import TraceRound
 from refusion_lit.utils.files import write_atomically
 
-_FORMAT = "refusion-lit-trace"
+FORMAT = "refusion-lit-trace"
+"""Occurs in every file that holds a trace."""
 _VERSION = 1
 _MAX_POSITION = 10_000_000
 _MAX_TOKEN_ID = 2**31
@@ -109,7 +110,7 @@ def trace_of(
 
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Save a trace as JSON, atomically."""
-    write_atomically(path, json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(trace)}) + "\n")
+    write_atomically(path, json.dumps({"format": FORMAT, "version": _VERSION, **asdict(trace)}) + "\n")
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -144,8 +145,8 @@ class _Parser:
         raise ValueError(f"trace_file: {self.path}: {where}: expected {expected}, got {shown}; save the trace again.")
 
     def trace(self, values: object) -> Trace:
-        if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            self.fail("format", f"an object with format {_FORMAT!r}", values)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            self.fail("format", f"an object with format {FORMAT!r}", values)
         if values.get("version") != _VERSION:
             self.fail("version", str(_VERSION), values.get("version"))
         rounds = self.list(values.get("rounds"), "rounds")

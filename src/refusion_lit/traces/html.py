@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 from refusion_lit.traces.display import visible, visible_lines
-from refusion_lit.traces.document import Trace
+from refusion_lit.traces.document import FORMAT, Trace
 from refusion_lit.traces.phases import explain
 from refusion_lit.traces.summary import trace_statistics
 from refusion_lit.traces.timeline import Change, timeline
@@ -29,6 +29,7 @@ def page(trace: Trace) -> str:
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
+        format=FORMAT,
         data=_embedded_json(_data(trace)),
     )
 

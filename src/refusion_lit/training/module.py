@@ -222,7 +222,8 @@ class SlotDiffusionModule(ValidationHooks):
     def _num_steps(self) -> int:
         """Number of optimizer steps of the whole training."""
         number, fix = self.trainer.estimated_stepping_batches, "set one of them"
-        require(0 < number < math.inf, "trainer.max_steps", "a number, or one in trainer.max_epochs", None, fix)
+        expected, got = "a number above 0, or one in trainer.max_epochs", self.trainer.max_steps
+        require(0 < number < math.inf, "trainer.max_steps", expected, got, fix)
         return int(number)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:

@@ -16,7 +16,8 @@ def reason_of(error: BaseException) -> str:
     message advises to load the file with code execution.
     """
     if isinstance(error, UnpicklingError):
-        if "unsupported" in str(error).lower():
+        message = str(error).lower()
+        if "unsupported" in message and "unsupported operand" not in message:
             return "it holds more than tensors and plain values, which could run code when it is loaded"
         return "it is not what torch.save writes"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,177 @@
+"""What commands say about options that they refuse."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
+
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fitt"], "did you mean 'fit'"),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "slot_size'?"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=0"],
+            "error: model.decoders.refusion.slot_size: expected",
+        ),
+        (["fit", "--config", QUICKSTART, "--model.objective.eps=7"], "error: model.objective.eps: expected"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.own.class_path=ReFuson"],
+            "model.decoders.own: expected the name or import path of a class, or a YAML file, got 'ReFuson'; did you",
+        ),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.o.class_path=LLaDA", "--model.decoders.o.slot_size=4"],
+            "unknown option 'model.decoders.o.slot_size'; known are steps",
+        ),
+        (["fit", "--resume"], "resume: expected a run's directory, or --config FILE, got 'neither'"),
+        (["sweep"], "config: expected a value, got none; give it."),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--prompt=2"], "prompt: expected one prompt, got 2; write"),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--resume"], "resume: expected --output, the file of"),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[2, 3]"], "got '[2, 3]'; quote numbers, as in"),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=100000"], "context of "),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt", "-5"], "no token for '-' (in '-5'). Leave it out"),
+        (["generate", f"--ckpt_path={MODEL}", "--prompt", "--seed=1"], "expected a value, got none; write --prompt"),
+        (["generate", "--ckpt_path=", "--prompt=1"], "ckpt_path: expected a checkpoint, a Hugging Face directory or a"),
+        (
+            ["generate", f"--ckpt_path={MODEL}", "--verifier=no/ne", "--prompt=1"],
+            "error: verifier: expected a",
+        ),
+        (
+            ["export", f"--ckpt_path={MODEL}", "--output=new", "--results=no"],
+            "results: expected the directory",
+        ),
+        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_threshold=1.5"], "slot_threshold: expected"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.num_serial_blocks=9"],
+            "num_serial_blocks: expected at most 8",
+        ),
+        (["fit", "--config", QUICKSTART, "--model.sampling.max_new_tokens=-1"], "max_new_tokens: expected"),
+        (["fit", "--config", QUICKSTART, "--model.objective=Hybird"], "did you mean 'Hybrid'"),
+        (["fit", "--config", QUICKSTART, "--trainer.max_stepz=3"], "max_steps"),
+        (["fit", "--config", "missing.yaml"], "missing.yaml"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=ReFuson"], "did you mean 'ReFusion'"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder.slot_sise=2"], "slot_size'?"),
+        (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
+        (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
+        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--output="], "output: expected a file's name, got ''"),
+        (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
+        (
+            ["test", "--config", ABLATION],
+            "ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to test",
+        ),
+        (
+            ["test", "--config", QUICKSTART, "--ckpt_path=some/one"],
+            "error: ckpt_path: expected a directory or a hub",
+        ),
+        (["test", "--config", ABLATION, "--ckpt_path=best"], "got 'best', which only a training knows"),
+        (
+            ["fit", "--config", ABLATION],
+            "backbone: expected a source (directory or hub id) or a config with model_type",
+        ),
+        (["fit"], "data.task: expected a value, got none; give it, or a config"),
+        (
+            ["fit", "quickstart.yaml"],
+            "expected options, which start with --",
+        ),
+        (["generate"], "ckpt_path: expected a value, got none; give it."),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, Gsm8k, Holes, HumanEval"),
+        (
+            ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
+            "got none.Task (no module 'none'); install the module",
+        ),
+        (
+            ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
+            '"data.task": Import path json.JSONDecoder does not correspond to a subclass of Task',
+        ),
+        (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],
+            "model.decoders.refusion.slot_size: expected an integer, got 'x'; set it to such a value",
+        ),
+        (
+            ["fit", "--config", QUICKSTART, "--model.backbone.attention=up"],
+            "model.backbone.attention: expected ",
+        ),
+        (["fit", "--config", QUICKSTART, "--num_threads=0"], "num_threads: expected an integer of at least 1, got 0"),
+        (["fit", "--config", QUICKSTART, "--trainer.val_check_interval=x"], "trainer: Invalid time format"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.backbone.config.model_type=qwen33"],
+            "model_type: expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'?",
+        ),
+        (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "got no.yaml, which does not exist"),
+        (
+            ["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"],
+            "bfloat16 or float16, got 'fp32'; set it to such a value",
+        ),
+    ],
+)
+def test_errors_are_one_line_with_the_fix(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert expected in error
+    assert len([line for line in error.splitlines() if line.startswith("refusion-lit: error:")]) == 1
+    assert "Traceback" not in error
+
+
+def test_a_run_directory_is_no_model_but_its_checkpoint_is_named(
+    trained: Path, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = (["generate", "--prompt=1"], ["test", "--config", QUICKSTART, f"--runs_dir={tmp_path}"])
+    for command in commands:
+        assert main([*command, f"--ckpt_path={trained}"]) == 2
+        assert f"got '{trained}'; give one of its checkpoints, such as {checkpoint}." in capsys.readouterr().err
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
+    assert main([*command, "--data.task.num_test=0"]) == 2
+    assert "data.task: expected examples in the test split, got 0" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("results.json"))
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+def test_a_missing_accelerator_is_named(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
+    assert main(["fit", "--config", QUICKSTART, f"--trainer.accelerator={accelerator}"]) == 2
+    assert (
+        f"trainer.accelerator: expected a device that this machine has, got '{accelerator}'" in capsys.readouterr().err
+    )
+
+
+def test_a_refused_resume_leaves_the_losses_where_they_are(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "name" / "version_0"
+    shutil.copytree(trained, run)
+    losses = (run / "metrics.csv").read_text()
+    assert main(["fit", f"--resume={run}", "--data.max_length=2"]) == 2
+    assert "data.max_length: expected" in capsys.readouterr().err
+    assert (run / "metrics.csv").read_text() == losses
+    assert not list(run.glob("metrics_before_*"))
+
+
+def test_a_file_that_is_no_checkpoint_is_not_called_dangerous(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.ckpt"
+    path.write_bytes(b"x")
+    assert main(["generate", f"--ckpt_path={path}", "--prompt=1"]) == 2
+    assert "it is not what torch.save writes" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""``export``: a directory that transformers and our own programs load, with a model card."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import refusion_lit
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
+from refusion_lit.decoding import ReFusion
+
+MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+
+
+def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 0
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert config["mask_token_id"] == tokenizer.mask_token_id
+    assert config["refusion_lit"]["predictions"] == ["mask", "next_token_in_slot"]
+    assert (directory / "model.safetensors").is_file()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ours, from_checkpoint = refusion_lit.load(directory), refusion_lit.load(checkpoint)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=torch.ones_like(ids)).logits
+        hidden = ours.backbone.hidden_states(ids, torch.arange(4)[None], None)
+        torch.testing.assert_close(ours.backbone.logits(hidden), expected)
+    options = {"decoder": ReFusion(slot_size=4), "max_new_tokens": 12}
+    assert (
+        ours.generate(["12+34>"], **options)[0].token_ids
+        == from_checkpoint.generate(["12+34>"], **options)[0].token_ids
+    )
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
+
+
+def test_results_of_another_model_are_not_on_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = {"results": {"d": {"score": 1.0}}, "fingerprints": {"d": {"weights": "0123456789abcdef"}}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    output = tmp_path / "out"
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={output}", f"--results={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert f"results: {tmp_path} was made for something else: weights was '0123456789abcdef', is '" in error
+    assert not output.exists()
+
+
+class FakeHub:
+    """Stands for the hub; remembers what was sent."""
+
+    sent: dict[str, object]
+
+    def create_repo(self, repository: str, **options: object) -> None:
+        self.sent["created"] = (repository, options)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        self.sent["files"] = {path.name for path in Path(folder_path).iterdir()}
+
+
+def test_export_writes_a_card_from_the_run_and_uploads(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    test = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*test, "--trainer.enable_progress_bar=false"]) == 0
+    sent: dict[str, object] = {}
+    monkeypatch.setattr(FakeHub, "sent", sent, raising=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    directory, run = tmp_path / "exported", tmp_path / "quickstart" / "version_0"
+    args = ["export", f"--ckpt_path={checkpoint}", f"--output={directory}", f"--results=[{run}]"]
+    assert main([*args, "--push_to_hub=someone/adder"]) == 0
+    assert sent["created"] == ("someone/adder", {"private": True, "exist_ok": True})
+    assert {"README.md", "model.safetensors", "config.json"} <= set(sent["files"])  # type: ignore[call-overload]
+    card = (directory / "README.md").read_text()
+    figures = json.loads((run / "results.json").read_text())["results"]["refusion"]
+    assert f"| `refusion` | {figures['score']:.3f} | {figures['tokens_per_forward']:.2f} |" in card
+    assert "refusion_lit.load('someone/adder')" in card
+    assert "| objective | Hybrid(" in card
+    assert "| task | Additions(" in card
+    assert main([*args[:-1], f"--results=[{tmp_path}]", f"--output={tmp_path / 'other'}"]) == 2
+
+
+def test_a_failed_upload_leaves_the_directory_and_says_how_to_go_on(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    def fails(self: FakeHub, repository: str, **options: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(FakeHub, "create_repo", fails)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    directory = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}", "--push_to_hub=a/b"]) == 2
+    assert "push_to_hub: the upload to 'a/b' failed (no network)" in capsys.readouterr().err
+    assert (directory / "model.safetensors").is_file()
+
+
+def test_the_files_of_an_export_have_the_usual_permissions(checkpoint: str, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'exported'}"]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+    assert "model.safetensors" in {path.name for path in files}
+
+
+def test_a_failed_export_leaves_nothing(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int | None], None]
+) -> None:
+    small_disk(20_000)
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'a' / 'exported'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"output: {tmp_path / 'a' / 'exported'} cannot be written (" in error
+    assert "File too large" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_path: Path) -> None:
+    from refusion_lit.modeling.saving import save_model
+
+    model = refusion_lit.load(checkpoint)
+    save_model(model.backbone, model.tokenizer, tmp_path / "exported", prompt_template="{query}>")
+    assert refusion_lit.load(tmp_path / "exported").prompt_template == "{query}>"
+    assert model.prompt_template == "{query}"
