@@ -1,4 +1,4 @@
-"""Train with each law of masking and fill holes, one run at a time; finished runs are skipped, so it can be killed.
+"""Train with each law of masking and fill holes, one run at a time; it can be killed, and continues where it was.
 
 usage: python experiments/infilling/run.py [--work_dir DIR] [--output FILE] [--tasks NAME ...] [--fit_only]
 """

@@ -32,7 +32,7 @@ for script in sys.argv[1:]:
     sys.path[:] = [script.rpartition("/")[0], *paths[1:]]
     for name in sys.modules.keys() - modules:
         module = sys.modules[name]
-        if "/experiments/" in (getattr(module, "__file__", None) or ""):
+        if "/experiments/" in (getattr(module, "__file__", None) or "") or name.startswith("experiments"):
             del sys.modules[name]
     runpy.run_path(script, run_name="imported")
     print(script)
