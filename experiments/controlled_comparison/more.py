@@ -8,8 +8,7 @@ the autoregressive model as its verifier. Trainings that run.py has finished in 
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,11 @@ from refusion_lit import TextModel
 from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
 from refusion_lit.reports.environment import environment
 from refusion_lit.tasks import Sheet, Walk
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import argument_parser, command, configs, decode_examples, train, write_json
 
 HERE = Path(__file__).parent
 NUM_STEPS = 500
@@ -53,48 +56,28 @@ def decoders_of(objective: str, length: int) -> dict[str, Decoder]:
 def r2ft(task: str, work: Path, masked: Path) -> Path:
     """Fine-tune the masked model unless that is done; return the checkpoint."""
     base, fit = work / "masked_export", work / "runs" / f"{task}_r2ft_seed0" / "fit"
-    last = fit / "checkpoints" / "last.ckpt"
-    done = fit / "trained.json"
-    if not done.exists():
-        if not base.exists():
-            run.command("export", "--ckpt_path", str(masked), "--output", str(base))
-        configs = [item for name in ("common", f"task_{task}", "objective_r2ft")
-                   for item in ("--config", str(HERE / f"{name}.yaml"))]  # fmt: skip
-        places = ["--runs_dir", str(work / "runs"), "--run_name", f"{task}_r2ft_seed0", "--run_version", "fit"]
-        source = [
-            "--model.backbone",
-            yaml.safe_dump({"source": str(base), "config": {}}),
-            "--data.tokenizer",
-            "PretrainedTokenizer",
-        ]
-        source += ["--data.tokenizer.init_args.source", str(base)]
-        length = ["--model.objective.init_args.pad_responses_to", str(run.LENGTHS[task])]
-        run.command("fit", *configs, *places, *source, *length, "--trainer.max_steps", str(NUM_STEPS))
-        done.write_text("{}")
-    return last
+    if not base.exists():
+        command("export", "--ckpt_path", str(masked), "--output", str(base))
+    files = configs(*(HERE / f"{name}.yaml" for name in ("common", f"task_{task}", "objective_r2ft")))
+    source = ["--model.backbone", yaml.safe_dump({"source": str(base), "config": {}})]
+    source += ["--data.tokenizer", "PretrainedTokenizer", "--data.tokenizer.init_args.source", str(base)]
+    length = ["--model.objective.init_args.pad_responses_to", str(run.LENGTHS[task])]
+    return train(fit, *files, *source, *length, "--trainer.max_steps", str(NUM_STEPS))
 
 
 def measure(model: TextModel, task: str, decoder: Decoder) -> dict[str, float]:
     """Decode the test prompts of the comparison; return the figures."""
     kind = {"walk": Walk, "sheet": Sheet}[task]
     tests = kind(num_train=400_000, num_validation=256, num_test=200)
-    examples = list(tests.examples("test"))
-    prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=e.id) for e in examples]
-    rows = model.decode(prompts, decoder, SamplingParams(max_new_tokens=run.LENGTHS[task]), batch_size=50).rows
-    tokens, forwards, positions = (sum(getattr(row, f"num_{name}") for row in rows)
-                                   for name in ("tokens", "forwards", "positions"))  # fmt: skip
-    score = sum(tests.score(e, row.text) for e, row in zip(examples, rows, strict=True)) / len(rows)
-    return {"score": score, "tokens_per_forward": tokens / forwards, "positions_per_token": positions / tokens}
+    sampling = SamplingParams(max_new_tokens=run.LENGTHS[task])
+    return decode_examples(model, tests.examples("test"), tests.score, decoder, sampling)[1]
 
 
 def main() -> None:
     """Train what is missing, decode, and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
-    parser.add_argument("--output", type=Path, default=HERE / "more.json")
+    parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "more.json")
     parser.add_argument("--task", choices=("walk", "sheet"), default="walk")
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     trained = {name: run.train(args.task, name, 0, args.work_dir)[0] for name in ("hybrid", "masked", "autoregressive")}
     trained["r2ft"] = r2ft(args.task, args.work_dir, trained["masked"])
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -103,9 +86,9 @@ def main() -> None:
         decoders = decoders_of(objective, run.LENGTHS[args.task])
         results[objective] = {name: measure(model, args.task, decoder) for name, decoder in decoders.items()}
         print(objective, results[objective], flush=True)
-    command = ["python", "experiments/controlled_comparison/more.py"]
-    written = {"task": args.task, "r2ft_steps": NUM_STEPS, "results": results, "environment": environment(0, command)}
-    args.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    recorded = environment(0, ["python", "experiments/controlled_comparison/more.py"])
+    written = {"task": args.task, "r2ft_steps": NUM_STEPS, "results": results, "environment": recorded}
+    write_json(args.output, written)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ batches of each objective, counts the positions that the model computes for it, 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import argument_parser, command, configs, kept, places, seeds, write_json
 
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
@@ -35,8 +37,7 @@ LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model
 def options(task: str, objective: str, seed: int) -> list[str]:
     """Return the options that fit and test share."""
     names = ("common", f"task_{task}", f"objective_{objective}")
-    result = [item for name in names for item in ("--config", str(HERE / f"{name}.yaml"))]
-    result += ["--seed_everything", str(seed), "--model.seed", str(seed), "--data.seed", str(seed)]
+    result = [*configs(*(HERE / f"{name}.yaml" for name in names)), *seeds(seed)]
     if objective == "masked":
         length = LENGTHS[task]
         result += ["--model.objective.init_args.pad_responses_to", str(length)]
@@ -60,13 +61,6 @@ def positions_a_step(args: list[str]) -> int:
     return counts.pop()
 
 
-def command(*args: str) -> None:
-    """Run a refusion-lit command, with one thread if it computes."""
-    args += ("--num_threads", "1") if args[0] in {"fit", "test"} else ()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *args], check=True, env=environment)
-
-
 def run_name(task: str, objective: str, seed: int, factor: float) -> str:
     """Return the name of a run, of its directory and of its result."""
     return f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
@@ -82,57 +76,44 @@ def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0)
     print(f"{name}: {steps} steps of {positions} positions", flush=True)
     if not trained.exists():
         shutil.rmtree(fit, ignore_errors=True)
-        places = ["--runs_dir", str(work / "runs"), "--run_name", name, "--run_version", "fit"]
         start = time.perf_counter()
-        command("fit", *shared, *places, "--trainer.max_steps", str(steps))
-        trained.write_text(json.dumps({"training_seconds": time.perf_counter() - start}))
+        command("fit", *shared, *places(fit), "--trainer.max_steps", str(steps))
+        write_json(trained, {"training_seconds": time.perf_counter() - start})
     figures = {"num_steps": steps, "positions_per_step": positions, "num_positions": steps * positions}
     return fit / "checkpoints" / "last.ckpt", {**figures, **json.loads(trained.read_text())}
 
 
-def one_run(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> None:
-    """Train and test one objective; its result appears in ``work`` when all is done."""
-    name = run_name(task, objective, seed, factor)
-    target = work / f"{name}.json"
-    if target.exists():
-        print(f"{name}: done", flush=True)
-        return
+def one_run(task: str, objective: str, seed: int, work: Path, factor: float) -> dict[str, Any]:
+    """Train and test one objective; return its result."""
     checkpoint, figures = train(task, objective, seed, work, factor)
-    test = work / "runs" / name / "test"
+    test = checkpoint.parents[2] / "test"
     shutil.rmtree(test, ignore_errors=True)
     start = time.perf_counter()
-    places = ["--runs_dir", str(work / "runs"), "--run_name", name, "--run_version", "test"]
-    command("test", *options(task, objective, seed), *places, "--ckpt_path", str(checkpoint))
+    command("test", *options(task, objective, seed), *places(test), "--ckpt_path", str(checkpoint))
     results = json.loads((test / "results.json").read_text())
-    record = {
+    return {
         "task": task, "objective": objective, "seed": seed, "budget_factor": factor, **figures,
         "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
         "environment": json.loads((checkpoint.parents[1] / "environment.json").read_text()),
     }  # fmt: skip
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.replace(target)
 
 
 def main() -> None:
     """Run what is missing, and gather everything into results.json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("runs/controlled_comparison"))
-    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     runs = [(task, objective, seed, 1.0) for task, seed in PLAN for objective in OBJECTIVES]
     runs += EXTRA
     if args.only is not None:
         runs = [run for run in runs if run[1] in args.only]
     for task, objective, seed, factor in runs:
-        one_run(task, objective, seed, args.work_dir, factor)
+        part = args.work_dir / f"{run_name(task, objective, seed, factor)}.json"
+        kept(part, one_run, task, objective, seed, args.work_dir, factor)
     records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
     for record in records:
         record["environment"].pop("command", None)  # it says where things lay on that machine
-    text = json.dumps({"budgets": BUDGETS, "runs": records}, indent=1)
-    args.output.write_text(text + "\n", encoding="utf-8")
+    write_json(args.output, {"budgets": BUDGETS, "runs": records})
 
 
 if __name__ == "__main__":

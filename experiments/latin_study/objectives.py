@@ -1,4 +1,4 @@
-"""Variants of the hybrid objective that only this study needs; ``run.py`` puts this folder on the path."""
+"""Variants of the hybrid objective that only this study needs; Python finds them beside ``run.py``."""
 
 from __future__ import annotations
 

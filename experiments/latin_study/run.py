@@ -8,10 +8,8 @@ variants are skipped; an interrupted one resumes from its last checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +19,15 @@ import refusion_lit
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.reports.environment import environment
 from refusion_lit.tasks import Latin
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import argument_parser, configs, decode_examples, kept, train, write_json
+from experiments.controlled_comparison.run import positions_a_step
 
 HERE = Path(__file__).parent
 COMPARISON = HERE.parent / "controlled_comparison"
-sys.path[:0] = [str(COMPARISON), str(HERE)]
 BUDGET, LENGTH, LAYERS = 8_000_000, 64, "model.backbone.config.num_hidden_layers"
 
 
@@ -70,32 +72,21 @@ VARIANTS = {
 
 def options_of(variant: Variant) -> list[str]:
     """Return what fit and the count of positions share."""
-    configs = (COMPARISON / "common.yaml", COMPARISON / "task_latin.yaml")
-    result = [item for path in configs for item in ("--config", str(path))]
+    result = configs(COMPARISON / "common.yaml", COMPARISON / "task_latin.yaml")
     result += ["--model.objective", variant.objective]
     for name, value in variant.options.items():
         result += [f"--{name}", json.dumps(value)]
     return result
 
 
-def train(name: str, variant: Variant, work: Path, scale: float) -> Path:
+def trained(name: str, work: Path, scale: float) -> Path:
     """Train unless that is done; return the checkpoint."""
-    from run import positions_a_step  # the controlled comparison's
-
-    place = "".join(c if c.isalnum() else "_" for c in name)
-    last = work / place / "fit" / "checkpoints" / "last.ckpt"
-    done = last.parent.parent / "trained"
-    if not done.exists():
-        shared = options_of(variant)
-        steps = max(1, round(scale * variant.budget * BUDGET / positions_a_step(shared)))
-        options = [*shared, "--trainer.max_steps", str(steps), "--num_threads", "1", "--runs_dir", str(work)]
-        options += ["--run_name", place, "--run_version", "fit"]
-        options += ["--ckpt_path", str(last)] if last.exists() else []
-        paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        subprocess.run([sys.executable, "-m", "refusion_lit.cli", "fit", *options], check=True, env=settings)
-        done.touch()
-    return last
+    variant = VARIANTS[name]
+    run = work / "".join(c if c.isalnum() else "_" for c in name) / "fit"
+    options = options_of(variant)
+    steps = max(1, round(scale * variant.budget * BUDGET / positions_a_step(options)))
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # for objectives.py
+    return train(run, *options, "--trainer.max_steps", str(steps), PYTHONPATH=paths)
 
 
 def decoders_of(variant: Variant) -> dict[str, Decoder]:
@@ -126,37 +117,35 @@ def measure(variant: Variant, checkpoint: Path, num_prompts: int) -> dict[str, A
     model = refusion_lit.load(checkpoint)
     task = Latin(num_train=400_000, num_validation=256, num_test=200)
     examples = list(task.examples("test"))[:num_prompts]
-    prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=e.id) for e in examples]
-    found = {}
+    sampling, found = SamplingParams(max_new_tokens=LENGTH), {}
     for name, decoder in decoders_of(variant).items():
-        output = model.decode(prompts, decoder, SamplingParams(max_new_tokens=LENGTH), batch_size=50)
-        tokens, forwards = (sum(getattr(row, key) for row in output.rows) for key in ("num_tokens", "num_forwards"))
-        scores = [task.score(e, row.text) for e, row in zip(examples, output.rows, strict=True)]
-        found[name] = {"score": sum(scores) / len(scores), "tokens_per_forward": round(tokens / forwards, 3)}
+        _, figures = decode_examples(model, examples, task.score, decoder, sampling)
+        found[name] = {"score": figures["score"], "tokens_per_forward": round(figures["tokens_per_forward"], 3)}
+        print(name, found[name], flush=True)
     return found
+
+
+def entry(name: str, work: Path, scale: float, num_prompts: int) -> dict[str, Any]:
+    """Train a variant and decode with it; return its figures by decoder, and the environments of both."""
+    checkpoint = trained(name, work, scale)
+    training = json.loads((checkpoint.parents[1] / "environment.json").read_text(encoding="utf-8"))
+    training.pop("command", None)  # it says where things lay on that machine
+    # Each variant has its own: they are trained on different days, by different commits.
+    decoding = environment(0, ["python", "experiments/latin_study/run.py"])
+    figures = measure(VARIANTS[name], checkpoint, num_prompts)
+    return {**figures, "environment": {"training": training, "decoding": decoding}}
 
 
 def main() -> None:
     """Run and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("runs/latin_study"))
-    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser = argument_parser(__doc__, "runs/latin_study", HERE / "results.json")
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
     parser.add_argument("--num_prompts", type=int, default=200)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all budgets")
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for name in args.only:
-        part = args.work_dir / f"{name}.json"
-        if not part.exists():
-            checkpoint = train(name, VARIANTS[name], args.work_dir, args.scale)
-            part.write_text(json.dumps(measure(VARIANTS[name], checkpoint, args.num_prompts)))
-        results[name] = json.loads(part.read_text())
-        print(name, results[name], flush=True)
-    written = {"budget": args.scale * BUDGET, "results": results}
-    written["environment"] = environment(0, ["python", "experiments/latin_study/run.py"])
-    args.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    options = (args.work_dir, args.scale, args.num_prompts)
+    results = {name: kept(args.work_dir / f"{name}.json", entry, name, *options) for name in args.only}
+    write_json(args.output, {"budget": args.scale * BUDGET, "results": results})
 
 
 if __name__ == "__main__":

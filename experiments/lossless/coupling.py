@@ -107,7 +107,7 @@ def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure at each temperature, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", default=f"{HERE / 'own.jsonl'}@12", metavar="FILE@NUMBER")
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.5, 0.7, 1.0])
@@ -117,8 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = refusion_lit.load(BASE, dtype="float32", draft=args.draft)
     file, _, count = args.prompts.rpartition("@")
-    texts = read_prompts(Path(file), int(count))
-    prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
+    prompts = read_prompts(model, file, count)
     found = {}
     for temperature in args.temperatures:
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature)

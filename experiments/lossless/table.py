@@ -30,6 +30,10 @@ from refusion_lit.reports.environment import environment
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import read_json_lines
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import library_generate, write_json
+
 HERE = Path(__file__).parent
 BASE = Path("runs/smollm2/base")
 REFERENCE = "Autoregressive"
@@ -41,10 +45,11 @@ DECODERS: dict[str, Decoder] = {
 LIBRARY = "transformers.generate"
 
 
-def read_prompts(path: Path, count: int) -> list[str]:
+def read_prompts(model: refusion_lit.TextModel, path: str, count: str) -> list[Prompt]:
     """Return the first prompts of a JSONL file, compressed or not."""
-    rows = read_json_lines(path, "prompts")[:count]
-    return [next(row[name] for name in ("prompt", "question", "text") if name in row) for row in rows]
+    rows = read_json_lines(path, "prompts")[: int(count)]
+    texts = (next(row[name] for name in ("prompt", "question", "text") if name in row) for row in rows)
+    return [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
 
 
 def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
                 count, num_forwards = row.num_tokens, row.num_forwards
                 texts[name].append(row.token_ids)
             else:
-                count = num_forwards = _generate(model, prompt, max_new_tokens)
+                count = num_forwards = library_generate(model, prompt, max_new_tokens)
             if number:  # the first prompt warms up
                 seconds[name] += time.perf_counter() - started
                 tokens[name] += count
@@ -124,17 +129,6 @@ def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_toke
     return result
 
 
-def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int) -> int:
-    ids = torch.tensor([prompt.token_ids])
-    library: Any = model.backbone.model
-    with torch.no_grad():
-        output = library.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-            eos_token_id=list(model.backbone.special_tokens.eos_token_ids),
-        )  # fmt: skip
-    return output.shape[1] - ids.shape[1]
-
-
 PARTS = {"text": compared, "speed": timed, "masks": mask_cost}
 COLUMNS = {
     "text": ("tokens_per_forward",),
@@ -145,7 +139,7 @@ COLUMNS = {
 
 def main() -> None:
     """Measure in float32 and bfloat16, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE@NUMBER")
     parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=["speed"])
@@ -169,8 +163,7 @@ def main() -> None:
         model = refusion_lit.load(BASE, dtype=_dtype(weights), draft=args.draft, overrides=overrides)
         dtype = run_type(weights, batch_invariant=args.batch_invariant, threads=args.threads)
         for name, file, count in sets:
-            texts = read_prompts(Path(file), int(count))
-            prompts = [Prompt(token_ids=tuple(model.encode(text)), id=str(i)) for i, text in enumerate(texts)]
+            prompts = read_prompts(model, file, count)
             for part in args.parts:
                 if any((run["dtype"], run["prompts"], run["part"]) == (dtype, name, part) for run in result["runs"]):
                     continue
@@ -181,8 +174,7 @@ def main() -> None:
                 run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), key: found}
                 run |= {"forward_costs": model.backbone.forward_costs, "environment": environment(None, sys.argv)}
                 result["runs"].append(run)
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_json(args.output, result)
     print(markdown(result["runs"]))
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import yaml
+from experiments.common import library_generate, write_json
 
 import refusion_lit
 from refusion_lit import decoding
@@ -72,7 +72,7 @@ def perplexity(lines: Sequence[Line], judge: refusion_lit.TextModel, kept: Path)
             value, _ = autoregressive(judge.backbone, judge.encode(line["prompt"]), line["response_ids"])
             known[line["id"]] = value, len(line["response_ids"])
         if number % 50 == 0 or number == len(lines):
-            write(kept, json.dumps(list(known.items())))
+            write_json(kept, list(known.items()))
     values = [known[line["id"]] for line in lines if line["id"] in known]
     return math.exp(-sum(value for value, _ in values) / sum(num for _, num in values))
 
@@ -101,7 +101,7 @@ def timed(
             prompt = Prompt(token_ids=tuple(model.encode(query)), id=str(number))
             start = time.perf_counter()
             if decoder is None:
-                num_tokens = _generate(model, prompt, max_new_tokens)
+                num_tokens = library_generate(model, prompt, max_new_tokens)
             else:
                 sampling = SamplingParams(max_new_tokens=max_new_tokens)
                 num_tokens = model.decode([prompt], decoder, sampling).rows[0].num_tokens
@@ -115,18 +115,6 @@ def timed(
         }
         for name, found in counts.items()
     }
-
-
-def _generate(model: refusion_lit.TextModel, prompt: Prompt, max_new_tokens: int) -> int:
-    ids = torch.tensor([prompt.token_ids], device=model.backbone.device)
-    library: Any = model.backbone.model
-    with torch.no_grad():
-        output = library.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-            eos_token_id=list(model.backbone.special_tokens.eos_token_ids),
-            pad_token_id=model.backbone.special_tokens.pad_token_id,
-        )  # fmt: skip
-    return output.shape[1] - ids.shape[1]
 
 
 def made(described: dict[str, Any]) -> decoding.Decoder:
@@ -156,14 +144,6 @@ def losses(fit: Path, *, last_only: bool = False) -> list[dict[str, float]]:
                 found = {name: float(value) for name, value in row.items() if value and "/" in name}
                 by_step[step].update(found)
     return [by_step[step] for step in sorted(by_step)]
-
-
-def write(path: Path, text: str) -> None:
-    """Write a whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def _ratio(lines: Sequence[Line], numerator: str, denominator: str) -> float:

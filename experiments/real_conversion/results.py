@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed, write
+from experiments.common import write_json
+from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed
 
 import refusion_lit
 from refusion_lit.reports.environment import environment
@@ -46,7 +47,7 @@ def collect(work: Path, names: Sequence[str], output: Path, *, judge_dir: Path, 
         result["speed"] = _speed(decoded, work, judge, queries, device)
     recorded = environment(None, sys.argv)
     recorded.pop("command", None)  # it says where things lay on that machine
-    write(output, json.dumps({**result, "environment": recorded}, indent=1))
+    write_json(output, {**result, "environment": recorded})
 
 
 def training(name: str, work: Path) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _speed(
         "device": device, "num_threads": torch.get_num_threads(), "max_new_tokens": length, "rows": figures,
         "forward_costs": costs, "git": environment(None, [])["git"],
     }  # fmt: skip
-    write(kept, json.dumps(result))
+    write_json(kept, result)
     return result
 
 

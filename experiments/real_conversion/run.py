@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from measure import decoders_of, write
+
+from refusion_lit.utils.files import write_atomically
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import configs, kept, places, write_json
+from measure import decoders_of
 from results import collect
 
 HERE = Path(__file__).parent
@@ -38,7 +44,7 @@ CHECKPOINTS = 8
 def options(name: str, base: Path, data: Path, accelerator: str) -> list[str]:
     """Return the options of a training except where it lands and how long it is."""
     return [
-        "--config", str(HERE / "common.yaml"), "--config", str(HERE / f"{name}.yaml"),
+        *configs(HERE / "common.yaml", HERE / f"{name}.yaml"),
         "--trainer.accelerator", accelerator,
         "--model.backbone.source", str(base), "--data.tokenizer.init_args.source", str(base),
         "--data.task.train", str(data / "train.jsonl"), "--data.task.test", str(data / "test.jsonl"),
@@ -120,16 +126,11 @@ def fit(name: str, shared: list[str], work: Path, budget: int, num_kept: int) ->
     settings = work / f"{name}.yaml"
     if not settings.exists():
         num_steps, num_positions, num_accumulated = plan(shared, budget)
-        write(work / f"{name}_plan.json", json.dumps({"num_steps": num_steps, "num_positions": num_positions}))
-        write(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated, num_kept)}))
+        write_json(work / f"{name}_plan.json", {"num_steps": num_steps, "num_positions": num_positions})
+        write_atomically(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated, num_kept)}))
         print(f"{name}: {num_steps} steps, {num_positions} positions", flush=True)
-    cost = refusion_lit("fit", *shared, "--config", str(settings), *_places(run), "--ckpt_path", "last")
-    write(done, json.dumps({"cost_since_last_start": cost}))
-
-
-def _places(run: Path) -> list[str]:
-    """Return the options that let a run land in a directory."""
-    return ["--runs_dir", str(run.parents[1]), "--run_name", run.parent.name, "--run_version", run.name]
+    cost = refusion_lit("fit", *shared, *configs(settings), *places(run), "--ckpt_path", "last")
+    write_json(done, {"cost_since_last_start": cost})
 
 
 def weights(name: str, work: Path) -> list[tuple[int, Path]]:
@@ -157,12 +158,8 @@ def decode(name: str, shared: list[str], work: Path) -> None:
 
 def _decoded(command: str, args: list[str], run: Path) -> None:
     """Run a test or prediction, or resume it."""
-    done = run / "decoded.json"
-    if done.exists():
-        print(f"{run.parent.name}, {run.name}: decoded", flush=True)
-        return
     resumes = ["--model.resume", "true"] if (run / "config.yaml").exists() else []
-    write(done, json.dumps(refusion_lit(command, *args, *_places(run), *resumes)))
+    kept(run / "decoded.json", refusion_lit, command, *args, *places(run), *resumes)
 
 
 def main() -> None:

@@ -8,10 +8,6 @@ order. Finished parts are skipped, so it can be killed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +21,11 @@ import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState, SlotSearch
 from refusion_lit.reports.environment import environment
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import argument_parser, configs, decode_examples, kept, seeds, train, write_json
 
 HERE = Path(__file__).parent
 COMPARISON = HERE.parent / "controlled_comparison"
@@ -88,31 +88,19 @@ def config_of(task: str) -> Path:
     return next(path for path in (HERE / f"task_{task}.yaml", COMPARISON / f"task_{task}.yaml") if path.exists())
 
 
-def train(task: str, seed: int, work: Path, steps: int) -> Path:
+def trained(task: str, seed: int, work: Path, steps: int) -> Path:
     """Train a model unless it is there; return its checkpoint."""
-    place = ("--runs_dir", str(work), "--run_name", f"{task}_seed{seed}", "--run_version", "fit")
-    last = work / f"{task}_seed{seed}" / "fit" / "checkpoints" / "last.ckpt"
-    done = last.parent.parent / "trained"
-    if not done.exists():
-        configs = (COMPARISON / "common.yaml", config_of(task), HERE / "model.yaml")
-        options = [item for path in configs for item in ("--config", str(path))]
-        options += ["--seed_everything", str(seed), "--model.seed", str(seed), "--data.seed", str(seed)]
-        options += ["--trainer.max_steps", str(steps), "--num_threads", "1", *place]
-        options += ["--ckpt_path", str(last)] if last.exists() else []
-        run = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "refusion_lit.cli", "fit", *options], check=True, env=run)
-        done.touch()
-    return last
+    options = configs(COMPARISON / "common.yaml", config_of(task), HERE / "model.yaml")
+    return train(work / f"{task}_seed{seed}" / "fit", *options, *seeds(seed), "--trainer.max_steps", str(steps))
 
 
-def measure(task: str, checkpoint: Path, num_prompts: int, seed: int) -> dict[str, Any]:
-    """Decode the test prompts in each order."""
-    model = refusion_lit.load(checkpoint)
+def measure(task: str, work: Path, steps: int, num_prompts: int, seed: int) -> dict[str, Any]:
+    """Train a model unless it is there, and decode the test prompts in each order."""
+    model = refusion_lit.load(trained(task, seed, work, steps))
     values = yaml.safe_load(config_of(task).read_text())
     options = values["data"]["task"]
     test = getattr(tasks, options["class_path"])(**options["init_args"])
     examples = list(test.examples("test"))[:num_prompts]
-    prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=e.id) for e in examples]
     sampling = SamplingParams(max_new_tokens=values["model"]["sampling"]["max_new_tokens"], seed=seed)
     decoders = dict(ORDERS)
     if task == "walk":
@@ -120,13 +108,11 @@ def measure(task: str, checkpoint: Path, num_prompts: int, seed: int) -> dict[st
     found = {}
     for name, decoder in decoders.items():
         seen = Orders()
-        output = model.decode(prompts, decoder, sampling, batch_size=50, callbacks=[seen])
-        scores = [test.score(e, row.text) for e, row in zip(examples, output.rows, strict=True)]
-        tokens = sum(row.num_tokens for row in output.rows)
+        scores, figures = decode_examples(model, examples, test.score, decoder, sampling, [seen])
         found[name] = {
-            "score": sum(scores) / len(scores),
-            "tokens_per_forward": round(tokens / sum(row.num_forwards for row in output.rows), 3),
-            "positions_per_token": round(sum(row.num_positions for row in output.rows) / tokens, 2),
+            "score": figures["score"],
+            "tokens_per_forward": round(figures["tokens_per_forward"], 3),
+            "positions_per_token": round(figures["positions_per_token"], 2),
             "share_in_text_order": round(sequential_share(list(seen.of.values())), 3),
         }
         if task == "walk":
@@ -140,26 +126,20 @@ def measure(task: str, checkpoint: Path, num_prompts: int, seed: int) -> dict[st
 
 def main() -> None:
     """Run and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work_dir", type=Path, default=Path("runs/slot_order"))
-    parser.add_argument("--output", type=Path, default=HERE / "results.json")
+    parser = argument_parser(__doc__, "runs/slot_order", HERE / "results.json")
     parser.add_argument("--num_prompts", type=int, default=200)
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="training steps, in place of those of each task")
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     results = {}
     for task in args.tasks:
-        part = args.work_dir / f"{task}.json"
-        if not part.exists():
-            checkpoint = train(task, args.seed, args.work_dir, args.steps or STEPS[task])
-            part.write_text(json.dumps(measure(task, checkpoint, args.num_prompts, args.seed)))
-        results[task] = json.loads(part.read_text())
+        options = (args.work_dir, args.steps or STEPS[task], args.num_prompts, args.seed)
+        results[task] = kept(args.work_dir / f"{task}.json", measure, task, *options)
     command = ["python", "experiments/slot_order/run.py"]
     config = {"num_prompts": args.num_prompts, "steps": STEPS if args.steps is None else args.steps}
     written = {"config": config, "results": results, "environment": environment(args.seed, command)}
-    args.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output, written)
 
 
 if __name__ == "__main__":
