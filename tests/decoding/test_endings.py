@@ -1,0 +1,116 @@
+"""Where a response ends: stop strings, repetitions, and the final prefix that they are searched in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
+from refusion_lit.decoding import Autoregressive, ReFusion, decode
+from refusion_lit.types import SamplingParams
+from scripted import ORDER, Scripted, letters, prompts_of
+
+
+def entropy_of(tokens: Sequence[int]) -> float:
+    shares = [tokens.count(token) / len(tokens) for token in set(tokens)]
+    return -sum(share * math.log(share) for share in shares)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+def test_text_is_cut_after_the_first_stop_string(max_batch_size: int) -> None:
+    model = OracleModel(oracle_text(None), traits=ORDER)
+    sampling = SamplingParams(max_new_tokens=12)
+    full = decode(model, Autoregressive(), prompts_of(2, 3, 4, 5), sampling).rows
+    stop = letters(full[1].token_ids)[3:5]
+    rows = decode(
+        OracleModel(oracle_text(None), traits=ORDER), Autoregressive(), prompts_of(2, 3, 4, 5),
+        replace(sampling, stop=("never", stop)), max_batch_size=max_batch_size, detokenize=letters,
+    ).rows  # fmt: skip
+    num_stopped = 0
+    for row, unstopped in zip(rows, full, strict=True):
+        text = letters(unstopped.token_ids)
+        end = text.find(stop) + 2 if stop in text else 12
+        assert row.token_ids == unstopped.token_ids[:end]
+        assert row.finish_reason == ("stop" if stop in text else "length")
+        assert row.num_forwards == end, "nothing is computed after a stop string"
+        num_stopped += stop in text
+    assert num_stopped >= 1
+
+
+def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
+    target = oracle_text(None)
+    text = letters([target(2 + i) for i in range(6)])
+    decoder = Scripted(script=((4, 5), (0,), (2, 3), (1,)))
+    sampling = SamplingParams(max_new_tokens=6, stop=(text[4:6],))
+    [row] = decode(OracleModel(target), decoder, prompts_of(2), sampling, detokenize=letters).rows
+    assert (row.num_tokens, row.num_forwards, row.finish_reason) == (6, 4, "stop")
+    early = replace(sampling, stop=(text[0], text[4:6]))
+    [row] = decode(OracleModel(target), decoder, prompts_of(2), early, detokenize=letters).rows
+    assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+@pytest.mark.parametrize(("least", "window"), [(1.0, 6), (0.5, 4), (0.2, 8), (2.0, 8)])
+def test_a_response_ends_before_the_tokens_that_repeat_themselves(
+    least: float, window: int, max_batch_size: int
+) -> None:
+    """From position 12 on the text says 5 5 6 5 5 6 5 5 5 5 5 ..."""
+    target = oracle_text(None)
+    model = OracleModel(lambda place: target(place) if place < 12 else 6 if place in (14, 17) else 5, traits=ORDER)
+    sampling = SamplingParams(max_new_tokens=40)
+    rows = decode(
+        model, Autoregressive(), prompts_of(2, 3, 4), replace(sampling, min_entropy=least, entropy_window=window),
+        max_batch_size=max_batch_size,
+    ).rows  # fmt: skip
+    for row, whole in zip(rows, decode(model, Autoregressive(), prompts_of(2, 3, 4), sampling).rows, strict=True):
+        lengths = range(window + 1, 41)
+        found = next(n for n in lengths if entropy_of(whole.token_ids[n - window : n]) < least)
+        assert row.token_ids == whole.token_ids[: found - window]
+        assert (row.num_forwards, row.finish_reason) == (found, "stop")
+
+
+def test_an_entropy_that_no_text_reaches_ends_nothing_and_an_impossible_one_is_refused() -> None:
+    model, sampling = OracleModel(lambda _: 5, traits=ORDER), SamplingParams(max_new_tokens=40, min_entropy=0.1)
+    [row] = decode(model, Autoregressive(), prompts_of(2), sampling).rows
+    assert (row.num_tokens, row.finish_reason) == (40, "length"), "it never has more than 256 tokens"
+    with pytest.raises(ValueError, match=r"^min_entropy: expected a number above 0 and at most 5\.55"):
+        SamplingParams(min_entropy=6.0)
+    with pytest.raises(ValueError, match=r"^entropy_window: "):
+        SamplingParams(entropy_window=1)
+
+
+def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
+    target = oracle_text(None)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
+    sampling = SamplingParams(max_new_tokens=12, stop=(letters([target(2)]),))
+    model = OracleModel(target, certainty=lambda place: 0.97 - place / 1000)  # the first slot comes first
+    [row] = decode(model, decoder, prompts_of(2), sampling, detokenize=letters, trace=True).rows
+    assert (row.token_ids, row.finish_reason) == ([target(2)], "stop")
+    assert [entry.phase for entry in row.trace] == ["plan", "verify+plan"]
+    assert row.trace[1].accepted == [2, 3, 4, 5]
+
+
+def test_the_final_left_part() -> None:
+    state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
+    state.tokens += [MASK, MASK]  # a canvas longer than the budget
+    state.is_masked += [True, True]
+    state.commit_rounds += [0, 0]
+    assert state.final_prefix() == []
+    assert not state.prefix_ends
+    state.commit([1, 2], [5, EOS])
+    assert state.final_prefix() == []
+    state.commit([0], [MASK])  # an id says nothing about what is final
+    assert state.final_prefix() == [MASK, 5, EOS]
+    assert state.prefix_ends
+    assert state.num_committed == 3
+    state.tokens[2] = 6
+    assert not state.prefix_ends
+    state.commit([3, 4], [7, 8])
+    assert state.prefix_ends
+    assert len(state.final_prefix()) == 5
+    state.commit([5], [9])
+    assert len(state.final_prefix()) == 5
+    assert state.num_committed == 6

@@ -1,0 +1,34 @@
+"""Random ``ReFusion`` decoders and their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from refusion_lit.decoding import RecomputeKV, ReFusion
+from refusion_lit.types import Prompt
+
+THRESHOLDS = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])
+
+
+def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
+    return Prompt(token_ids=tuple(token_ids), id=name)
+
+
+@st.composite
+def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
+    size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped", "sequential"]))
+    return draw(st.sampled_from([ReFusion, RecomputeKV]))(
+        slot_size=size,
+        num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
+        slot_threshold=draw(THRESHOLDS),
+        token_threshold=draw(THRESHOLDS),
+        certainty=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
+        selection=selection,
+        k=None if selection == "threshold" else draw(st.integers(1, 4)),
+        infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
+        fused=False,
+        infill_layout="reference",
+    )
