@@ -23,7 +23,7 @@ check_shapes()
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# CI draws the same examples in every run, so that it fails for a change and not by chance; every other run draws new ones.
+# CI draws the same examples in every run, so that it fails for a change and not by chance; other runs draw new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")

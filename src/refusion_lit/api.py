@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt, prompt_of
 from refusion_lit.data.templates import candidates
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, decode, default_decoder
+from refusion_lit.decoding import Decoder, DecodingOutput, Generation, SelfSpeculative, decode, default_decoder
 from refusion_lit.decoding.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -22,6 +23,36 @@ from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
+
+_DECODE_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(decode).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_batch_size", "detokenize")
+)
+_PROMPT_OPTIONS = ("sampling", "ids", "templates")
+
+
+def _check_options(
+    method: str,
+    given: Iterable[str],
+    own: Sequence[str] = ("decoder", "max_new_tokens", *_PROMPT_OPTIONS),
+) -> None:
+    """Refuse unknown keyword arguments of a method that passes them on to ``decode``.
+
+    Args:
+        method: Its name.
+        given: Names of the arguments.
+        own: Options of the method besides those of ``decode``.
+
+    Raises:
+        TypeError: Naming the options that there are.
+    """
+    options = [*own, "batch_size", *_DECODE_OPTIONS]
+    for name in given:
+        if name not in options:
+            is_sampling = name in SamplingParams.__dataclass_fields__
+            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
+            raise TypeError(f"{method}: unknown option {name}; expected one of {', '.join(options)}{hint}.")
 
 
 class TextModel:
@@ -43,7 +74,13 @@ class TextModel:
 
     @property
     def default_decoder(self) -> Decoder:
-        """The decoder of this model where none is named: the published one of its layout, or one for its traits."""
+        """The decoder of this model where none is named.
+
+        It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the published one of the
+        model's layout, or one for its traits.
+        """
+        if self.backbone.drafter is not None:
+            return SelfSpeculative()
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         return default_decoder(self.backbone.traits, stored.get("decoder"))
 
@@ -101,8 +138,10 @@ class TextModel:
             options: Other options of :func:`refusion_lit.decoding.decode`.
 
         Raises:
+            TypeError: If an option is unknown.
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
+        _check_options("decode", options, ())
         fix = "create one, as in decoder=ReFusion()"
         require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
         was_training = self.backbone.training
@@ -189,10 +228,12 @@ class TextModel:
                 :func:`refusion_lit.decoding.decode`.
 
         Raises:
+            TypeError: If an option is unknown.
             ValueError: As for :meth:`decode`.
         """
         holds = not isinstance(queries, str) and all(isinstance(query, str) for query in queries)
         require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
+        _check_options("generate", options)
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
@@ -212,9 +253,11 @@ class TextModel:
             options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens.
 
         Raises:
+            TypeError: If an option is unknown.
             ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
                 :meth:`decode`.
         """
+        _check_options("infill", options, ("decoder", "max_new_tokens", "sampling", "ids"))
         return self.generate(queries, templates=templates, **options)
 
     def generate_ids(
@@ -231,8 +274,10 @@ class TextModel:
         """Continue prompts given as token ids; for arguments see :meth:`generate` and :meth:`infill`.
 
         Raises:
+            TypeError: If an option is unknown.
             ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
         """
+        _check_options("generate_ids", options, ("decoder", "max_new_tokens", *_PROMPT_OPTIONS))
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")

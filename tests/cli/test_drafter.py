@@ -186,6 +186,9 @@ def test_generate_and_trace_take_a_drafter(
     expected = capsys.readouterr().out
     assert main(["generate", *options, "--prompt", QUERIES[0], "--draft", str(draft)]) == 0
     assert capsys.readouterr().out == expected
+    changed = ["--decoder.layout", "two_forwards"]
+    assert main(["generate", *options, "--prompt", QUERIES[0], "--draft", str(draft), *changed]) == 0
+    assert capsys.readouterr().out == expected
     output = tmp_path / "trace.json"
     assert main(["trace", *options, "--prompt", QUERIES[0], "--draft", str(draft), "--output", str(output)]) == 0
     assert json.loads(output.read_text())["decoder"] == "SelfSpeculative"

@@ -53,6 +53,19 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
     assert "beginning" not in capsys.readouterr().err
 
 
+def test_the_newest_run_of_the_command_is_resumed(runs: Path) -> None:
+    last = runs / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"
+    options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+    other = ["--config", QUICKSTART, *options, f"--runs_dir={runs}", f"--ckpt_path={last}", "--data.task.num_test=2"]
+    for command in ("test", "predict"):
+        assert main([command, *other]) == 0
+    for command in ("test", "predict"):
+        assert main([command, *other, "--resume"]) == 0  # each is complete
+    assert fit(runs, "--resume", "--trainer.max_steps=6") == 0
+    assert steps(last) == 6
+    assert sorted(path.name for path in last.parents[2].iterdir()) == ["version_0", "version_1", "version_2"]
+
+
 def test_without_a_run_a_new_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(tmp_path, "--resume") == 0
     assert "no checkpoint of quickstart yet: training starts at the beginning" in capsys.readouterr().err

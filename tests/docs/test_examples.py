@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import refusion_lit
 from fakes import tiny_backbone
 from refusion_lit.data.collate import EncodedExample, collate_responses
 from refusion_lit.decoding import decode
@@ -32,6 +39,28 @@ def test_the_decoder_answers_with_one_forward_each() -> None:
     output = decode(tiny_backbone(), load("one_shot", "OneShot")(), prompts, SamplingParams(max_new_tokens=6))
     assert [row.num_forwards for row in output.rows] == [1, 1]
     assert all(1 <= row.num_tokens <= 6 for row in output.rows)
+
+
+def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"```console\n(PYTHONPATH=.*)\n```", page)
+    setting, _, *args = shlex.split(line)
+    shutil.copy(EXAMPLES / "one_shot.py", tmp_path)
+    shutil.copytree(EXAMPLES.parents[1] / "tests" / "goldens" / "models" / "additions-clean", tmp_path / "exported")
+    source = str(Path(refusion_lit.__file__).parents[1])
+    # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
+    program = [sys.executable, "-P", "-m", "refusion_lit.cli", *args]
+    found = {}
+    for path in (source, f"{setting.partition('=')[2]}:{source}"):
+        environment = os.environ | {"PYTHONPATH": path}
+        found[path] = subprocess.run(
+            program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+    without, told = found.values()
+    assert without.returncode == 2
+    assert "got one_shot.OneShot (no module 'one_shot')" in without.stderr
+    assert told.stdout.strip() == "12+34=46;56+78=134;", told.stderr
+    assert "20 tokens, 1 forwards" in told.stderr
 
 
 def test_the_objective_hides_the_last_tokens() -> None:

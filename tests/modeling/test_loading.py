@@ -416,6 +416,29 @@ def test_overrides_that_the_architecture_does_not_know_are_refused() -> None:
         config.build(AutoTokenizer.from_pretrained(MID))
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
+def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MID)
+    given = {"rope_type": "default", "rope_theta": 500.0}
+    backbone = BackboneConfig(source=str(MID), config={"rope_parameters": given}).build(tokenizer)
+    frequencies = backbone.model.get_submodule("model.rotary_emb").get_buffer("inv_freq")
+    torch.testing.assert_close(frequencies[1], torch.tensor(500.0 ** (-2 / 24)))
+    told = r"^backbone\.config: Qwen3Config has no option rope_theta of its own; set it in rope_parameters, as in \{"
+    for options, message in (
+        ({"rope_theta": 500.0}, told),
+        (
+            {"rope_parameters": {"rope_theta": 500.0}},
+            r"^backbone\.config\.rope_parameters: expected rope_type and rope_theta",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"^backbone\.config\.rope_scaling: expected rope_type and",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BackboneConfig(source=str(MID), config=options).build(tokenizer)
+
+
 def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_wrote_is_not() -> None:
     tokenizer = masked_tokenizer()
     with pytest.raises(ValueError, match="Qwen3Config has no option hidden_sise; did you mean hidden_size"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from jsonargparse import ArgumentParser, Namespace
 
 from refusion_lit.cli.check import loaded
-from refusion_lit.decoding import Decoder, SelfSpeculative
+from refusion_lit.decoding import Decoder
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require, require_at_least
@@ -68,12 +68,9 @@ class OneLineParser(OneLineErrors, ArgumentParser):
 
             raise explain(self, args, error) from error
         try:
-            options = cast("Namespace", self.instantiate_classes(parsed))
+            return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(brief(str(error))) from error
-        if options.get("draft") is not None and options.decoder is None:
-            options.decoder = SelfSpeculative()
-        return options
 
     def _joined(self, args: Sequence[str]) -> list[str]:
         """Join options with values that start with a dash, such as a prompt ``-5+3``; argparse would refuse them."""
@@ -110,7 +107,7 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
 
 def add_decoder_option(parser: OneLineParser) -> None:
     """Add the decoder with its options."""
-    own = "the model's own by default, SelfSpeculative with --draft"
+    own = "by default the model's own, which is SelfSpeculative for one with a drafter"
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {own}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
@@ -120,7 +117,7 @@ def add_loading_options(parser: OneLineParser) -> None:
     """Add the options that say how ``--ckpt_path`` is loaded."""
     dtypes = Literal["float32", "float64", "bfloat16", "float16"]
     attention = Literal["causal", "bidirectional", "block_causal"] | None
-    draft = "directory of a drafter for the model: the same text in fewer forwards"
+    draft = "directory of a drafter for the model: its text in fewer forwards (see SelfSpeculative)"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     verifier = "autoregressive model with the same tokenizer, for the decoder APD"
     parser.add_argument("--verifier", type=str | None, default=None, help=verifier)

@@ -142,9 +142,15 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
             "give one that exists."
         )
     if version is None:
-        runs = [path.parent for path in folder.glob(f"*/{CONFIG}")]
+        runs = [path.parent for path in folder.glob(f"*/{CONFIG}") if _command_of(path) == command]
         version = max(runs, key=lambda path: path.stat().st_mtime_ns).name if runs else None
     return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
+
+
+def _command_of(config: Path) -> str:
+    """Return the command that wrote a run's config: each has options that the others lack; of a test or validation."""
+    values = read_yaml(config, "resume")
+    return "predict" if "return_predictions" in values else "test" if "verbose" in values else "fit"
 
 
 def _given(args: Sequence[str]) -> Mapping[str, str]:

@@ -211,6 +211,10 @@ class Decoder(ABC):
         """Return what this decoder, with its options, needs of a model."""
         return self.requires
 
+    def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
+        """Return what to do about a model with other traits than required: a sentence that ends its error message."""
+        return "Set allow_mismatch to true to run it anyway."
+
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
         """Refuse sampling options that the decoder cannot work with.
 

@@ -38,7 +38,7 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     if reasons:
         message = f"{name} does not fit this model: {'; '.join(reasons)}."
         if not allow_mismatch:
-            raise ModelMismatchError(f"{message} Set allow_mismatch to true to run it anyway.")
+            raise ModelMismatchError(f"{message} {decoder.mismatch_fix(model.traits)}")
         warnings.warn(message, stacklevel=2)
     return reasons
 

@@ -109,6 +109,7 @@ def config_of_source(
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
+    _check_rope(config, overrides)
     _check_sizes(config, f"backbone.source: {source}")
     return config, None
 
@@ -135,6 +136,7 @@ def _published_config(layout: Layout, values: Mapping[str, Any], overrides: Mapp
         if not hasattr(config, name):
             raise _unknown_option(name, config)
         setattr(config, name, value)
+    _check_rope(config, overrides)
     _check_sizes(config, "backbone.source")
     return config
 
@@ -161,6 +163,16 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
     if heads and not getattr(config, "head_dim", None):
         expected = f"a multiple of num_attention_heads, which is {heads}"
         require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "change it")
+
+
+def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse an override of rotary positions that leaves out their type or base: it replaces all of the source's."""
+    for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
+        if name in overrides:
+            rope = config.rope_parameters
+            holds = isinstance(rope, Mapping) and all(rope.get(key) is not None for key in ("rope_type", "rope_theta"))
+            fix = "add what is missing: the override replaces all rotary options of the source"
+            require(holds, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
 
 
 def _last_line(error: Exception) -> str:
@@ -194,4 +206,6 @@ def _check_names(options: Mapping[str, Any]) -> None:
 def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one class per architecture
     near = get_close_matches(name, config.to_dict(), n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
+    if name == "rope_theta" and hasattr(config, "rope_parameters"):
+        hint = " of its own; set it in rope_parameters, as in {rope_type: default, rope_theta: 10000.0}."
     return ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")

@@ -36,7 +36,8 @@ class BackboneConfig:
     Attributes:
         source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
         config: Overrides of the source's transformers config, or with ``source: null`` a config of its own, which needs
-            ``model_type``.
+            ``model_type``. The base of rotary positions is ``rope_theta`` in a config of its own, and a part of
+            ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``) among overrides.
         random_init: Take only the source's architecture and initialise the weights at random.
         revision: Pinned revision of a hub id.
         layout: Published layout of the source (see :data:`~refusion_lit.modeling.layouts.LAYOUTS`); ``None`` takes the

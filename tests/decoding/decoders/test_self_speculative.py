@@ -30,6 +30,7 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed
 
 NEXT = ModelTraits(predictions=("next_token",))
+MASKED = ModelTraits(attention="bidirectional", predictions=("mask",))
 UNABLE = replace(SPECIAL, draft_token_ids=())
 LAYOUTS = ("auto", "single_forward", "two_forwards")
 
@@ -178,8 +179,24 @@ def test_a_model_without_masks_is_refused() -> None:
     found = [Prompt(token_ids=(5,), id="0")]
     with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .* load one with --draft"):
         decode(HashModel(traits=NEXT, special=UNABLE), SelfSpeculative(), found, SamplingParams())
+    with pytest.raises(
+        ValueError, match=r"or set slot_size to the model's if it was trained with the hybrid objective"
+    ):
+        decode(HashModel(traits=ModelTraits(), special=UNABLE), SelfSpeculative(), found, SamplingParams())
     sequential = SelfSpeculative(num_drafts=0)
     decode(HashModel(traits=NEXT, special=UNABLE), sequential, found, SamplingParams(max_new_tokens=3))
+
+
+def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() -> None:
+    found = [Prompt(token_ids=(5,), id="0")]
+    with pytest.raises(ValueError, match=r"the predictions next_token, .*\. Set slot_size to the model's") as refused:
+        decode(HashModel(traits=HYBRID, special=UNABLE), SelfSpeculative(), found, SamplingParams())
+    assert "allow_mismatch" not in str(refused.value)
+    set_as_told = SelfSpeculative(slot_size=4)
+    decode(HashModel(traits=HYBRID, special=UNABLE), set_as_told, found, SamplingParams(max_new_tokens=3))
+    for decoder, traits in ((SelfSpeculative(), MASKED), (set_as_told, NEXT)):  # no slot_size makes these fit
+        with pytest.raises(ValueError, match=r"Set allow_mismatch to true to run it anyway\.$"):
+            decode(HashModel(traits=traits, special=UNABLE), decoder, found, SamplingParams())
 
 
 @pytest.mark.parametrize(

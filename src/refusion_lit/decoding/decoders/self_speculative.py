@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from refusion_lit.decoding.base import Decoder, ModelRequirements, RowState
 from refusion_lit.decoding.decoders.draft_plan import draft_plan
 from refusion_lit.decoding.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
 if TYPE_CHECKING:
@@ -106,6 +106,12 @@ class SelfSpeculative(Decoder):
             return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
 
+    def mismatch_fix(self, traits: ModelTraits) -> str:
+        """Return that hybrid models need ``slot_size``, if that is all that is wrong."""
+        fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
+        fix = "Set slot_size to the model's, one of the slot_sizes that its objective Hybrid was trained with."
+        return fix if fits else super().mismatch_fix(traits)
+
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SpeculativeState:
         """Create a canvas of ``max_new_tokens``.
 
@@ -113,7 +119,7 @@ class SelfSpeculative(Decoder):
             ValueError: If the model has no drafter, and no ``slot_size`` says that it is a hybrid one.
         """
         has_masks = self.slot_size is not None or bool(special_tokens.draft_token_ids) or self.num_drafts == 0
-        fix = "load one with --draft, or set slot_size for a model of the hybrid objective"
+        fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
         require(has_masks, "decoder", "a model with a drafter", "one without", fix)
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
