@@ -125,7 +125,7 @@ class KeptCache:
     _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
 
     def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
-        """Remove and return the kept cache and the prompts that it holds; ``None`` and an empty mapping if it is unusable.
+        """Remove and return the kept cache and its prompts; ``None`` and an empty mapping if it is unusable.
 
         It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
         removed because an interrupted call leaves its entries undefined.
@@ -183,6 +183,6 @@ def groups_within(
     for index, prompt in enumerate(prompts):
         length = len(prompt.token_ids) + prompt.num_uncounted + max_new_tokens
         fitting = max_cache_tokens // length
-        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # powers of two, to have few groups
+        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # for few groups
         groups.setdefault(fitting, []).append((index, prompt))
     return sorted(groups.items(), reverse=True)

@@ -235,7 +235,7 @@ class _Run:
 
     @staticmethod
     def _fitting(rows: Sequence[_InFlight], max_tokens: int) -> list[_InFlight]:
-        """Return the row that has waited longest and the rows that fit with it into ``max_tokens``, padding included."""
+        """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
         chosen: set[int] = set()
         sizes: dict[bool, tuple[int, int]] = {}
         for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):

@@ -230,7 +230,7 @@ class Executor:
     def _early_reads(
         row: Row, forward: Forward, starts: Sequence[int], length: int
     ) -> Iterator[tuple[dict[int, int], Sequence[int], Read]]:
-        """Yield the prefetches that depend on no draft: the destination of their tokens, their offsets, and the read."""
+        """Yield the prefetches that depend on no draft: destination of their tokens, their offsets, and the read."""
         if row.prefetched is None or forward.draw.guidance is not None:
             return
         draw = replace(forward.draw, with_probability=False)

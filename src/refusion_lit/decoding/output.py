@@ -135,7 +135,7 @@ def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None
 
 
 def _shown_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str] | None) -> int | None:
-    """Return the smallest number of leading tokens whose text contains a stop string, if the whole text contains one."""
+    """Return the fewest leading tokens whose text contains a stop string, if the whole text contains one."""
     if not stop:
         return None
     assert detokenize is not None

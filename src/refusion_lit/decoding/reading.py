@@ -162,7 +162,7 @@ class LogitReader:
     def _logit_chunks(
         self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
     ) -> Iterator[Float[Tensor, "position vocab"]]:
-        """Yield logits in chunks, to bound the head's memory and, on CPUs, to keep the softmax in the processor's cache."""
+        """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
         for some in _split(rows, max(1, _MAX_LOGITS // self._vocab_size)):
             logits = self._logits(hidden, some, careful=careful)
             if draw.guidance is not None:
