@@ -215,8 +215,8 @@ class HashModel(FakeModel):
     """Model whose logits are a hash of the tokens and positions that a query sees, and of what those tokens see.
 
     With these two levels, cache entries depend on what was visible when they were computed, as in a transformer.
-    Sums of integers have no rounding, so that equal inputs give exactly equal logits. Each position has a favourite token, for
-    which masks and clean tokens often, but not always, vote, with any degree of certainty.
+    Sums of integers have no rounding, so that equal inputs give exactly equal logits. Each position has a favourite
+    token, for which masks and clean tokens often, but not always, vote, with any degree of certainty.
 
     Args:
         seed: Another seed gives another model.

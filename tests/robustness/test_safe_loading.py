@@ -53,9 +53,7 @@ def test_the_trap_works(malicious: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("weights_only", [None, False, True])
-def test_lightning_loads_data_only_for_any_option(
-    malicious: tuple[Path, Path], weights_only: bool | None
-) -> None:
+def test_lightning_loads_data_only_for_any_option(malicious: tuple[Path, Path], weights_only: bool | None) -> None:
     path, trace = malicious
     with pytest.raises(ValueError, match="could run code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)

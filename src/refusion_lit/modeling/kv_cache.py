@@ -102,7 +102,7 @@ class KVCache:
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def _capacity_for(self, num_keys: int) -> int:
-        """Return the new capacity of a row for ``num_keys`` entries: a quarter more than now or more, to grow rarely."""
+        """Return the new capacity of a row for ``num_keys`` entries: at least a quarter more, to grow rarely."""
         if num_keys <= self.capacity:
             return self.capacity
         return -(-max(num_keys, self.capacity * 5 // 4) // CHUNK) * CHUNK

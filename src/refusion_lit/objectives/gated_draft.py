@@ -23,10 +23,11 @@ from refusion_lit.utils.require import require, require_at_least, require_number
 class GatedDraft(Objective):
     """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
 
-    An anchor is the prompt's last token or a token of the response, at position a. The drafter's K masks follow it at positions a+1 to a+K. They
-    see the text up to the anchor and the masks before them, but no masks of other anchors. The model itself predicts
-    the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many anchors of a text are trained
-    together: the frozen model runs once over the text, then the masks of all anchors run in a second pass.
+    An anchor is the prompt's last token or a token of the response, at position a. The drafter's K masks follow it at
+    positions a+1 to a+K. They see the text up to the anchor and the masks before them, but no masks of other anchors.
+    The model itself predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many anchors of a
+    text are trained together: the frozen model runs once over the text, then the masks of all anchors run in a second
+    pass.
 
     Train on text that the model itself generates greedily, so that the targets are the model's own tokens. The only
     term is ``draft``, a mean over all labelled masks, weighted by ``decay``.
