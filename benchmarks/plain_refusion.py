@@ -32,13 +32,13 @@ class Row:
 
 
 class PlainReFusion:
-    """Decode one prompt after the other.
+    """Reference implementation of ReFusion that decodes one prompt after the other.
 
     Args:
         model: A causal transformers model.
-        special_tokens: Its ids with a meaning.
-        options: Slot size, serial blocks and thresholds; nothing else of it is looked at.
-        max_new_tokens: At most so many tokens are returned.
+        special_tokens: Its special ids.
+        options: Slot size, serial blocks and thresholds; other options are ignored.
+        max_new_tokens: Maximum number of tokens returned.
         overwrite: Changes the logits of a forward in place, given its ids and positions.
     """
 

@@ -24,7 +24,7 @@ CALLS = 20
 
 
 def attention(shape: tuple[int, int, int], batch_size: int, num_queries: int, most: int) -> Work:
-    """Return the work of attending in some layers, where at most so many queries share a head."""
+    """Return the work of ``CALLS`` attention calls in which at most ``most`` queries share a head."""
     num_heads, num_key_heads, size = shape
     query = torch.randn(batch_size, num_queries, num_heads, size).bfloat16()
     key, value = (torch.randn(batch_size, NUM_KEYS, num_key_heads, size).bfloat16() for _ in range(2))

@@ -95,7 +95,7 @@ class FakeModel(LanguageModel):
 
 
 class OracleModel(FakeModel):
-    """Knows the token of each position, whatever it is fed.
+    """Oracle: predicts the given token of each position, independently of its input.
 
     Args:
         text: The token of each position.
@@ -123,7 +123,7 @@ class OracleModel(FakeModel):
         )
         predicted, is_drafted = self.predicted(input_ids, position_ids), self.is_mask(input_ids)
         if "mask_shifted" in (self.traits.predictions or ()):
-            is_drafted = torch.ones_like(input_ids)  # a mask's prediction, whatever stands before it
+            is_drafted = torch.ones_like(input_ids)  # every token predicts like a mask
         return torch.stack([predicted, is_drafted], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,11 +212,11 @@ class HashCache:
 
 
 class HashModel(FakeModel):
-    """Its logits are a hash of the tokens and positions that a query sees, and of what those saw themselves.
+    """Model whose logits are a hash of the tokens and positions that a query sees, and of what those tokens see.
 
-    Two levels make entries of the cache depend on what was visible when they were computed, as in a transformer.
-    Sums of integers have no rounding: whatever is equal is exactly equal. Each position has a favourite token, for
-    which masks and clean tokens often, but not always, vote, with any degree of certainty.
+    With these two levels, cache entries depend on what was visible when they were computed, as in a transformer.
+    Sums of integers have no rounding, so that equal inputs give exactly equal logits. Each position has a favourite
+    token, for which masks and clean tokens often, but not always, vote, with any degree of certainty.
 
     Args:
         seed: Another seed gives another model.

@@ -18,7 +18,7 @@ HEADS, KEY_HEADS, DIM = 4, 2, 6
 
 @dataclass
 class Ragged:
-    """Rows of so many queries and keys, what they see, and what a cache is told; a row may hold two spans."""
+    """Rows with given numbers of queries and keys, their visibility, and the cache's plan; a row may hold two spans."""
 
     rows: Rows
     visibility: Visibility

@@ -3,9 +3,9 @@
 usage: python experiments/lossless/proof.py [--num_prompts 10000] [--output FILE]
 
 Every group of 100 prompts has its own random model, drafter, layout, batch size, length limit, temperature and stop
-strings; the reference is Autoregressive. One group in five is of a hybrid model, greedy; the reference is a loop over
-slots from left to right that computes the whole text anew for each token. In float64 rounding never decides between two
-tokens here, so a single different token is an error.
+strings; the reference is Autoregressive. One group in five has a hybrid model, decoded greedily; its reference is
+a loop over slots from left to right that recomputes the whole text for each token. In float64, rounding never decides
+between two tokens here, so a single different token is an error.
 """
 
 from __future__ import annotations

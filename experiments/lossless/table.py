@@ -134,7 +134,7 @@ COLUMNS = {
     "text": ("tokens_per_forward",),
     "speed": ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate"),
 }
-"""Figures of each part in the table, behind the share of same texts."""
+"""Columns of each part of the table, after the share of equal texts."""
 
 
 def main() -> None:

@@ -243,13 +243,13 @@ class TextModel:
         templates: Sequence[str | None],
         **options: Any,  # noqa: ANN401 - options of generate
     ) -> list[Generation]:
-        """Fill the gaps of responses of which part is given.
+        """Infill: generate the missing parts of responses whose other parts are given.
 
         Args:
             queries: Texts, as for :meth:`generate`.
             templates: For each query the given text, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}`` (one to
-                six), and ``{{...}}`` at its end if the response may go on; ``None`` to give nothing. Of a gap with
-                several possible lengths all are tried, and the most probable filling wins.
+                six), and ``{{...}}`` at its end if the response may continue after it; ``None`` to give nothing. For a
+                gap with several possible lengths, every length is tried and the most probable filling is returned.
             options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens.
 
         Raises:

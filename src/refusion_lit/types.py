@@ -134,10 +134,11 @@ class Prompt:
     Attributes:
         token_ids: Prompt tokens, template included; may contain any id, the mask's too.
         id: Names the prompt in results and keys its sampling noise.
-        given: What is known of the response, from its first token on: a token, or ``None`` for one to generate. Unknown
-            tokens before the last given one are holes; the response goes on after that one, unless it is an end of
-            sequence. Empty: nothing is given.
-        num_filled: How many of the given tokens count towards ``max_new_tokens``, as they fill holes of another prompt.
+        given: Known part of the response, from its first token on: a token id, or ``None`` for a token to generate.
+            Unknown tokens before the last given one are holes. The response continues after the last given token,
+            unless that is an end of sequence. Empty: nothing is given.
+        num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill holes of another
+            prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -186,10 +187,10 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """What a forward costs by its length; the unit is what a further position of a long forward costs.
+    """Cost of a forward as a function of its length; the unit is the cost of one more position in a long forward.
 
     Attributes:
-        fixed: Fixed cost: that of n positions a row is about ``fixed + n``. At least 0.
+        fixed: Fixed cost, at least 0: a forward of n positions a row costs about ``fixed + n``.
         measured: Lengths in positions a row and their costs, in ascending order; empty: exactly ``fixed + n``.
     """
 
@@ -197,7 +198,7 @@ class ForwardCost:
     measured: tuple[tuple[int, float], ...] = ()
 
     def of(self, num_positions: int) -> float:
-        """Return the cost of a forward of so many positions a row: between measured lengths along straight lines."""
+        """Return the cost of a forward of ``num_positions`` a row, interpolated linearly between measured lengths."""
         if not self.measured:
             return self.fixed + num_positions
         (shortest, least), (longest, most) = self.measured[0], self.measured[-1]

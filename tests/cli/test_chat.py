@@ -102,7 +102,7 @@ def test_a_refused_question_leaves_the_conversation_as_it_was() -> None:
     assert chat.turns == before
 
 
-def test_a_question_beyond_the_context_is_refused_and_the_conversation_goes_on(
+def test_a_question_beyond_the_context_is_refused_and_the_conversation_continues(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert talk(f"{'12+34,' * 100}\n12+34,56+78>\n", [f"--ckpt_path={MODEL}"], monkeypatch) == 0

@@ -126,7 +126,7 @@ def test_shipped_configs_pass(command: str, config: Path) -> None:
         ["--data.task=HumanEval", "--data.task.files=x.jsonl"],
         ["--data.task.files=x.jsonl", "--data.task=HumanEval"],
         ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=1e-3"],
-        ["--model.objective=json.JSONDecoder", "--model.objective.anything=1"],  # somebody's own: unknown here
+        ["--model.objective=json.JSONDecoder", "--model.objective.anything=1"],  # from another package: unknown
         ["--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]"],
         ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=step"],
         ["--trainer.precision", "bf16-mixed", "--trainer.devices", "[0, 1]", "--trainer.strategy=ddp"],

@@ -142,7 +142,7 @@ def test_a_reader_that_leaves_early_ends_a_command_silently(args: list[str]) -> 
     assert process.returncode == 141
 
 
-def test_a_full_disk_behind_standard_output_is_named() -> None:
+def test_a_full_disk_at_standard_output_is_named() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "refusion_lit.cli", "--help"], stdout=full, stderr=subprocess.PIPE,
                               check=False)  # fmt: skip

@@ -90,7 +90,7 @@ def test_export_writes_a_card_from_the_run_and_uploads(
     assert main([*args[:-1], f"--results=[{tmp_path}]", f"--output={tmp_path / 'other'}"]) == 2
 
 
-def test_a_failed_upload_leaves_the_directory_and_says_how_to_go_on(
+def test_a_failed_upload_leaves_the_directory_and_says_how_to_retry(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub

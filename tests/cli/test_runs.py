@@ -161,7 +161,7 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     assert not list((tmp_path / "quickstart").iterdir())
     own = tmp_path / "quickstart" / "version_0"
     own.mkdir()
-    (own / "config.yaml").write_text("a: 1\n")  # what was there before stays, whatever it is
+    (own / "config.yaml").write_text("a: 1\n")  # existing files are never deleted
     assert main([*args, *too_long, "--run_version=version_0"]) == 2
     assert (own / "config.yaml").is_file()
 

@@ -157,7 +157,7 @@ def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "expected a component" in capsys.readouterr().err
 
 
-def test_an_interrupt_says_how_to_go_on(
+def test_an_interrupt_says_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object, **options: object) -> None:

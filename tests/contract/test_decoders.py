@@ -245,7 +245,7 @@ class Case:
 
 
 def num_forwards(decoder: Decoder, case: Case) -> int | None:
-    """Return the forwards that a row takes; ``None`` where nobody has worked it out."""
+    """Return the expected number of forwards of a row; ``None`` if there is no formula for the decoder."""
     return next((NUM_FORWARDS[cls](decoder, case) for cls in type(decoder).__mro__ if cls in NUM_FORWARDS), None)
 
 
@@ -279,12 +279,12 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
 
 
 def assumed_cost(decoder: Decoder) -> int:
-    """Return the fixed cost that a decoder reckons with; oracles are not measured."""
+    """Return the fixed cost that a decoder assumes; oracles are not measured."""
     return 32 if decoder.forward_cost == "measure" else decoder.forward_cost
 
 
 def infill_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None) -> int:
-    """Return the forwards that complete so many slots of which the end may be a token."""
+    """Return the number of forwards that fill the chosen slots; ``end`` is the place of an EOS in them, if any."""
     size = decoder.slot_size
     if size == 1 or case.agreement > decoder.token_threshold or end == 0:
         return 0  # accepted by the verification: all tokens, or a first one that ends
@@ -300,7 +300,7 @@ def infill_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None)
 
 
 def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
-    """Return an infill's forwards if verifications propose ahead where that is cheap enough."""
+    """Return the number of forwards of an infill whose verifications propose ahead if that is cheap enough."""
     size, num, num_accepted, is_proposed = decoder.slot_size, 0, 1, False
     while True:
         is_over = end is not None and end // size < chosen and end % size < num_accepted

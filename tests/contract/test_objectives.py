@@ -390,7 +390,7 @@ def test_tensors_are_made_on_the_batchs_device(objective: Objective, ratio: floa
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     mask_ratio = None if ratio is None else torch.full((2,), ratio)
     hidden_size, head = 6, toy_head()
-    # Whatever is made without a device lands on another one and then fails.
+    # A tensor made without an explicit device lands on the meta device and fails later.
     with torch.device("meta"):
         corrupted = objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
         hidden = torch.zeros(*corrupted.input_ids.shape, hidden_size, dtype=torch.float64, device="cpu")

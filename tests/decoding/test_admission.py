@@ -119,7 +119,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     assert not admission
 
 
-def test_a_prompt_that_ends_without_a_forward_keeps_nobody_waiting() -> None:
+def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
     found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
     admission = Admission(enumerate(found), 2, Autoregressive())
     [first] = admission.admit()

@@ -58,7 +58,7 @@ def test_refusion_puts_given_tokens_after_the_prompt_at_their_own_positions() ->
     assert row.forward_shapes == [(1, 10), (1, 4)]
 
 
-def test_refusion_fills_holes_before_it_goes_on() -> None:
+def test_refusion_fills_holes_before_the_rest() -> None:
     row, _ = run(ReFusion(slot_size=4, num_serial_blocks=2), "__a____b", max_new_tokens=12)
     places = [[position - len(PROMPT) for position in entry.accepted] for entry in row.trace if entry.accepted]
     assert places == [[0, 1], [3, 4, 5, 6], [8, 9, 10, 11], [12, 13, 14, 15]]
@@ -112,7 +112,7 @@ def causal(size: int) -> Tensor:
         ("_aa__aa_.", {"block_length": 4}, 4),
         ("_aa__aa_.", {"block_length": 4, "steps": 8}, 2),  # half the steps, at the same pace
         ("_" * 6 + "a" * 6 + ".", {"steps": 4}, 2),
-        ("aaaa____", {"steps": 16, "block_length": None}, 16),  # open: as many as without
+        ("aaaa____", {"steps": 16, "block_length": None}, 16),  # open end: the number of steps does not change
     ],
 )
 def test_llada_steps_at_its_pace_through_masks_only(pattern: str, options: dict[str, int], forwards: int) -> None:

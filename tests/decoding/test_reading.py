@@ -115,14 +115,14 @@ def num_softmax_rows(monkeypatch: pytest.MonkeyPatch, decoder: Any, **options: A
         return softmax(self, dim)
 
     monkeypatch.setattr(Tensor, "softmax", counted)
-    model = OracleModel(oracle_text(None), traits=ModelTraits())  # of which nobody knows what it was trained for
+    model = OracleModel(oracle_text(None), traits=ModelTraits())  # unknown training
     prompts = [Prompt(token_ids=(5, 6), id="0")]
     output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=8), **options)
     monkeypatch.setattr(Tensor, "softmax", softmax)
     return rows[0], output.rows[0]
 
 
-def test_probabilities_are_computed_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_are_computed_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, fused=False)
     silent, row = num_softmax_rows(monkeypatch, decoder)
     assert silent == 2 + 6, "the slots' first tokens, and all but the first are tested"

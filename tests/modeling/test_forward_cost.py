@@ -37,7 +37,7 @@ def test_the_ratio_of_both_costs_is_found(fixed: float, position: float, num_row
         assert found.of(3) == pytest.approx(found.fixed + max(3, found.measured[0][0]), rel=1e-6)
 
 
-def test_costs_lie_between_measured_lengths_and_go_on_straight() -> None:
+def test_costs_are_interpolated_and_extrapolated_linearly() -> None:
     cost = ForwardCost(7.0, ((2, 10.0), (6, 8.0), (12, 20.0)))
     assert [cost.of(n) for n in (1, 2, 4, 6, 9, 12, 15)] == [10.0, 10.0, 9.0, 8.0, 14.0, 20.0, 23.0]
     assert ForwardCost(7.0).of(5) == 12.0

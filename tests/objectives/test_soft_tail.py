@@ -48,7 +48,7 @@ def test_the_density_is_the_explicit_sum(masks: list[bool], decay: float) -> Non
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=4),
     ratio=st.floats(0.01, 1.0), tail=st.sampled_from([1.0, 1.5, 3.0, 50.0]),
 )  # fmt: skip
-def test_masks_are_so_many_of_the_tail(sizes: list[tuple[int, int]], ratio: float, tail: float) -> None:
+def test_number_of_masks_in_the_tail(sizes: list[tuple[int, int]], ratio: float, tail: float) -> None:
     found = batch([p for p, _ in sizes], [r for _, r in sizes])
     ratios = torch.full((len(sizes),), ratio, dtype=torch.float64)
     corrupted = SoftTail(tail=tail).corrupt(found, noise_of(found), SPECIAL, mask_ratio=ratios)

@@ -112,7 +112,7 @@ def test_killed_at_random_moments_and_while_writing(
     _assert_like_unbroken(run, unbroken)
 
 
-def test_the_last_step_is_saved_whatever_the_intervals(tmp_path: Path, fit_args: list[str]) -> None:
+def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: list[str]) -> None:
     args = [*fit_args, "--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
     for num_steps in (10, 17, 20):  # checkpoints are saved every third step
         assert main([*args, f"--runs_dir={tmp_path}", f"--trainer.max_steps={num_steps}", "--ckpt_path=last"]) == 0
@@ -164,7 +164,7 @@ def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_and_training_goes_on(
+def test_a_signal_saves_and_ends_and_training_resumes(
     tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]], number: signal.Signals
 ) -> None:
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--ckpt_path=last"]

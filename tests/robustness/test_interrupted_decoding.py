@@ -65,7 +65,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("decoder", ["ReFusion", "Autoregressive"])
-def test_test_goes_on_and_its_figures_are_those_of_all(
+def test_test_resumes_and_its_figures_are_those_of_all(
     tmp_path: Path, unbroken: Path, number: signal.Signals, decoder: str
 ) -> None:
     run, log = tmp_path / "r" / "v", tmp_path / "log"

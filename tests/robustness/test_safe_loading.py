@@ -53,9 +53,7 @@ def test_the_trap_works(malicious: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("weights_only", [None, False, True])
-def test_lightning_loads_data_only_whatever_it_asks_for(
-    malicious: tuple[Path, Path], weights_only: bool | None
-) -> None:
+def test_lightning_loads_data_only_for_any_option(malicious: tuple[Path, Path], weights_only: bool | None) -> None:
     path, trace = malicious
     with pytest.raises(ValueError, match="could run code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
@@ -142,7 +140,7 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 
 @pytest.mark.parametrize("random_init", [False, True])
-def test_code_of_a_directory_runs_only_where_it_is_trusted_and_nobody_is_asked(
+def test_code_of_a_directory_runs_only_if_trusted_and_never_prompts(
     with_code: tuple[Path, Path], random_init: bool
 ) -> None:
     directory, trace = with_code
@@ -157,7 +155,7 @@ def test_code_of_a_directory_runs_only_where_it_is_trusted_and_nobody_is_asked(
     assert type(backbone.model).__name__ == "TinyForCausalLM"
 
 
-def test_a_stored_tokenizer_asks_nobody_for_trust(with_code: tuple[Path, Path]) -> None:
+def test_a_stored_tokenizer_never_prompts_for_trust(with_code: tuple[Path, Path]) -> None:
     files = tokenizer_files(AutoTokenizer.from_pretrained(MODEL))
     config = json.loads(files["tokenizer_config.json"])
     code = {"auto_map": {"AutoTokenizer": [None, "tiny.TinyTokenizer"]}, "tokenizer_class": "TinyTokenizer"}

@@ -32,7 +32,7 @@ SHARDED = [
 
 
 def _command(*args: str) -> str:
-    """Run a command in processes of its own, which the strategy's launcher starts by itself."""
+    """Run a command in a subprocess, from which the strategy's launcher starts the other processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-m", "refusion_lit.cli", *args], capture_output=True, text=True, env=environment, timeout=300

@@ -122,10 +122,10 @@ class Chat:
             check_model(self.model.model_for(self.options.decoder), self.options.decoder)
 
     def take(self, line: str) -> bool:
-        """Do what a line says: a command, or a question to answer; return whether to go on.
+        """Run one line of input, a command or a question; return whether the conversation continues.
 
         Raises:
-            ValueError: If it cannot be done; the conversation stays as it was.
+            ValueError: If the command or question fails; the conversation is unchanged.
         """
         if not line.startswith("/"):
             self.ask(line)

@@ -1,6 +1,6 @@
 """Checks names and values of arguments and config files against a command's description, without heavy imports.
 
-Values are checked loosely: whatever the command's own parser could accept passes.
+Values are checked loosely: every value that the command's own parser might accept passes.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class _Checker:
         if not package:
             suggestion = nearest(cls, known) or f"; choose one of {', '.join(known)}"
             raise ValueError(f"{where}{name}: expected {_WORDS['component']}, got {path!r}{suggestion}")
-        self._classes[name] = path  # somebody else's, of which nothing is known
+        self._classes[name] = path  # a class of another package: its options are unknown
         if find_spec(package.partition(".")[0]) is None:
             top = package.partition(".")[0]
             raise ValueError(

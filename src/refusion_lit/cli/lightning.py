@@ -101,7 +101,7 @@ class RefusionCLI(LightningCLI):
             if action.dest == "ckpt_path":
                 action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
             elif action.dest == "weights_only":
-                action.help = "without effect: checkpoints are loaded as data, whatever it says"
+                action.help = "without effect: checkpoints are always loaded as data only"
             elif action.dest.split(".")[0] in ("optimizer", "lr_scheduler"):
                 action.help = SUPPRESS  # Lightning's own; model.optimizer and model.lr_scheduler spare norms and biases
         return parser

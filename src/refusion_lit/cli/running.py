@@ -31,7 +31,7 @@ _EXPECTED = (
 )
 
 
-# Callbacks of the training, which only a training goes on with.
+# A checkpoint names the callbacks of its training; the other subcommands do not need them.
 _EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
 
 

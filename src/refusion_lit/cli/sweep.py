@@ -102,7 +102,7 @@ def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
 
 
 def _report(directory: Path) -> None:
-    """Write the page of all finished points; their results are safe by now whatever happens here."""
+    """Write the report of all finished points; their results are on disk already, so a failure here loses nothing."""
     from refusion_lit.reports.write import write_report
 
     try:

@@ -20,18 +20,18 @@ from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS, MAX_GAP = 64, 1_000_000
-"""At most: combinations of gap lengths that are tried for one prompt, and tokens of a gap."""
+"""Maximum number of combinations of gap lengths tried for one prompt, and maximum number of tokens in a gap."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A response of which part is given.
+    """A response template: given text with gaps to fill.
 
     Attributes:
-        parts: Text, and gaps as their least and greatest number of tokens, in order.
-        is_open: Whether the response may go on after the last part.
+        parts: The parts in order: given text, or a gap as its minimum and maximum number of tokens.
+        is_open: Whether the response may continue after the last part.
     """
 
     parts: tuple[str | tuple[int, int], ...]

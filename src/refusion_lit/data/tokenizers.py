@@ -188,7 +188,7 @@ class PretrainedTokenizer(TokenizerSource):
     def _load(self, layout: Layout | None) -> PreTrainedTokenizerBase:
         """Load the tokenizer; that of a known layout without the Python code that comes with it."""
         stored = get_tokenizer_config(self.source, revision=self.revision)
-        # AutoTokenizer takes the tokenizer of any Qwen model for Qwen's, whatever tokenizer.json says about spaces.
+        # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
         is_generic = stored.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in stored
         if layout is None and not is_generic:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}

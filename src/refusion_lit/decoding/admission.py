@@ -1,8 +1,8 @@
-"""Which prompt gets which row of the cache, and what it takes over from a prompt that begins alike.
+"""Admission and prefix sharing: assigns rows of the cache to prompts, and reuses keys and values of common prefixes.
 
-Few-shot examples, system messages and instructions repeat. What two prompts have in common is computed for one of them,
-and its keys and values are copied for the other. The rows of prompts in flight, and free ones as the last prompt left
-them, serve as the store, so sharing takes no memory of its own.
+Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one of
+them, and its keys and values are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
+the store, so sharing takes no extra memory.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt
 
 MIN_SHARED = 64
-"""Fewest tokens worth sharing: a prompt may wait for a call until another one has computed them."""
+"""Minimum number of tokens to share: for fewer, waiting a call until another prompt has computed them does not pay."""
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A prompt that gets a row.
+    """A prompt and the row of the cache assigned to it.
 
     Attributes:
         index: Its place among the prompts.
         prompt: The prompt.
         storage: Its row of the cache.
-        source: The row to copy its first entries from, possibly the same; -1 if there are none.
-        num_shared: Number of these entries.
+        source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
+        num_shared: Number of copied entries.
     """
 
     index: int
@@ -48,11 +48,11 @@ class Admission:
     Args:
         prompts: The prompts with their places, admitted in order.
         num_rows: Rows of the cache.
-        decoder: Says how much of a common beginning may be shared; ``None``: nothing is shared.
-        held: What the rows hold from the call before.
+        decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
+        held: Prompts whose entries the rows hold from the previous call, by row.
 
     Attributes:
-        held: Prompts whose entries are computed, by row; a finished prompt's stay until the row is used again.
+        held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Admission:
         return bool(self._waiting)
 
     def admit(self) -> Iterator[Admitted]:
-        """Give free rows to prompts.
+        """Assign free rows to waiting prompts.
 
-        A prompt that can soon share clearly more with one in flight waits for it; others may overtake, as far as a
-        batch reaches.
+        A prompt waits if a prompt in flight will soon offer it at least ``MIN_SHARED`` more shared tokens than any row
+        now. Meanwhile prompts after it may overtake it, until ``num_rows`` prompts wait in this way.
         """
         delayed: list[tuple[int, Prompt]] = []
         while self._waiting and self._free and len(delayed) < self._num_rows:
@@ -83,7 +83,7 @@ class Admission:
             if self._longest(self._pending, prompt.token_ids)[0] >= num_shared + MIN_SHARED:
                 delayed.append((index, prompt))
                 continue
-            # The source itself, if it is free, saves the copy; else a row from which nobody can copy.
+            # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
             storage = source if source in self._free else min(self._free, key=lambda row: (row in self.held, row))
             self._free.remove(storage)
             self.held.pop(storage, None)
@@ -99,10 +99,10 @@ class Admission:
     def release(self, storage: int) -> None:
         """Take back the row of a finished prompt."""
         self._free.add(storage)
-        self._pending.pop(storage, None)  # of a prompt that ended without a forward
+        self._pending.pop(storage, None)  # pending still if the prompt ended without a forward
 
     def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
-        """Return how many tokens may be shared with one of the prompts, and its row; 0 and -1 if too few."""
+        """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
         if self._decoder is None:
             return 0, -1
         best, row = 0, -1
@@ -117,17 +117,18 @@ class Admission:
 
 @dataclass
 class KeptCache:
-    """The cache of a call, kept for the next one: a conversation's turns begin with the turns before them.
+    """Keeps the cache of one call for the next: each turn of a conversation shares its prefix with the turns before.
 
-    The next call must be for the same model with the same weights. Keeps as much memory as the last call needed.
+    The next call must use the same model with the same weights. The memory of the last call's cache stays allocated.
     """
 
     _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
 
     def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
-        """Return the cache and the prompts that it holds, if the same decoder filled as many rows in the same mode.
+        """Remove and return the kept cache and its prompts; ``None`` and an empty mapping if it is unusable.
 
-        They are gone then: a call that is interrupted leaves a cache that holds nobody knows what.
+        It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
+        removed because an interrupted call leaves its entries undefined.
         """
         content, self._content = self._content, None
         if content is None or content[1] != decoder or content[0].num_rows != num_rows or content[3] != _mode():
@@ -135,7 +136,7 @@ class KeptCache:
         return content[0], content[2]
 
     def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
-        """Keep a cache with what its rows hold."""
+        """Keep a cache and the prompts that its rows hold."""
         self._content = cache, decoder, held, _mode()
 
 
@@ -147,9 +148,9 @@ def _mode() -> object:
 
 
 def common_length(first: Tokens, second: Tokens) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common prefix."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # by bisection: slices are compared far faster than tokens
+    while low < high:  # bisection: comparing slices is far faster than comparing tokens one by one
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle
@@ -161,19 +162,20 @@ def common_length(first: Tokens, second: Tokens) -> int:
 def groups_within(
     prompts: Sequence[Prompt], max_new_tokens: int, num_rows: int, max_cache_tokens: int | None
 ) -> list[tuple[int, list[tuple[int, Prompt]]]]:
-    """Group prompts by how many of them the cache may hold at a time.
+    """Group prompts by the number of rows that fit into a bounded cache.
 
-    All rows of a cache are as long as the longest, so long prompts run apart, fewer at a time.
+    All rows of a cache have the length of the longest one. Long prompts therefore form groups of their own with fewer
+    rows.
 
     Args:
         prompts: The prompts.
-        max_new_tokens: Room for each answer.
-        num_rows: Rows at most.
-        max_cache_tokens: Entries of all rows together, at most, enough for the longest prompt and its answer; ``None``:
-            no bound.
+        max_new_tokens: Room for each response.
+        num_rows: Maximum number of rows.
+        max_cache_tokens: Maximum number of entries of all rows together; must hold the longest prompt and its response.
+            ``None``: no bound.
 
     Returns:
-        Numbers of rows, descending, and the prompts with their places that run with so many.
+        Pairs of a number of rows, in descending order, and the prompts (with their places) that run with it.
     """
     if max_cache_tokens is None or not prompts:
         return [(num_rows, list(enumerate(prompts)))]
@@ -181,6 +183,6 @@ def groups_within(
     for index, prompt in enumerate(prompts):
         length = len(prompt.token_ids) + prompt.num_uncounted + max_new_tokens
         fitting = max_cache_tokens // length
-        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # few groups
+        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # for few groups
         groups.setdefault(fitting, []).append((index, prompt))
     return sorted(groups.items(), reverse=True)

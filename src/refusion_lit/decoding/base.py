@@ -24,7 +24,7 @@ State = TypeVar("State", bound="RowState")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequirements:
-    """What a decoder needs of a model.
+    """Traits that a model must have for a decoder to run on it.
 
     Attributes:
         attention: Attention pattern of the decoder's forwards.
@@ -63,7 +63,7 @@ class ModelRequirements:
 
 @dataclass(kw_only=True)
 class RowState:
-    """What is known about one prompt's response; created for each call, never shared.
+    """Decoding state of one prompt: its canvas and counters. Created for each call, never shared.
 
     Attributes:
         prompt: The prompt.
@@ -78,9 +78,9 @@ class RowState:
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
-        forward_cost: What forwards cost on the model, where the decoder's option says ``measure``. Set by the engine.
-        num_shared: Leading prompt tokens whose keys and values are in the cache before the first forward, at indices
-            equal to their positions: the decoder does not feed them. Set by the engine.
+        forward_cost: Measured cost of the model's forwards, if the decoder's option is ``measure``. Set by the engine.
+        num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
+            indices equal to their positions. The decoder does not feed them. Set by the engine.
     """
 
     prompt: Prompt
@@ -204,7 +204,7 @@ class Decoder(ABC):
     forward_cost: int | Literal["measure"] = 0  # an option of decoders that weigh forwards against positions
 
     def cost_of_forwards(self, state: RowState) -> ForwardCost:
-        """Return what forwards cost: by the option, or as measured."""
+        """Return the cost of forwards, from the option ``forward_cost`` or as measured."""
         return state.forward_cost if self.forward_cost == "measure" else ForwardCost(self.forward_cost)
 
     def requirements(self) -> ModelRequirements:
@@ -223,25 +223,25 @@ class Decoder(ABC):
         """
 
     def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
-        """Return the decoder with options that go with a length limit, where it is a default that nobody chose."""
+        """Return the decoder with options adapted to a length limit; used for default decoders only."""
         return self
 
     def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
         """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
 
-        Decoders that do not override it refuse all templates. One that can keep given tokens creates a canvas of
-        :func:`max_length`, takes ``is_masked`` of the new state as it is, and commits only what is masked. The engine
-        draws no end of sequence in a hole.
+        Decoders that do not override this method refuse all templates. A decoder that keeps given tokens creates a
+        canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits masked places only.
+        The engine draws no end of sequence in a hole.
         """
         return f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return how many leading prompt tokens may be taken from the cache of another prompt.
+        """Return how many leading prompt tokens may be copied from the cache of another prompt.
 
-        More than 0 only if the cache holds the prompt's tokens at indices equal to their positions from the first
-        forward to the last, computed from nothing but the tokens before them, and :meth:`step` feeds only those from
-        ``state.num_shared`` on, in as many forwards as without. Bidirectional decoders share nothing: every token's
-        keys and values depend on the whole text.
+        A decoder may return more than 0 if three conditions hold. From the first forward to the last, the cache holds
+        the prompt's tokens at indices equal to their positions. Their keys and values depend on the tokens before them
+        only. :meth:`step` feeds the prompt from ``state.num_shared`` on, in the same number of forwards as without
+        sharing. Bidirectional decoders share nothing: every token's keys and values depend on the whole text.
 
         Args:
             prompt_length: Tokens of the prompt.

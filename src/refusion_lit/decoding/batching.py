@@ -1,4 +1,4 @@
-"""Lays the forwards of many prompts out as one padded batch."""
+"""Batch layout: the forwards of many prompts as one padded batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchLayout:
         ids: Tokens.
         positions: Their positions in the text.
         visibility: Which cache entries each token sees or, without a cache, which tokens of its sequence.
-        source: Flat indices of the branches' tokens in the batch; ``None`` if they are all of it in order.
+        source: Flat indices of the branches' tokens in the batch; ``None`` if the batch has no padding.
         sequences: The sequences of each forward.
         starts: Flat index of the first token of each branch, by forward.
     """
@@ -89,7 +89,7 @@ class BatchLayout:
 
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """Return consecutive numbers from each start on, joined."""
+    """Return the concatenated ranges ``start`` to ``start + length - 1``."""
     return np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 
 

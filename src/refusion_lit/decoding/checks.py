@@ -1,4 +1,4 @@
-"""Checks before any work starts: does the model fit the decoder, do the prompts fit the model?"""
+"""Checks that run before any decoding: whether the model fits the decoder, and the prompts fit the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refusion_lit.utils.require import require, require_at_least
 
 
 class ModelMismatchError(ValueError):
-    """A decoder was asked to run on a model that was trained for something else."""
+    """Error for a decoder that does not fit the model's training."""
 
 
 def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
@@ -51,8 +51,9 @@ def check_context(
     Args:
         model: The model.
         lengths: Number of tokens of each prompt, by its id.
-        max_new_tokens: Room for the response.
-        max_cache_tokens: Bound on the cache, which must hold a single prompt and its response; ``None``: none.
+        max_new_tokens: Maximum length of the response.
+        max_cache_tokens: Maximum number of cache entries, which must hold one prompt and its response; ``None``: no
+            bound.
 
     Raises:
         ValueError: Naming the longest prompt.
@@ -90,7 +91,7 @@ def check_prompts(
         model: The model.
         decoder: The decoder.
         prompts: The prompts, with or without given tokens of the response.
-        sampling: How much may be generated.
+        sampling: Length limit and sampling options.
         max_cache_tokens: Bound on the cache; see :func:`check_context`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The decoder of a model for which none is named."""
+"""Default decoder of a model, chosen from its traits."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _CLASSES: Mapping[str, type[Decoder]] = {
 
 
 def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
-    """Return the decoder of a model: the one that its authors publish, if it fits, or one for its traits.
+    """Return the default decoder of a model: the one that its authors publish, if it fits, or one for its traits.
 
-    Causal models get ReFusion, autoregressive decoding if they predict nothing but the next token, CARD if masks
-    predict the next one too, WeDLM if masks predict themselves and clean tokens the next one everywhere, or set
-    diffusion if masks predict themselves only where they see no other mask; bidirectional ones get LLaDA; block-causal
-    ones block diffusion in their blocks, D2F if their blocks are counted from the response on, or token editing if
-    visible tokens predict their own place.
+    By attention pattern and meaning of the logits:
+
+    - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
+      :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
+      next one everywhere; :class:`SetDiffusion` if masks predict themselves only where they see no other mask;
+    - bidirectional: :class:`LLaDA`;
+    - block-causal: :class:`BlockDiffusion`; :class:`D2F` if blocks are counted from the response on;
+      :class:`TokenEditing` if visible tokens predict their own place.
 
     Args:
-        traits: What the model was trained to do, perhaps after it was published.
+        traits: What the model was trained to do, including fine-tuning after its publication.
         published: Class and options (``class_path``, ``init_args``) that its layout declares.
     """
     if published is not None and published.get("class_path") in _CLASSES:

@@ -1,4 +1,4 @@
-"""The drafts of one branch: one read, or two if some of them are in holes, where no end of sequence is drawn."""
+"""Drafts of one branch: one read, or two if some of its offsets are in holes, where no end of sequence is drawn."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Drafts:
         branch: The branch.
         draw: How tokens are drawn.
         offsets: Offsets into the branch.
-        holes_end: Positions before this one are in holes, or given.
+        holes_end: Position after the last given token; positions before it are in holes or given. 0 without holes.
         ends: Ids that are not drawn in holes.
-        prompt_id: Keys the noise.
+        prompt_id: Id of the prompt, which keys the noise.
         start: Index of the branch's first hidden state.
         length: Hidden states a row.
 
     Attributes:
-        reads: The reads that draft them; the only one, or that of the holes and that of the others.
-        reading: Receives the drafts in the order of ``offsets``, the latest by :meth:`merge`.
+        reads: The reads that draft them: a single one, or one for the holes and one for the other offsets.
+        reading: Receives the drafts in the order of ``offsets``; complete after :meth:`merge`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Drafts:
         self.reading = self.reads[0].reading if len(parts) == 1 else Reading()
 
     def merge(self) -> None:
-        """Put what two reads have drafted in order."""
+        """Merge the drafts of two reads in the order of the offsets; does nothing for a single read."""
         if len(self.reads) == 1:
             return
         inside, outside = (read.reading for read in self.reads)

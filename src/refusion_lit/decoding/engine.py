@@ -1,4 +1,4 @@
-"""The engine: schedules, batches, counts, cuts, streams and traces, for every decoder alike."""
+"""The decoding engine: runs any decoder on many prompts with continuous batching, prefix sharing and streaming."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decode(
     max_cache_tokens: int | None = None,
     kept: KeptCache | None = None,
 ) -> DecodingOutput:
-    """Decode prompts; each gets exactly the tokens that it gets alone.
+    """Decode prompts; each prompt gets exactly the tokens that it would get alone.
 
     Args:
         model: The model.
@@ -62,16 +62,17 @@ def decode(
         detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
         allow_mismatch: Only warn if the model was trained for something else.
         trace: Record a trace of every forward.
-        share_prefixes: Compute what prompts have in common at their beginning (64 tokens or more) once, and copy its
-            keys and values. Changes no token. Block-causal decoders share whole blocks, bidirectional ones nothing.
-        max_cache_tokens: Maximum number of cache entries (tokens of prompts and answers) of all prompts in flight; long
-            prompts then run apart, fewer at a time. Storage grows in steps, by up to a quarter more and 128 entries a
-            row. ``None``: no bound. Changes no token.
-        kept: Keeps the cache of one call for the next one with the same model, whose prompts may begin alike.
+        share_prefixes: Compute common prefixes of prompts (64 tokens or more) once, and copy their keys and values.
+            Changes no token. Block-causal decoders share whole blocks; bidirectional decoders share nothing.
+        max_cache_tokens: Maximum number of cache entries (tokens of prompts and answers) of all prompts in flight. Long
+            prompts then run in separate groups with fewer rows. Storage grows in steps and may exceed what is needed by
+            a quarter plus 128 entries a row. ``None``: no bound. Changes no token.
+        kept: Keeps the cache of one call for the next call with the same model, so that its prompts share prefixes with
+            those of this call.
 
     Raises:
         ModelMismatchError: If the model does not fit the decoder.
-        ValueError: If an option is impossible, or a prompt is empty or too long.
+        ValueError: If an option is out of range, or a prompt is empty or too long.
     """
     require_at_least("max_batch_size", max_batch_size, 1)
     if max_tokens_per_forward is not None:
@@ -110,7 +111,7 @@ def decode(
 
 @contextmanager
 def _memory_errors(executor: Executor, num_rows: int) -> Iterator[None]:
-    """Turn a lack of memory into an error that names the options to lower."""
+    """Turn an out-of-memory error into a ``ValueError`` that names the options to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -128,8 +129,8 @@ class _InFlight(Row):
     Attributes:
         index: Its place among the prompts.
         state: The decoder's state.
-        steps: The decoder's steps, one after the other.
-        result: What was counted so far.
+        steps: Generator of the decoder's requests, step by step.
+        result: The generation so far, with its counts.
         started: When it was admitted, in seconds.
         waiting_since: Number of the last call that it took part in.
         num_forwards_before: Its forwards up to the last commit.
@@ -148,7 +149,7 @@ class _InFlight(Row):
 
 @dataclass
 class _Run:
-    """Prompts that share a cache: admit, schedule, run, postprocess, until none is left."""
+    """Decoding loop for prompts that share a cache: admit, schedule, run and postprocess until no prompt is left."""
 
     model: LanguageModel
     executor: Executor
@@ -196,7 +197,7 @@ class _Run:
         return row
 
     def _steps(self, state: RowState) -> Steps[None]:
-        """Chain the decoder's steps, and hold each to its promise of progress."""
+        """Chain the decoder's steps; raise an error if a step makes no progress."""
         while not state.finished:
             committed, scheduled = state.num_committed, state.schedule_step
             yield from self.decoder.step(state)
@@ -234,7 +235,7 @@ class _Run:
 
     @staticmethod
     def _fitting(rows: Sequence[_InFlight], max_tokens: int) -> list[_InFlight]:
-        """Return the row that has waited longest and those that fit beside it; other lengths mean padding."""
+        """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
         chosen: set[int] = set()
         sizes: dict[bool, tuple[int, int]] = {}
         for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):

@@ -19,7 +19,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transfer import to_device
 
 _FEW_POSITIONS = 16
-"""Positions whose logits a CPU computes hardly slower than one's: it waits for the head's weights."""
+"""Up to this many positions, a CPU computes logits hardly slower than for one: reading the head's weights dominates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,11 +29,12 @@ class Row:
     Attributes:
         storage: Its row of the cache.
         prompt_id: Its id, which keys the sampling noise.
-        request: What it asks of the model; ``None`` once it is done.
+        request: The pending request to the model; ``None`` once the prompt is finished.
         forward: Its last forward.
         hidden: Hidden states of that forward, for further reads.
-        prefetched: Tokens that were prefetched with it, by branch and offset; ``None`` if nothing is prefetched.
-        holes_end: No end of sequence is drawn at positions before this one, as text is given after them.
+        prefetched: Tokens prefetched with that forward, by branch and offset; ``None`` if nothing is prefetched.
+        holes_end: Position after the last given token. No end of sequence is drawn before it, since given text follows.
+            0 without holes.
     """
 
     storage: int
@@ -46,22 +47,23 @@ class Row:
 
 
 class Executor:
-    """Runs requests.
+    """Runs the requests of prompts in flight on a model, batched into as few calls as possible.
 
     Args:
         model: The model.
-        num_rows: Prompts that are decoded at the same time.
+        num_rows: Maximum number of prompts in flight.
         all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
-        prefetches: Prefetch drafts that are likely to be requested next; by default wherever a device-to-host transfer
-            makes the host wait, and on CPUs a few that depend on nothing, for which the head's weights would be read
-            again. Never for traces, which show what was requested.
-        cache: A cache that the model made for as many rows, to go on with what it holds; ``None``: a new one.
+        prefetches: Prefetch drafts that are likely to be requested next. By default on accelerators, where each
+            device-to-host transfer makes the host wait. By default on CPUs only for a few drafts that do not depend on
+            other drafts, to read the head's weights once instead of twice. Never for traces, which show what was
+            requested.
+        cache: A cache of the model with ``num_rows`` rows, whose entries are reused; ``None``: a new one.
 
     Attributes:
         cache: The cache; ``None`` if the model keeps no state (fakes).
         num_calls: Calls of the model so far.
         num_positions: Token positions computed so far, padding included.
-        num_shared: Token positions copied from other rows so far instead.
+        num_shared: Token positions copied from other rows so far, instead of computed.
     """
 
     def __init__(
@@ -81,16 +83,16 @@ class Executor:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the cache, which never shrinks."""
+        """Memory of the cache in bytes, which never shrinks."""
         return 0 if self.cache is None else self.cache.num_bytes
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Memory of an entry of one row: the keys and values of a token in all layers."""
+        """Memory in bytes of one cache entry: the keys and values of a token in all layers."""
         return 0.0 if self.cache is None else self.cache.num_bytes / (self.cache.num_rows * self.cache.capacity)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Let a storage row begin with the first ``length`` cache entries of another one."""
+        """Copy the first ``length`` cache entries of storage row ``source`` to row ``target``."""
         assert self.cache is not None
         self.cache.copy(source, target, length)
         self.num_shared += length
@@ -169,7 +171,7 @@ class Executor:
                 twin = sum(map(len, states)) + forward.twin_at
                 states.append(row.hidden.flatten(0, 1))
             row.forward, row.hidden = forward, hidden[part]
-            # Prefetching knows one way to draw; in holes it is another one than elsewhere.
+            # Prefetching supports a single draw, but inside holes the draw forbids EOS: no prefetching with holes.
             row.prefetched = [{} for _ in forward.branches] if prefetches and not row.holes_end else None
             own, more = self._reads_of(row, forward, starts, hidden.shape[1], twin)
             results.append([drafted.reading for drafted in own])
@@ -228,7 +230,7 @@ class Executor:
     def _early_reads(
         row: Row, forward: Forward, starts: Sequence[int], length: int
     ) -> Iterator[tuple[dict[int, int], Sequence[int], Read]]:
-        """Yield what is prefetched whatever is drafted: where its tokens go, their offsets, and the read."""
+        """Yield the prefetches that depend on no draft: destination of their tokens, their offsets, and the read."""
         if row.prefetched is None or forward.draw.guidance is not None:
             return
         draw = replace(forward.draw, with_probability=False)
@@ -245,7 +247,7 @@ class Executor:
 
 
 def _known(row: Row, forward: Forward, request: MoreDrafts) -> list[Reading] | None:
-    """Answer a request from the prefetched tokens; ``None`` if one is missing or is to be drawn in another way."""
+    """Answer a request from the prefetched tokens; ``None`` if a token is missing or the request's draw differs."""
     if row.prefetched is None or request.draw != replace(forward.draw, with_probability=False):
         return None
     pairs = list(zip(row.prefetched, request.draft_at, strict=True))

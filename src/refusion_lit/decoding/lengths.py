@@ -1,4 +1,4 @@
-"""Choosing among generations of one prompt that differ in the lengths of their holes."""
+"""Choice of hole lengths: decodes a prompt with each candidate length and keeps the most probable generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from refusion_lit.decoding.output import Generation
 from refusion_lit.types import Prompt, SamplingParams
 
 _LEAST = 1e-12
-"""Probabilities below this count as this."""
+"""Probabilities are clamped to at least this value before the logarithm."""
 
 
 def choose_lengths(
@@ -23,8 +23,9 @@ def choose_lengths(
 
     Args:
         run: Decodes prompts and records traces.
-        groups: Groups of prompts that differ in the lengths of their holes; a single prompt is decoded, no more.
-        sampling: How tokens are drawn, and what ends a response.
+        groups: Groups of prompts that differ in the lengths of their holes. The prompt of a group of one is only
+            decoded, not scored.
+        sampling: Length limit and sampling options.
         eos_token_ids: Ends of sequence.
     """
     every = iter(run([prompt for group in groups for prompt in group], sampling))
@@ -33,7 +34,7 @@ def choose_lengths(
         [probe(*pair, eos_token_ids) for pair in zip(group, own, strict=True)] if len(group) > 1 else []
         for group, own in zip(groups, rows, strict=True)
     ]
-    # What ends a response must not hide a token that is asked for.
+    # No early stopping here: it could cut tokens whose probabilities are needed.
     unending = replace(sampling, stop=(), min_entropy=None)
     found = iter(run([probed for again in probes for probed in again], unending))
     tried = [(*parts, [next(found) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
@@ -41,15 +42,15 @@ def choose_lengths(
 
 
 def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
-    """Return the prompt with its holes filled, and each given token right of a hole to be generated instead.
+    """Return a prompt that scores a generation: its holes are filled, and each given token right of a hole is masked.
 
-    A hole of the right length lets the model find that token again. The response is as long as the prompt's at most:
-    what fills the holes counts towards ``max_new_tokens``, so that the context and the cache have room for both.
+    If a hole has the right length, the model finds the given token again. The tokens that fill the holes count towards
+    ``max_new_tokens``: the response is then no longer than that of the prompt, and fits into the context and the cache.
 
     Args:
         prompt: The prompt.
-        row: Its generation, which a stop string may have cut; what is given after the cut stays as it is.
-        eos_token_ids: Ends of sequence; one that is given stays.
+        row: Its generation, which a stop string may have cut; tokens given after the cut are unchanged.
+        eos_token_ids: Ends of sequence; a given one is not masked.
     """
     length = prompt.given_length
     filled: list[int | None] = [*row.token_ids[:length], *prompt.given[len(row.token_ids) : length]]
@@ -65,15 +66,16 @@ def most_probable(
 ) -> Generation:
     """Return the generation with the most probable filling; ties go to the first one.
 
-    Its score is the mean log-probability of the generated tokens as they were drafted last, plus that of the given
-    tokens right of holes, as far as no stop string ends any of the generations before. Of a token that was not drafted,
-    what the draft left over counts. Forwards, positions and seconds are those of everything that was tried.
+    The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
+    right of holes. The probability of a token is that of its last draft; if another token was drafted, it is what that
+    draft left over (1 minus its probability). Given tokens that a stop string cuts off in any of the generations are
+    left out for all. Forwards, positions and seconds of the result are totals over all candidates.
 
     Args:
         prompts: The prompts, which differ in the lengths of their holes.
         rows: Their generations, with traces.
         probes: The prompts with filled holes, from :func:`probe`.
-        found: The generations of these, with traces.
+        found: The generations of the probes, with traces.
     """
     hidden = [
         [place for place in _seams(prompt) if probed.given[place] is None]
@@ -103,7 +105,7 @@ def _seams(prompt: Prompt) -> list[int]:
 
 
 def _mean_log(prompt: Prompt, row: Generation, places: Sequence[int], drafted: Generation) -> float:
-    """Return the mean log-probability of a generation's tokens at places, as another one drafted them last."""
+    """Return the mean log-probability of a generation's tokens at ``places`` under the last drafts of ``drafted``."""
     last: dict[int, tuple[int, float]] = {}
     for entry in drafted.trace:
         drafts = zip(entry.positions, entry.tokens, entry.probabilities, strict=True)

@@ -1,4 +1,4 @@
-"""Results of decoding: one record for each prompt, totals of the call, and callbacks while it runs."""
+"""Results of decoding: one record for each prompt, totals of the call, and callbacks during the call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TraceRound:
 
 @dataclass(kw_only=True)
 class Generation:
-    """One prompt's response with everything the engine counted.
+    """One prompt's response with its counts, timing and trace.
 
     Attributes:
         id: The prompt's id.
@@ -57,10 +57,11 @@ class Generation:
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
             remain before the end, which no correct decoder leaves).
-        num_given: Tokens among them that were given.
+        num_given: Number of given tokens in ``token_ids``.
         num_forwards: Forwards in which the prompt took part.
-        num_positions: Token positions computed for it, padding excluded, those shared with other prompts included.
-        seconds: Time from its first forward to its end.
+        num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
+            count too.
+        seconds: Time from the prompt's admission to its end.
         round_ratios: Committed tokens per forward of each round that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length of its share of each forward.
         trace: One entry per forward; empty unless a trace was requested.
@@ -80,7 +81,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens: end of sequence included, nothing after it, neither prompt, given tokens nor padding."""
+        """Number of generated tokens: up to and including the end of sequence, without given tokens."""
         return len(self.token_ids) - self.num_given
 
 
@@ -92,9 +93,9 @@ class DecodingOutput:
         rows: One generation for each prompt, in the prompts' order.
         num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
-        num_shared: Prompt tokens that were not computed: their keys and values were copied from other prompts.
+        num_shared: Prompt tokens whose keys and values were copied from other prompts instead of computed.
         cache_bytes: Peak memory of the key/value cache.
-        cache_bytes_per_token: Memory of one entry of one row; 0 if nothing was cached.
+        cache_bytes_per_token: Memory of one cache entry; 0 if nothing was cached.
         seconds: Wall-clock seconds of the whole call, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
@@ -124,7 +125,7 @@ def stop_length(
 
 
 def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None:
-    """Return where the last tokens begin if there are more than those and the entropy of their counts is too low."""
+    """Return the start of the last window of tokens if the entropy of its token counts is too low, else ``None``."""
     window = sampling.entropy_window
     if sampling.min_entropy is None or len(tokens) <= window:
         return None
@@ -134,7 +135,7 @@ def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None
 
 
 def _shown_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str] | None) -> int | None:
-    """Return how many tokens it takes to show a stop string, if their text shows one."""
+    """Return the fewest leading tokens whose text contains a stop string, if the whole text contains one."""
     if not stop:
         return None
     assert detokenize is not None

@@ -1,8 +1,9 @@
-"""Prefetching: drafts that are likely to be requested next, in the same device-to-host transfer.
+"""Prefetching: reads drafts that are likely to be requested next in the same device-to-host transfer.
 
-On an accelerator every transfer makes the host wait. A plan's reading says which slots are certain, and only then are
-the other tokens of these slots requested: a second wait. So the device ranks the slots itself, takes more of the most
-certain ones than are expected to be chosen, and drafts their tokens at once. A draft that is missing is read as usual.
+On an accelerator every transfer makes the host wait. The reading of a plan tells which slots are certain; the decoder
+then requests the other tokens of these slots, which would be a second transfer. To avoid it, the device ranks the slots
+itself, selects more of the most certain ones than are expected to be chosen, and drafts their tokens at once. A
+requested draft that was not prefetched is read in a transfer of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from refusion_lit.modeling.transfer import to_device
 
 @dataclass(slots=True)
 class Prefetch:
-    """What may be requested after one read.
+    """Drafts that may be requested after one read.
 
     Attributes:
         start: Index of the branch's first hidden state.
@@ -39,7 +40,7 @@ class Prefetch:
 
     @classmethod
     def of(cls, branch: Branch, draw: Draw, prompt_id: str, start: int, *, tokens: dict[int, int]) -> Prefetch:
-        """Return what a branch that starts at hidden state ``start`` prefetches."""
+        """Return the prefetch of a branch that starts at hidden state ``start``."""
         groups = branch.prefetch_at
         keys = [noise_keys(branch, group, draw, prompt_id) or [0] * len(group) for group in groups]
         return cls(start, groups, keys, branch.num_prefetch, tokens)
@@ -49,7 +50,7 @@ class PrefetchedGroups:
     """The groups of the most probable drafts, selected on the device.
 
     Args:
-        wanted: For each read its first index among ``values``, and what it prefetches.
+        wanted: For each read, its first index in ``values`` and its prefetch.
         values: Probability (or logit) of each draft.
 
     Attributes:
@@ -63,7 +64,7 @@ class PrefetchedGroups:
         width = max(len(p.groups) for p in self._wanted)
         size = max(len(group) for p in self._wanted for group in p.groups)
         self._num_groups = min(width, max(p.num_groups for p in self._wanted))
-        # The value past the end is that of padding.
+        # Padding has the index past the end.
         index = np.full((len(wanted), width), len(values))
         tables = np.zeros((2, len(wanted), width, size), dtype=np.int64)
         for row, (first, p) in enumerate(wanted):
@@ -74,13 +75,13 @@ class PrefetchedGroups:
                 tables[1, row, column, : len(group)] = keys
         padded = torch.cat((values, values.new_full((1,), -torch.inf)))
         ranked = padded.index_select(0, to_device(index.reshape(-1), values.device)).view(len(wanted), width)
-        # Stable: among equal values, and certain drafts often tie, the host takes the first ones too.
+        # A stable sort, since certain drafts often tie: the host, too, takes the first ones among equal values.
         self.chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self._num_groups]
         picked = self.chosen[None, :, :, None].expand(2, -1, -1, size)
         self.rows, self.keys = to_device(tables, values.device).gather(2, picked).flatten(1)
 
     def fill(self, numbers: list[float]) -> None:
-        """Hand out the transferred numbers: chosen groups, tokens, then their logits; nothing if any is not finite."""
+        """Store the prefetched tokens, from the chosen groups, tokens and logits; nothing if a logit is not finite."""
         num_chosen = len(self._wanted) * self._num_groups
         num_tokens = (len(numbers) - num_chosen) // 2
         if not np.isfinite(numbers[num_chosen + num_tokens :]).all():

@@ -1,4 +1,4 @@
-"""Proposals on the device: the drafts that a group of reads keeps or replaces, and those that it makes."""
+"""Proposals for rejection sampling: drafts with their distributions, which stay on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Proposal:
 
 
 class Proposals:
-    """Draws the tokens of a group of reads against proposals, or as proposals.
+    """Draws the tokens of a group of reads: verifies given proposals by rejection sampling, or makes new proposals.
 
     Args:
         given: The proposal for each draft of the group; ``None`` where there is none.
@@ -40,7 +40,7 @@ class Proposals:
         self._num_drawn = 0
 
     def draw(self, logits: Float[Tensor, "draft vocab"], draw: Draw, keys: Int[Tensor, " draft"]) -> Tensor:
-        """Draw the next tokens of the group; for the arguments see :func:`draw_tokens`."""
+        """Draw the group's tokens for the next rows of logits; for the arguments see :func:`draw_tokens`."""
         probabilities = filter_logits(logits, draw.sampling, top_p_first=draw.top_p_first).softmax(-1)
         given = self._given[self._num_drawn : self._num_drawn + len(logits)]
         self._num_drawn += len(logits)

@@ -1,6 +1,6 @@
-"""Reads tokens and probabilities from logits, with one device-to-host transfer for everything that is read.
+"""Reads tokens and probabilities from logits, with one device-to-host transfer for all reads of a call.
 
-Gather hidden states, compute logits at the requested positions only, draw, transfer.
+The steps are: gather hidden states, compute logits at the requested positions only, draw, transfer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.transfer import to_device, to_host
 
 _MAX_LOGITS = 1 << 26
-"""Logits held at a time (256 MB in float32); more positions are read in chunks."""
+"""Maximum number of logits in memory at once (256 MB in float32); more positions are read in chunks."""
 
 _MAX_SOFTMAX = 1 << 20
 """Logits per softmax on CPUs: small enough to stay in the processor's cache."""
@@ -45,9 +45,9 @@ class Read:
         index: The positions, as indices into the flattened hidden states.
         given: Tokens whose probabilities are requested, one for each index; ``None`` to draw tokens.
         noise_keys: Key of each draw's noise; empty for greedy draws.
-        guide: Distance from each position to its unconditional twin, for classifier-free guidance.
+        guide: Distance from each position to the position of its unconditional logits, for classifier-free guidance.
         proposals: The proposal at each position, ``None`` where there is none; empty if there are none at all.
-        prefetch: Further positions, of which some are likely to be requested next.
+        prefetch: Further positions, some of which are likely to be requested next.
     """
 
     reading: Reading
@@ -69,7 +69,7 @@ class Read:
             branch: The branch.
             draw: How tokens are drawn.
             offsets: Offsets into the branch.
-            prompt_id: Keys the noise.
+            prompt_id: Id of the prompt, which keys the noise.
             start: Index of the branch's first hidden state.
             length: Hidden states a row; the unconditional branch is the row after the conditional one.
         """
@@ -80,10 +80,10 @@ class Read:
 
 
 class LogitReader:
-    """Fills readings.
+    """Fills readings from hidden states.
 
     Args:
-        model: Computes logits.
+        model: The model, whose head computes the logits.
         all_probabilities: Read the probabilities of all drafts, requested or not (for traces).
     """
 
@@ -111,7 +111,7 @@ class LogitReader:
             start = stop
 
     def wants_probability(self, read: Read) -> bool:
-        """Whether a read's probabilities are used; without them it is unscored, and costs no softmax."""
+        """Whether a read's probabilities are used; otherwise it is unscored and the softmax is skipped."""
         return read.given is not None or read.draw.with_probability or self._all_probabilities
 
     def draw(
@@ -129,13 +129,13 @@ class LogitReader:
             given: The given tokens.
             num_unscored: Number of unscored drafts.
             guide: Distance to the unconditional rows.
-            proposals: What the drafts are drawn against, or as.
-            careful: Replace NaN and infinities first. Plain greedy reads skip this: a non-finite value shows up in the
+            proposals: Proposals that the drafts verify or become; ``None``: no rejection sampling.
+            careful: Replace NaN and infinities first. The greedy fast path skips this: a non-finite value shows in the
                 result, and the group is then read again.
 
         Returns:
             The drafts' tokens; a value for each row, its probability or, for an unscored draft, its logit; the
-            requested statistics [statistic, draft]. ``None`` for what is empty.
+            requested statistics [statistic, draft]. Each is ``None`` if it is empty.
         """
         num_drafts, at = rows.shape[0] - given.shape[0], 0
         tokens, values, statistics = [], [], []
@@ -162,7 +162,7 @@ class LogitReader:
     def _logit_chunks(
         self, hidden: Tensor, draw: Draw, rows: Tensor, guide: int, *, careful: bool
     ) -> Iterator[Float[Tensor, "position vocab"]]:
-        """Yield logits in chunks: bounded memory for the head, and on CPUs a softmax that stays in the cache."""
+        """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
         for some in _split(rows, max(1, _MAX_LOGITS // self._vocab_size)):
             logits = self._logits(hidden, some, careful=careful)
             if draw.guidance is not None:
@@ -208,7 +208,7 @@ class LogitReader:
 
 
 class _Group:
-    """Reads with the same kind of draw, which share the head and the transfer."""
+    """Reads with the same kind of draw, which share one run of the head and the transfer."""
 
     def __init__(self, reader: LogitReader, hidden: Tensor, reads: list[Read]) -> None:
         self._reader, self._hidden, self._draw = reader, hidden, reads[0].draw
@@ -229,7 +229,7 @@ class _Group:
             self._proposals = Proposals([p for read in drafts for p in read.proposals or [None] * len(read.index)])
 
     def launch(self) -> Tensor:
-        """Queue all work on the device; return tokens, values, statistics and what is prefetched as one vector."""
+        """Queue all work on the device; return tokens, values, statistics and prefetched numbers as one vector."""
         careful = not self._is_plain
         parts = self._read(careful=careful)
         firsts = accumulate((len(read.index) for read in self._reads), initial=0)
@@ -244,7 +244,7 @@ class _Group:
         return self._flat(parts)
 
     def fill(self, numbers: list[float]) -> None:
-        """Hand the transferred numbers out to the readings."""
+        """Distribute the transferred numbers to the readings."""
         num_drafts, num_rows = self._num_drafts, self._num_rows
         if self._prefetched is not None:
             self._prefetched.fill(numbers[num_drafts * (1 + len(self._draw.statistics)) + num_rows :])
@@ -280,7 +280,7 @@ class _Group:
                           for part in parts if part is not None])  # fmt: skip
 
     def _is_broken(self, numbers: list[float]) -> bool:
-        """Whether NaN or infinities among the logits may have spoilt the result."""
+        """Whether NaN or infinities among the logits may have made the result invalid."""
         is_finite = math.isfinite(sum(numbers[self._num_drafts : self._num_drafts + self._num_rows]))
         return not (is_finite and self._reader.banned(self._draw).isdisjoint(numbers[: self._num_drafts]))
 

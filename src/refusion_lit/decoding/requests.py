@@ -1,4 +1,4 @@
-"""Requests of a decoder to the model for one prompt, and the readings that answer them.
+"""Request types that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
 
 The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
 transfer per forward is enough; the distributions of proposals stay on the device.
@@ -60,7 +60,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How tokens are drawn from logits.
+    """Options for drawing tokens from logits.
 
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
@@ -107,7 +107,7 @@ class Draw:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What draws must have in common to be read together."""
+        """Key of the draw: draws with equal keys are read together."""
         sampling = self.sampling
         if self.is_plain:
             return (self.forbidden,)
@@ -118,11 +118,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Which cache entries of a prompt stay; all others are discarded.
+    """Cache entries of a prompt that are kept when its cache is compacted; all others are discarded.
 
     Attributes:
-        num_leading: So many first entries stay where they are.
-        indices: The entries at these indices follow, in this order.
+        num_leading: Number of leading entries that stay in place.
+        indices: Indices of the entries that are moved after them, in this order.
     """
 
     num_leading: int
@@ -130,7 +130,7 @@ class Compaction:
 
     @property
     def num_entries(self) -> int:
-        """Entries that stay."""
+        """Number of entries that are kept."""
         return self.num_leading + len(self.indices)
 
 
@@ -145,10 +145,10 @@ class Forward:
         cached: Whether keys and values are stored; if not, ``visible`` must be empty.
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
-        keep: Compact the cache before the forward.
-        twin_at: The unconditional logits of ``draw.guidance`` are those of the prompt's previous forward: from this
-            offset of its first sequence on, one for each ``draft_at``, which must be consecutive. ``None``: those of
-            the second branch.
+        keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
+        twin_at: Offset of the unconditional logits of ``draw.guidance`` in the first sequence of the prompt's previous
+            forward. They are read from there on, one for each ``draft_at``, which must be consecutive. ``None``: the
+            second branch gives the unconditional logits.
     """
 
     phase: str
@@ -174,7 +174,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreDrafts:
-    """Further drafts from the hidden states of the prompt's last forward; costs a head, but no forward.
+    """Request for further drafts from the hidden states of the prompt's last forward; runs the head, but not the body.
 
     Attributes:
         draft_at: Offsets for each branch of that forward.
@@ -190,7 +190,7 @@ Request = Forward | MoreDrafts
 
 @dataclass(slots=True)
 class Reading:
-    """What was read from one branch's logits.
+    """Tokens, probabilities and statistics read from one branch's logits.
 
     Attributes:
         tokens: The drawn token of each ``draft_at``.

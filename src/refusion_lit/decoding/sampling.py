@@ -1,4 +1,4 @@
-"""Draws tokens from logits: temperature, top-k, top-p and Gumbel noise are applied here and nowhere else."""
+"""Draws tokens from logits; the only module that applies temperature, top-k, top-p and Gumbel noise."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def draft_statistics(
 
 
 def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:
-    """Return logits in another type; those beyond its range get its highest and lowest value, banned ones stay."""
+    """Convert logits to another type; finite values beyond its range are clamped, banned ids stay at -inf."""
     if dtype is None:
         return logits
     target = getattr(torch, dtype)

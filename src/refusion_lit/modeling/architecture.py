@@ -1,4 +1,4 @@
-"""Transformers configs: from a model type, a local directory or a hub id, with checked option names."""
+"""Transformers configs, made from a model type or loaded from a directory or hub id, with checked option names."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def config_of_source(
     Args:
         source: Where it is.
         overrides: Options to replace.
-        layout: Name of its published layout, where its config does not tell.
+        layout: Name of its published layout; ``None``: the one that its ``model_type`` names, if any.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let a source of no known layout run Python code of its own; warns before it does.
+        trust_remote_code: Allow a source without a known layout to run its own Python code; warns first.
 
     Returns:
         Transformers' config, and the layout if it is a published one.
@@ -150,7 +150,7 @@ def warn_of_remote_code(source: str) -> None:
 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse sizes that make no model; not every architecture has all of them."""
+    """Refuse invalid sizes; not every architecture has all of these options."""
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None:
@@ -176,7 +176,7 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
 
 
 def _last_line(error: Exception) -> str:
-    """Return the reason at the end of an error of several lines."""
+    """Return the last line of an error message, which holds the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 

@@ -1,4 +1,4 @@
-"""Attention patterns as values: which query sees which key, always explicit."""
+"""Attention masks of each attention pattern, always explicit: which query sees which key."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def block_mask(
 
     Args:
         mask: A matrix, or ranges of keys, which need no matrix.
-        num_keys: Number of keys; by default as many as the matrix has, or as there are tokens.
+        num_keys: Number of keys; by default the number of the matrix's keys or, for ranges, the number of tokens.
     """
     if mask.ndim == 4:
         return _block_mask_of_ranges(mask, mask.shape[1] if num_keys is None else num_keys)
@@ -86,7 +86,7 @@ def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: 
     overlaps = F.pad(overlaps, (0, 0, 0, -num_tokens % _BLOCK))
     seen = rearrange(overlaps, "row (query_block token) key_block -> row 1 query_block token key_block", token=_BLOCK)
     seen = seen.any(-2)
-    index = seen.int().argsort(dim=-1, descending=True, stable=True)  # the blocks that are seen first, then the rest
+    index = seen.int().argsort(dim=-1, descending=True, stable=True)  # blocks that are seen come first
     return BlockMask.from_kv_blocks(
         seen.sum(-1, dtype=torch.int32), index.int(), BLOCK_SIZE=_BLOCK, mask_mod=sees,
         seq_lengths=(num_tokens, num_keys),

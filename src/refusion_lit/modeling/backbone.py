@@ -1,4 +1,4 @@
-"""Adapts a causal language model of transformers to :class:`LanguageModel`."""
+"""Adapter of a transformers causal language model to the :class:`LanguageModel` interface."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ class Backbone(nn.Module, LanguageModel):
         return Linear(head.weight, head.bias, self.packed, batch_invariant=self.batch_invariant)(hidden)
 
     def attach(self, drafter: Drafter) -> None:
-        """Let a drafter draft: its masks get the ids after the embedding's last row.
+        """Attach a drafter; its masks get the ids after the embedding's last row.
 
         Raises:
-            ValueError: If the model decodes by transformers' forward, which has no gate for the adapters.
+            ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
         """
         has_gate = self.lean and is_known(self.body) and not self.compile_steps
         expected = "a Llama, Qwen2 or Qwen3 model decoded with lean: true and compile: false"
@@ -142,7 +142,7 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
-        # Moved or converted weights may lie where others lay before.
+        # Moved or converted weights may reuse memory addresses of old ones.
         self.packed = PackedWeights()
         return super()._apply(*args, **kwargs)
 
@@ -152,16 +152,16 @@ class Backbone(nn.Module, LanguageModel):
         return {" ".join(map(str, key)): round(cost.fixed, 1) for key, cost in self._forward_costs.items()}
 
     def forward_cost(self, num_rows: int) -> ForwardCost:
-        """Return what a forward of so many rows costs, measured; see :func:`measure_forward_cost`.
+        """Return the measured cost of forwards with ``num_rows`` rows; see :func:`measure_forward_cost`.
 
-        It is measured once for each power of two of rows, device and type, in a second or so.
+        It is measured once for each power of two of rows, device and type, which takes about a second.
         """
         rows = 1 << (num_rows - 1).bit_length()
         key = (f"{rows} rows", self.device, self.dtype, f"{torch.get_num_threads()} threads")
         if key not in self._forward_costs:
 
             def forward(length: int) -> None:
-                # With a drafter, what decoders weigh are masks, for which its adapters act.
+                # With a drafter, decoders weigh the cost of masks, at which its adapters act.
                 masks = torch.tensor(self.special_tokens.draft_token_ids[:1] or (0,), device=self.device)
                 ids = torch.cat((torch.zeros_like(masks), masks.expand(length - 1))).expand(rows, -1)
                 positions = torch.arange(length, device=self.device).expand(rows, -1)
@@ -172,7 +172,7 @@ class Backbone(nn.Module, LanguageModel):
         return self._forward_costs[key]
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        # Modules may be wrapped or replaced between two generations, but not during one: look at them here, once.
+        # Modules may be wrapped or replaced between two generations, but not during one: inspect them once, here.
         if self.compile_steps:
             return compiled_cache(self.body, self.config, num_rows, lean=self.lean)
         cache = KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
@@ -186,9 +186,9 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None = None,
         num_drafts: int = 0,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states by the library's forward, as training needs them.
+        """Return hidden states computed by the library's forward, with gradients, for training.
 
-        The entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
+        It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
 
         Args:
             input_ids: Tokens in sequence order.

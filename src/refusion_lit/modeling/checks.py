@@ -82,13 +82,13 @@ def check_invariant(config: Any, *, is_lean: bool, compile: bool) -> None:  # no
     got = f"{config.model_type} with attn_implementation: {config._attn_implementation}, not decoded by the lean body"
     require(is_lean and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
     require(not compile, "batch_invariant", "compile: false", "compile: true", fix)
-    # torch rounds the last elements of a tensor in another way if they do not fill one of the processor's vectors.
+    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
     widths = config.hidden_size, config.intermediate_size
     require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)
 
 
 def check_packed(position_ids: Int[Tensor, "batch token"]) -> None:
-    """Refuse a single row that flash attention would take for packed sequences, whatever its mask.
+    """Refuse a single row that flash attention would treat as packed sequences, ignoring its mask.
 
     Raises:
         ValueError: If its position ids do not rise by one.

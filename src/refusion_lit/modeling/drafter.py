@@ -1,4 +1,4 @@
-"""A drafter: low-rank adapters and learnt masks that let a frozen model draft several tokens ahead.
+"""Drafter: low-rank adapters and learnt mask embeddings with which a frozen model drafts several tokens ahead.
 
 The adapters act at mask positions only, so ordinary tokens go through the untouched model and its keys and values stay
 exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
@@ -36,7 +36,7 @@ class DrafterOptions:
     """Options of a drafter.
 
     Attributes:
-        num_masks: Learnt masks, K: tokens that are drafted after the next one, at least 1.
+        num_masks: Number of learnt masks, K, at least 1: the tokens drafted after the next one.
         rank: Rank of the adapters, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
@@ -67,7 +67,7 @@ class DrafterOrigin:
 
     Attributes:
         options: The options.
-        base: Directory or hub id of the model; ``None`` if its weights were random.
+        base: Directory or hub id of the model; ``None`` if its weights were initialised at random.
     """
 
     options: DrafterOptions
@@ -134,7 +134,7 @@ class Drafter(nn.Module):
 
     @contextmanager
     def applied(self, body: nn.Module) -> Iterator[None]:
-        """Let the adapters act on every token while the block runs; gradients reach them, not the body."""
+        """Context manager in which the adapters act on every token; gradients reach the adapters, not the body."""
 
         def hook(name: str) -> Any:  # noqa: ANN401 - a hook of torch
             return lambda _module, inputs, output: output + self.adapter(name)(inputs[0]).to(output.dtype)

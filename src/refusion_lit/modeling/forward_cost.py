@@ -1,4 +1,4 @@
-"""What forwards cost by their length: measured, so that decoders can weigh forwards against positions."""
+"""Measured cost of forwards as a function of their length, for decoders that weigh forwards against positions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from refusion_lit.types import ForwardCost
 _MAX_POSITIONS = 256
 _LONGEST, _NUM_REPEATS = 48, 4
 _SHARES = (24, 8, 4, 2, 1)
-"""Measured lengths, by how often they fit into the longest."""
+"""Measured lengths, as divisors of the longest one."""
 MAX_COST = 1024.0
-"""Where longer forwards take no longer, as on a large GPU."""
+"""Upper limit of the fixed cost, used if longer forwards take no longer, as on a large GPU."""
 
 
 @torch.no_grad()
@@ -23,16 +23,16 @@ def measure_forward_cost(
 ) -> ForwardCost:
     """Time forwards of several lengths.
 
-    The fixed cost is a / b of the line seconds = a + b * positions that fits best. Times are no line: on CPUs a forward
-    of one position takes as long as one of six, so they are kept.
+    The fixed cost is a / b of the best-fitting line seconds = a + b * positions. The measured costs are returned too,
+    since times are not linear: on CPUs a forward of one position takes as long as one of six.
 
     Args:
-        forward: Runs body and head on ``num_rows`` rows of so many positions, and waits for the result.
+        forward: Runs body and head on ``num_rows`` rows of the given number of positions, and waits for the result.
         num_rows: Rows of the batch.
-        max_positions: Most positions that the model can take in a row, if it has learnt them; ``None``: any number.
+        max_positions: Maximum number of positions in a row, if the model has learnt them; ``None``: any number.
 
     Returns:
-        Costs; the fixed one is in [0, ``MAX_COST``] positions a row.
+        The costs; the fixed one is in [0, ``MAX_COST``] positions a row.
     """
     longest = max(2, min(_LONGEST, _MAX_POSITIONS // num_rows))
     if max_positions is not None:
@@ -41,7 +41,7 @@ def measure_forward_cost(
         return ForwardCost(0.0)
     lengths = sorted({-(-longest // share) for share in _SHARES})
     best = dict.fromkeys(lengths, float("inf"))
-    for _ in range(1 + _NUM_REPEATS):  # the first one warms up
+    for _ in range(1 + _NUM_REPEATS):  # the first run is a warm-up
         for length in lengths:
             started = time.perf_counter()
             forward(length)

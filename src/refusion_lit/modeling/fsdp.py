@@ -1,4 +1,4 @@
-"""Weights sharded over processes (FSDP2): each layer is gathered for its own computation and let go again."""
+"""Weights sharded over processes (FSDP2): each layer's weights are gathered for its computation, then freed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
     """Shard a backbone's weights in place, layer by layer.
 
-    Embedding, final norm and head form the outermost group, which stays gathered from the forward to the end of the
-    backward, so that the loss may apply the head by itself.
+    Embedding, final norm and head form the outermost group. It stays gathered from the forward to the end of the
+    backward pass, so that the loss can apply the head outside the backbone's forward.
 
     Args:
         backbone: A backbone with whole weights, the same on all processes.
@@ -36,16 +36,16 @@ def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | 
 
 @torch.no_grad()
 def gather(backbone: Backbone) -> None:
-    """Make every process hold all weights from now on; nothing for a backbone that is not sharded.
+    """Gather all weights on every process permanently; does nothing for a backbone that is not sharded.
 
-    Decoding needs it: processes decode different prompts in different numbers of forwards, and a process that
-    gathered weights in one of them would wait for the others' forever. All processes must call this together.
+    Decoding needs it: processes decode different prompts in different numbers of forwards, so gathering weights in each
+    forward would deadlock. All processes must call this function together.
     """
     if not isinstance(backbone, FSDPModule):
         return
     backbone.set_reshard_after_forward(False)
     start = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
-    backbone(start, start)  # one forward gathers layer by layer, and nothing lets go
+    backbone(start, start)  # one forward gathers all layers, and none is freed afterwards
 
 
 def _layers(backbone: Backbone) -> nn.ModuleList:

@@ -1,4 +1,4 @@
-"""Models from GGUF files, the format of llama.cpp, whose quantised weights are expanded to float32."""
+"""Loads models from GGUF files (llama.cpp's format); quantised weights are expanded to float32."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from refusion_lit.utils.require import require
 
 
 def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a GGUF file that transformers knows, as a plain model with its tokenizer.
+    """Load a GGUF file of an architecture that transformers knows, as an unquantised model with its tokenizer.
 
     Args:
         path: The file.
 
     Returns:
-        The model in float32, without a trace of its quantisation, and the tokenizer with its chat template.
+        The model in float32, without quantisation config, and the tokenizer with its chat template.
 
     Raises:
         ValueError: If the packages are missing, or the file is missing, damaged or of an unknown architecture.
@@ -46,7 +46,7 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def _without_quantisation(loaded: Any) -> PreTrainedModel:  # noqa: ANN401 - a transformers model
-    """Return the model as one that was never quantised: saving it would name a quantiser otherwise."""
+    """Return the model without its quantisation config, which would otherwise be saved with it."""
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,4 +1,4 @@
-"""Checks of a model's source before it is loaded: a directory's config, and whether the hub can be reached."""
+"""Checks of a model's source before loading: a directory must have a config, and the hub must be reachable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _SECONDS = 10.0
 def check_source(source: str, option: str) -> None:
     """Refuse a directory whose config cannot be read; for a hub id, try once whether the hub answers.
 
-    If it does not, files come from the hub's local cache from then on: the libraries would try each file for a minute.
+    If it does not answer, files are taken from the hub's local cache from then on. Otherwise the libraries would retry
+    every file for a minute.
 
     Args:
         source: Directory or hub id.
@@ -45,7 +46,7 @@ def _check_hub(source: str, option: str) -> None:
     if not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-        except Exception as error:  # of the library's client, whatever it is
+        except Exception as error:  # any error of the library's HTTP client
             constants.HF_HUB_OFFLINE, reason = True, reason_of(error)
     try:
         is_cached = not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, "config.json"), str)

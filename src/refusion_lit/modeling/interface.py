@@ -14,13 +14,13 @@ from refusion_lit.types import ASSUMED_COST, ForwardCost, ModelTraits, SpecialTo
 
 
 class LanguageModel(ABC):
-    """A transformer body and a linear head, called separately so that logits are computed only where they are read.
+    """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
 
     Attributes:
         traits: What the model was trained to do.
         special_tokens: Its special ids.
         max_positions: Length of its context; ``None`` if it has no limit.
-        learns_positions: Whether its positions are rows of a table, so that nothing can be fed beyond its context.
+        learns_positions: Whether it has learnt position embeddings, so that it has none beyond its context.
     """
 
     traits: ModelTraits
@@ -47,9 +47,9 @@ class LanguageModel(ABC):
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
             attention_mask: What each token sees, as spans or as a matrix (``True`` where a query sees a key). Keys
-                are the tokens themselves or, with a cache, its entries (these tokens are written first). Only without
-                a cache: ranges ``(start, stop)`` of keys that together are what each token sees, or ``None``, causal
-                over the sequence.
+                are the tokens themselves or, with a cache, its entries (these tokens are written first). Without a
+                cache two more forms are allowed: for each token, ranges ``(start, stop)`` of keys whose union it sees,
+                or ``None`` for causal attention over the sequence.
             cache: A cache after :meth:`KVCache.prepare`.
         """
 
@@ -58,7 +58,7 @@ class LanguageModel(ABC):
         """Apply the head; the caller may modify the result in place."""
 
     def forward_cost(self, num_rows: int) -> ForwardCost:  # noqa: ARG002 - a model that takes no time, as fakes do
-        """Return what a forward of so many rows costs."""
+        """Return the cost of forwards with ``num_rows`` rows."""
         return ASSUMED_COST
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""A preallocated key/value cache with one region of storage for every row.
+"""Preallocated key/value cache with one region of storage for every row.
 
-A *cache index* says where in its row's storage a token's keys and values lie. It is not a position (the place in the
-text): committing, cropping and reordering only move entries. Each forward declares in advance which indices its tokens
+A *cache index* is the index of a token's keys and values in its row's storage. It is not the token's position in the
+text: committing, cropping and reordering only move entries. Each forward declares in advance which indices its tokens
 are written to; the attention mask says which entries a query sees.
 """
 
@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from refusion_lit.modeling.transfer import to_device
 
 CHUNK = 128
-"""A row's storage is a multiple of so many entries."""
+"""The number of entries in a row's storage is a multiple of this."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Plan:
     Attributes:
         sequences: Storage row of each sequence.
         rows: The same as a tensor; ``None`` if the sequences are all rows in order.
-        num_keys: Entries that may be seen.
+        num_keys: Number of leading entries that may be attended to.
         source_index: Flat index of every token to store; ``None`` for all tokens.
         write_index: Flat index into storage of every token.
     """
@@ -94,7 +94,7 @@ class KVCache:
         missing = self._capacity_for(num_keys) - self.capacity
         if missing > 0:
             self.capacity += missing
-            for layer in self._stored:  # one tensor after the other: only one of them is there twice
+            for layer in self._stored:  # grow one tensor at a time, so that only one of them is in memory twice
                 for number, states in enumerate(layer):
                     layer[number] = F.pad(states, (0, 0, 0, 0, 0, missing))
         all_rows = rows == list(range(self.num_rows))
@@ -102,14 +102,14 @@ class KVCache:
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
 
     def _capacity_for(self, num_keys: int) -> int:
-        """Return how many entries a row gets to hold ``num_keys``: a quarter more than before, to grow rarely."""
+        """Return the new capacity of a row for ``num_keys`` entries: at least a quarter more, to grow rarely."""
         if num_keys <= self.capacity:
             return self.capacity
         return -(-max(num_keys, self.capacity * 5 // 4) // CHUNK) * CHUNK
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the storage. It never shrinks, so after the last forward this is the peak."""
+        """Memory of the storage in bytes. It never shrinks, so after the last forward this is the peak."""
         return sum(states.numel() * states.element_size() for layer in self._stored for states in layer)
 
     def storage(
@@ -152,8 +152,8 @@ class KVCache:
 
         Args:
             row: Storage row.
-            indices: Cache indices to keep; a leading run that is in place already is not moved.
-            num_leading: First entries that stay where they are.
+            indices: Cache indices to keep; a leading run that is already in place is not moved.
+            num_leading: Number of leading entries that stay in place.
         """
         start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))
         index: Tensor | None = None
@@ -187,5 +187,5 @@ class _LibraryLayer(DynamicLayer):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        """Return 0: masks and positions are always explicit, so nothing may be derived from a length."""
+        """Return 0: masks and positions are always explicit, so transformers must not derive them from a length."""
         return 0

@@ -1,4 +1,4 @@
-"""Backbones from a config, a local Hugging Face directory or a hub id."""
+"""Builds backbones from a config, a local Hugging Face directory or a hub id."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class BackboneConfig:
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). It
             gives the same hidden states up to rounding, about twice as fast on small models. Training and checkpoints
             do not depend on it.
-        batch_invariant: Decode so that a token's logits are the same to the last bit alone and in a batch, one by one
-            and together with drafts, in every type. For CPUs and the architectures of ``lean``; slower (see Speed in
-            the documentation).
+        batch_invariant: Decode so that a token's logits are bitwise identical alone and in a batch, one by one and
+            together with drafts, in every type. For CPUs and the architectures of ``lean``; slower (see Speed in the
+            documentation).
         compile: Compile the lean body's decode steps (up to 128 tokens a row, with a cache) with ``torch.compile`` for
             a few static shapes, which become CUDA graphs on GPUs. Each shape is compiled at its first use. Needs
             ``lean`` and ``attn_implementation: sdpa``. It is meant for small models and batches on GPUs, where kernel
-            launches take longer than computing; it has been measured on a CPU only, where padding costs more than is
-            gained (see Speed in the documentation).
+            launches take longer than arithmetic. It has been measured on a CPU only, where padding costs more than
+            compilation saves (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
-        draft: Instead of a new ``drafter``, train that of this directory further, for example on other texts.
-        trust_remote_code: Let the source run Python code of its own on this machine. Off by default.
+        draft: Directory of a drafter to train further instead of a new ``drafter``, for example on other texts.
+        trust_remote_code: Allow the source to run its own Python code on this machine. Off by default.
     """
 
     source: str | None = None
@@ -112,7 +112,7 @@ class BackboneConfig:
         Embedding and head get at least as many rows as the tokenizer has ids; new rows start as the mean of the others.
 
         Args:
-            tokenizer: Its mask token is the model's.
+            tokenizer: The tokenizer; its mask token becomes the model's.
             seed: Seeds random weights without changing the global generator's state.
 
         Raises:

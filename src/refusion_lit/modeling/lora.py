@@ -42,8 +42,8 @@ class Adapters:
         base: Directory or hub id of the base model; ``None`` if its weights were random.
         revision: Pinned revision of the base.
         config_overrides: Options of the base's config that were overridden.
-        new_token_ids: Tokens whose rows of embedding and head are not the base's: rows that were added, and the spare
-            row that a new mask token got.
+        new_token_ids: Tokens whose rows of embedding and head differ from the base's: added rows, and the spare row
+            assigned to a new mask token.
     """
 
     options: LoraOptions
@@ -101,7 +101,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence a deprecation that peft 0.21 causes in transformers 5.23, about which users can do nothing."""
+    """Silence a deprecation warning that peft 0.21 causes in transformers 5.23 and that users cannot avoid."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Two models as one: a masked model that drafts, and an autoregressive one that verifies."""
+"""Paired model: a masked model that drafts and an autoregressive model that verifies, with one interface."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from refusion_lit.modeling.visibility import Visibility
 from refusion_lit.utils.require import require
 
 _UNKNOWN = -1e4
-"""Logit of an id that one of the models has no row for: never probable, and finite, so that products exist."""
+"""Logit of an id that one of the models lacks: never probable, but finite, so that products of models are defined."""
 
 
 class PairedModel(LanguageModel):
-    """A masked model, which runs the forwards without a cache, and a verifier, which runs those with one.
+    """Masked drafter and autoregressive verifier as one language model, for :class:`~refusion_lit.decoding.APD`.
 
-    For :class:`~refusion_lit.decoding.APD`. Hidden states of both have the larger model's size and one number more,
-    which tells whose they are, in a type that holds those of either.
+    The masked model runs the forwards without a cache, the verifier those with one. Hidden states of both are padded to
+    the larger model's size plus one element that identifies the model. Their type represents the values of both models
+    exactly.
 
     Args:
-        masked: Drafts.
-        verifier: Reads drafts: a causal model that predicts the next token, with the same tokenizer. Its traits may
-            leave its predictions open.
+        masked: The masked model, which drafts.
+        verifier: The model that verifies drafts: causal, predicts the next token, with the same tokenizer. The
+            predictions in its traits may be unknown.
 
     Raises:
-        ValueError: If the verifier cannot verify, or the models do not go together.
+        ValueError: If the verifier is not such a model, or the models do not fit each other.
     """
 
     def __init__(self, masked: LanguageModel, verifier: LanguageModel) -> None:
@@ -74,7 +75,7 @@ class PairedModel(LanguageModel):
         return F.pad(hidden, (0, 1), value=float(cache is None))
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """Apply the head of the model that the hidden states are of; all must be of the same one."""
+        """Apply the head of the model that computed the hidden states; all must come from the same model."""
         is_masked = bool(hidden.flatten(0, -2)[0, -1] > 0)
         if is_masked:
             return self._masked.logits(hidden[..., : self._sizes[0]].to(self._dtypes[0]))

@@ -1,4 +1,4 @@
-"""Masks as ranges of keys, for training and likelihoods: a few integers a token instead of a matrix."""
+"""Attention masks as ranges of keys, for training and likelihoods: a few integers per token instead of a matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 _CHUNK = 128
-"""Queries whose mask is in memory at once on CPUs."""
+"""Number of queries whose mask is in memory at once on CPUs."""
 
 
 def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
-    """Return the matrix of ranges ``(start, stop)`` of keys that together are what each token sees."""
+    """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
     keys = torch.arange(num_keys, device=ranges.device)
     return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)
 
@@ -23,12 +23,12 @@ def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bo
 def matrix_of(
     mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int
 ) -> Bool[Tensor, "batch token key"]:
-    """Return a mask, a matrix or ranges, as a matrix."""
+    """Return a mask, given as matrix or ranges, as a matrix."""
     return mask if mask.ndim == 3 else ranges_mask(mask, num_keys)
 
 
 def sdpa_mask(mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int) -> Tensor:
-    """Return a mask as :func:`torch.nn.functional.scaled_dot_product_attention` takes it, with an axis for heads.
+    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
 
     Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
     fast there, needs none.
@@ -43,9 +43,9 @@ def sdpa_mask(mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token r
 class RangeMask(Tensor):
     """Ranges [batch, token, range, 2] that ``scaled_dot_product_attention`` takes in place of a mask.
 
-    Attention runs in chunks of queries, each over the keys that some of them see, and backward makes each chunk's mask
-    and scores anew. So memory grows with the length, not with its square. transformers hands masks of four axes down as
-    they are, to every architecture and through gradient checkpointing.
+    Attention runs in chunks of queries, each over the keys that some of them see. The backward pass recomputes each
+    chunk's mask and scores, so memory grows linearly with the length, not with its square. transformers passes masks
+    with four axes through unchanged, in every architecture and through gradient checkpointing.
 
     Attributes:
         plain: The ranges as a plain tensor.
@@ -78,7 +78,7 @@ def _attend(
 def _chunk(
     query: Tensor, key: Tensor, value: Tensor, ranges: Int[Tensor, "batch token range 2"], options: dict[str, Any]
 ) -> Tensor:
-    """Attend from a few queries; from any number of them if ``ranges`` has one token for all."""
+    """Compute attention for a chunk of queries; of any size if ``ranges`` has one token for all of them."""
     used = ranges[ranges[..., 0] < ranges[..., 1]]
     first, stop = int(used[:, 0].min()), int(used[:, 1].max())
     key, value = key[:, :, first:stop], value[:, :, first:stop]

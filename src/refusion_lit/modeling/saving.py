@@ -1,4 +1,4 @@
-"""Directories that other libraries load: whole models for transformers, adapters for peft."""
+"""Saves directories that other libraries load: whole models for transformers, adapters for peft."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def save_model(
 ) -> None:
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
-    Adapters are merged into the backbone's weights first. A model of the hybrid objective brings its decoder along, for
-    transformers' ``generate(custom_generate=...)``.
+    Adapters are merged into the backbone's weights first. For a model of the hybrid objective, the directory includes a
+    decoder for transformers' ``generate(custom_generate=...)``.
 
     Args:
         backbone: The model.
         tokenizer: Its tokenizer.
-        directory: New or empty.
-        prompt_template: Turns a query into a prompt where the tokenizer has no chat template.
+        directory: A new or empty directory.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
         layout: Name of a published layout to write instead of our own, for its family's programs. Their Python files
-            are not written; the config says where on the hub they are.
+            are not written; the config names their location on the hub.
 
     Raises:
-        ValueError: If the directory holds files already (an old ``model.safetensors`` could win when loading), or the
-            model is none of the layout's.
+        ValueError: If the directory already holds files (an old ``model.safetensors`` could be loaded instead), or the
+            model does not fit the layout.
     """
     path = _empty_directory(directory)
     published = None if layout is None else _checked_layout(backbone, layout)
@@ -59,7 +59,7 @@ def save_model(
         model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
         if has_own_decoder(backbone.traits):
             model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
-            model.generation_config._from_model_config = False  # else loading would make it anew from the config
+            model.generation_config._from_model_config = False  # otherwise loading derives it from the config
             (path / "custom_generate").mkdir(parents=True)
             shutil.copyfile(refusion.__file__, path / "custom_generate" / "generate.py")
         model.save_pretrained(path)
@@ -67,7 +67,7 @@ def save_model(
 
 
 def has_own_decoder(traits: ModelTraits) -> bool:
-    """Whether a directory of such a model holds a decoder for transformers' ``generate``."""
+    """Whether the saved directory of a model with these traits includes a decoder for transformers' ``generate``."""
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
@@ -121,9 +121,9 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
     tokens must be resized before it is given to peft.
 
     Args:
-        backbone: A model with adapters, not merged; the adapters are taken off it.
-        tokenizer: Written along; it knows the mask token.
-        directory: New or empty.
+        backbone: A model with unmerged adapters; they are removed from it.
+        tokenizer: Its tokenizer with the mask token; saved too.
+        directory: A new or empty directory.
 
     Raises:
         ValueError: If there are no adapters, they have no base, or the directory holds files already.

@@ -1,7 +1,7 @@
-"""Which key each token of a batch sees, as ranges instead of a matrix: its size is that of the batch, not of the cache.
+"""Visibility: which keys each token of a batch sees, as ranges, whose size does not grow with the cache.
 
-A matrix [sequence, token, key] grows with the square of a prompt and rules out the fast attention kernels. It is made
-only where an attention implementation takes nothing else, and on accelerators only there, from a few integers a token.
+A matrix [sequence, token, key] grows with the square of a prompt and rules out the fast attention kernels. It is built
+only for attention implementations that need one. For accelerators it is built on the device from ranges.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Span:
     order: Sequence[int] | None = None
 
     def interval(self) -> tuple[int, range | Int[np.ndarray, " token"]] | None:
-        """Return the first key that all tokens see and the key at which each one's sight ends, in ascending order.
+        """Return the interval of keys that each token sees, as a common start and a stop for each token.
 
         Returns:
-            ``None`` if some token sees anything else than one interval, or less than the token before it. The ends are
-            a range where each token sees one key more than the one before it.
+            ``None`` if the keys of some token are not a single interval from the common start, or fewer than those of
+            the token before it. The stops are a ``range`` if each token sees one key more than the token before it.
         """
         first = self.first_key
         if self.order is None and len(self.context) < 2:  # most spans, without any array
@@ -63,7 +63,7 @@ class Span:
         return start, np.maximum(own_stops + self.first_key, stop)
 
     def ranges(self) -> Int[np.ndarray, "token range 2"]:
-        """Return ranges of keys that together are what each token sees; unused ones are empty."""
+        """Return ranges of keys; each token sees the union of its ranges, and unused ranges are empty."""
         interval = self.interval()
         if interval is not None:
             start, stops = interval
@@ -75,12 +75,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What the tokens of a padded batch see. Keys are cache entries or, without a cache, the tokens of the sequence.
+    """Keys that the tokens of a padded batch see: cache entries or, without a cache, tokens of the sequence.
 
     Attributes:
-        spans: The tokens that are no padding, by sequence and offset. Every sequence has one at offset 0.
-        shape: Sequences and tokens of the batch.
-        num_keys: Keys a sequence.
+        spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
+        shape: Number of sequences, and of tokens in each sequence.
+        num_keys: Number of keys of each sequence.
     """
 
     spans: Sequence[Span]
@@ -103,11 +103,11 @@ class Visibility:
         )
 
     def mask(self) -> Bool[Tensor, "sequence token key"]:
-        """Return the matrix, on the host. Padding sees the first entry of its sequence: seeing nothing gives NaN."""
+        """Return the matrix on the host. Padding sees the first key of its sequence: a query without keys gives NaN."""
         return self._matrix(seen=True, hidden=False, dtype=np.bool_)
 
     def additive_mask(self) -> Float[Tensor, "sequence token key"]:
-        """Return what is added to scores instead, in float32: 0 or, where the matrix is false, -inf."""
+        """Return the additive form of the matrix in float32: 0 where it is true, -inf where it is false."""
         return self._matrix(seen=0, hidden=-np.inf, dtype=np.float32)
 
     def _matrix(self, *, seen: float, hidden: float, dtype: type[np.generic]) -> Tensor:
@@ -127,7 +127,7 @@ class Visibility:
         return torch.from_numpy(matrix)
 
     def ranges(self) -> Int[Tensor, "sequence token range 2"]:
-        """Return ranges of keys that together are what each token sees, on the host; unused ones are empty."""
+        """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty."""
         found = [span.ranges() for span in self.spans]
         num_ranges = max(ranges.shape[1] for ranges in found)
         ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
@@ -152,7 +152,7 @@ def as_mask(
     attention: Visibility | Bool[Tensor, "sequence token key"] | Int[Tensor, "sequence token range 2"],
     device: torch.device,
 ) -> Bool[Tensor, "sequence token key"]:
-    """Return the matrix of what each token sees, on a device that is sent no more than ranges."""
+    """Return the mask matrix on a device; only ranges are copied to the device."""
     if isinstance(attention, Tensor):
         return matrix_of(attention, attention.shape[1])
     if device.type == "cpu":

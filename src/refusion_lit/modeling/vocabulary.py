@@ -1,4 +1,4 @@
-"""A tokenizer's special tokens, and a model's rows of embedding and head for them."""
+"""Special tokens of a tokenizer, and the rows of a model's embedding and head for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refusion_lit.types import SpecialTokens
 
 _NEW_MASK = "mask_token_is_new"
 _EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further ends of sequence, which travel with the tokenizer."""
+"""Entry of ``tokenizer_config.json`` with the ids of further ends of sequence; it is saved with the tokenizer."""
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -35,11 +35,11 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
 
 
 def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
-    """Let further tokens end a response too, besides the tokenizer's own end-of-sequence token.
+    """Add end-of-sequence tokens besides the tokenizer's own one.
 
     Args:
-        tokenizer: Changed in place; it is saved with them.
-        token_ids: Ids; those that the tokenizer does not have are left out.
+        tokenizer: Changed in place; the ids are saved with it.
+        token_ids: The ids; those that the tokenizer does not have are ignored.
     """
     known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
     further = [*dict.fromkeys((*tokenizer.init_kwargs.get(_EOS_IDS, ()), *known))]

@@ -1,4 +1,4 @@
-"""A digest of a model's weights, to tell models apart."""
+"""Digest of a model's weights, which identifies a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NUM_SAMPLES = 64
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str | None:
-    """Return 16 hexadecimal digits that differ for different weights.
+    """Return a digest of a model's weights, 16 hexadecimal digits.
 
-    Hashes names and shapes of all parameters and a sample of 64 values from each, rounded to bfloat16, so that loading
-    in float32 or bfloat16 gives the same digest and large models take a moment only.
+    It hashes names and shapes of all parameters and a sample of 64 values from each, which is fast for large models.
+    The values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
 
     Args:
         model: A model; tied weights count once.

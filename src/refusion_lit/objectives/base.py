@@ -26,8 +26,8 @@ class Objective(ABC):
     An objective is one file: its options, :attr:`traits`, :attr:`terms` and :meth:`corrupt`. The loss is shared.
 
     Attributes:
-        chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: as many as
-            fit in 64 MB. Changes memory and speed, not the loss.
+        chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
+            number that fits in 64 MB. Changes memory and speed, not the loss.
         kernel: Implementation of head and cross-entropy in training: ``torch``, in chunks, or ``liger``, a fused GPU
             kernel of liger-kernel (``pip install refusion-lit[liger]``). Changes the loss by rounding only.
     """
@@ -151,12 +151,12 @@ def mask_probability(
 def random_subset(
     order: Int[Tensor, "*rows place"], candidates: Bool[Tensor, "*rows place"], count: Shaped[Tensor, "*rows"]
 ) -> Bool[Tensor, "*rows place"]:
-    """Choose exactly so many candidates along the last axis, or all if there are fewer.
+    """Choose exactly ``count`` candidates along the last axis, or all if there are fewer.
 
     Args:
         order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest ones are chosen.
         candidates: Places that may be chosen.
-        count: How many.
+        count: Number of candidates to choose in each row.
     """
     ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
     return candidates & (ranks < count[..., None])

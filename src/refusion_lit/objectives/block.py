@@ -39,10 +39,10 @@ class BlockMasked(Objective):
     Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
     stratified=False``. BD3-LM's released runs are ``resample=True, denominator="all_tokens"``.
 
-    Deliberate differences: the noise interval is searched every so many steps and not at each validation, so that no
-    checkpoint lies between a validation and its search; t is stratified over a sample's blocks, in random order, and
-    not over the batch's (a sample's noise must not depend on its neighbours); a sample whose length is a multiple of
-    the block size gets no block of padding.
+    Deliberate differences: the noise interval is searched at a fixed interval of steps and not at each validation, so
+    that no checkpoint lies between a validation and its search. t is stratified over a sample's blocks, in random
+    order, and not over the batch's blocks: a sample's noise must not depend on its neighbours. A sample whose length is
+    a multiple of the block size gets no block of padding.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1.

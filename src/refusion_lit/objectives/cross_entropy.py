@@ -51,8 +51,8 @@ def chunked_cross_entropy(
         num_terms: Number of sums to return.
         teacher: Hidden states from which the head computes target distributions, without gradients. Labels then only
             say which positions count. For the kernel ``torch``.
-        chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: as many as keep the chunk's float32
-            logits below ``LOGITS_BYTES``.
+        chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
+            chunk's float32 logits below ``LOGITS_BYTES``.
         kernel: Implementation where gradients are needed; see :func:`~refusion_lit.objectives.liger.check_liger`.
             Kernels other than torch's choose their own chunks.
 

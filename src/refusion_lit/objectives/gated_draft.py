@@ -1,4 +1,4 @@
-"""Training of a drafter: masks after many anchors of a text predict the tokens that the frozen model writes next."""
+"""Training of a drafter: masks after many anchors of a text predict the next tokens of the frozen model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from refusion_lit.utils.require import require, require_at_least, require_number
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDraft(Objective):
-    """Masks draft what a frozen causal model says next; only the drafter is trained (``backbone.drafter``).
+    """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
 
-    Behind an anchor a stand the drafter's K masks, at positions a+1 to a+K. They see the text up to the anchor and the
-    masks before them, and nothing of other anchors' masks. The model itself predicts the token at a+1 from the anchor,
-    so mask k predicts the token at a+1+k. Many anchors of a text are trained together; their masks run in a second
-    pass, after one pass of the frozen model over the text.
+    An anchor is the prompt's last token or a token of the response, at position a. The drafter's K masks follow it at
+    positions a+1 to a+K. They see the text up to the anchor and the masks before them, but no masks of other anchors.
+    The model itself predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many anchors of a
+    text are trained together: the frozen model runs once over the text, then the masks of all anchors run in a second
+    pass.
 
-    The text should be what the model itself writes greedily: then its tokens are the model's. The one term is
-    ``draft``, a mean over all labelled masks, weighted by ``decay``.
+    Train on text that the model itself generates greedily, so that the targets are the model's own tokens. The only
+    term is ``draft``, a mean over all labelled masks, weighted by ``decay``.
 
     Attributes:
-        stride: Anchors stand every ``stride`` tokens of the response, from a random one on; at least 1.
+        stride: Distance between anchors in tokens, at least 1; the first one is drawn at random.
         decay: Weight of mask k is decay to the power k - 1, in (0, 1]: a draft counts only if those before it are
             accepted.
         distill: Train on the model's distribution after each text prefix (forward Kullback-Leibler divergence) instead
@@ -89,7 +90,7 @@ class GatedDraft(Objective):
         anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
         positions = anchor.clamp(min=0) + distance
-        # A sample without a prompt has no token before its response to stand after.
+        # Without a prompt, there is no token before the response that could be an anchor.
         is_real = (positions + 1 < ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
         weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)

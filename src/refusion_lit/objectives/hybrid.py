@@ -218,8 +218,8 @@ def corrupt_slots(
     Args:
         batch: Clean prompts and responses.
         noise: The stream ``slot_order`` is used, one number per slot.
-        slot_is_masked: Which slots are masked, as many as any response may have; those past a response's end are
-            ignored.
+        slot_is_masked: Which slots are masked. The slot axis covers the longest response of the batch; slots past a
+            response's end are ignored.
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
         shuffle_masked: Put masked slots in random order; the stream ``masked_order`` is used.

@@ -36,7 +36,7 @@ def grouped_slots(
     span: Int[Tensor, " batch"],
     shuffled: bool,
 ) -> Bool[Tensor, "batch slot"]:
-    """Mask ceil(p n) of a row's n slots, group by group, until there are as many.
+    """Mask ceil(p n) of a row's n slots, group by group.
 
     The groups are the last ``span`` slots (suffix), the first ones (prefix), spans of that length at equal distances
     (middle), and single slots at random. A group takes only slots that earlier groups left.
@@ -51,7 +51,7 @@ def grouped_slots(
     """
     slots = torch.arange(num_slots, device=lengths.device)
     is_slot = slots < lengths[:, None]
-    # As many as independent masking masks on average, but never none.
+    # The expected number of masks under independent masking, but at least one.
     wanted = (mask_probability * lengths - 1e-6).ceil().clamp(min=1).long().minimum(lengths)
     is_masked, bits = torch.zeros_like(is_slot), noise.bits("group_random", num_slots)
     for group in _group_order(noise, len(lengths), lengths.device, shuffled=shuffled).unbind(1):

@@ -191,7 +191,7 @@ def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, templ
 
 
 def across_cells(comparison: Comparison, measured: MeasuredRow) -> list[str]:
-    """Return the cells on a cut of the model: none if nobody asked."""
+    """Return the cells on a cut of the model; empty if the comparison sets no ``position_bytes``."""
     if comparison.position_bytes is None:
         return []
     found = comparison.across_a_cut(measured)

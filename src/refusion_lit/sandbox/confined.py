@@ -165,7 +165,7 @@ def _apply_seccomp(libc: Any) -> bool:  # noqa: ANN401
         (load, 0, 0, 0),
         (at_least, 0, 1, 0x40000000),  # the x32 calls
         (answer, 0, 0, kill),
-        (equal, 0, 1, _CLONE3),  # its flags are behind a pointer; with ENOSYS libraries fall back to clone
+        (equal, 0, 1, _CLONE3),  # filters cannot read its flags through a pointer; on ENOSYS libraries use clone
         (answer, 0, 0, 0x00050000 | _ENOSYS),
         (equal, 0, 4, _CLONE),
         (load, 0, 0, 16),

@@ -86,7 +86,7 @@ def _empty(directory: int, top: int) -> list[str]:
     moved = []
     for name, is_directory in found:
         if is_directory:
-            os.chmod(name, 0o700, dir_fd=directory)  # a program can make directories that nobody may open
+            os.chmod(name, 0o700, dir_fd=directory)  # a program can remove all permissions of its directories
             moved.append(secrets.token_hex(16))
             os.rename(name, moved[-1], src_dir_fd=directory, dst_dir_fd=top)
         else:

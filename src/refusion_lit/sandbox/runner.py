@@ -66,7 +66,7 @@ class Outcome:
 
     Attributes:
         status: ``passed``; ``failed`` (an exception or a failed assertion); ``timeout``; or ``exited`` (the process
-            ended before its tests: by itself, by a signal or by a limit).
+            ended before its tests: it exited, a signal killed it, or it exceeded a limit).
         message: The reason, for users.
     """
 

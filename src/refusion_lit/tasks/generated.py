@@ -69,7 +69,7 @@ class GeneratedTask(Task):
         """Return query and response of an example.
 
         Args:
-            key: Key in ``range(num_keys)``. Different keys give different queries, whatever ``rng`` draws.
+            key: Key in ``range(num_keys)``. Different keys give different queries for any draws of ``rng``.
             rng: Draws what the key does not determine; seeded with the task's seed and the key.
         """
 

@@ -23,7 +23,8 @@ _NEXT = {"+": "1234567890", "-": "9012345678", "~": "9876543210"}
 class Walk(GeneratedTask):
     """Sixteen steps with a known first state or, with probability 0.5, a known last state.
 
-    The key determines the steps. Walks with the same steps are therefore in the same split, whatever state is known.
+    The key determines the steps. Walks with the same steps are therefore in the same split, even if one gives the first
+    state and the other the last one.
 
     Attributes:
         num_steps: Number of steps, 1 to 256.

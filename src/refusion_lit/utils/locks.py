@@ -65,5 +65,5 @@ def try_lock(path: Path) -> Lock | None:
 
 def release_lock(lock: Lock) -> None:
     """Release a lock and remove its file."""
-    lock.path.unlink(missing_ok=True)  # first, so that nobody locks a file that is being removed
+    lock.path.unlink(missing_ok=True)  # unlink before unlocking: no other process can lock a removed file
     lock.close()

@@ -57,7 +57,7 @@ def test_entries_of_the_common_length_are_final(prefixes: list[int], expected: i
     assert infill.is_done == (prefixes == [4, 4])
 
 
-def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_nobody() -> None:
+def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_no_other() -> None:
     infill = infill_of([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
     infill.close_round()
     assert [slot.index for slot in infill.slots] == [0, 1]

@@ -154,7 +154,7 @@ def test_gradients_and_training_are_the_library_s() -> None:
 
 
 class _Adapted(nn.Linear):
-    """A linear layer that somebody has put in the place of another."""
+    """A linear layer of another class that replaces one of the model's."""
 
 
 def _adapt(model: Any) -> None:

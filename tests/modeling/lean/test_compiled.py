@@ -60,7 +60,7 @@ def prompts_of(*lengths: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_the_library_s_forward_whatever_rows_and_lengths(
+def test_it_is_the_library_s_forward_for_any_rows_and_lengths(
     seed: int, counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows left out, rows several times, padding, entries kept, storage that grows."""

@@ -1,4 +1,4 @@
-"""With ``batch_invariant`` a token's numbers are the same to the last bit, whatever else is in the forward."""
+"""With ``batch_invariant``, a token's results are bitwise independent of the rest of the forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""APD: masks drafted by one model, as far from the left as a second, autoregressive model agrees."""
+"""APD, adaptive parallel decoding: a masked model drafts, a second, autoregressive model verifies from the left."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class APD(Decoder):
     with the noise that drew the draft. The first draft is always accepted, and those after it up to the first that is
     not its target. Text is committed from left to right. A round with one mask needs no verifier.
 
-    The masked model computes prompt and window anew in each round; the verifier's cache is exact.
+    The masked model recomputes prompt and window in each round; the verifier's cache is exact.
 
-    Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off: its cache of the masked model is approximate and
-    is not here. As in the paper and unlike the released program, draft and target share their noise; the program takes
+    Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off: its approximate cache of the masked model is not
+    implemented. As in the paper and unlike the released program, draft and target share their noise; the program takes
     the most probable target, and applies the temperature twice. Deliberate differences: temperature, top-k and top-p
     act on the product too; the token before the drafts is fed to the verifier again, where the program keeps its logits
     (those of a wrong position once all drafts are accepted); a response ends at its first end of sequence.
 
     Attributes:
         mixture_weight: Weight R of the masked model in the product (``apd_mixture_weight``), in [0, 1]. 1 accepts every
-            draft; 0 accepts what the verifier would write.
+            draft; 0 accepts only the verifier's own tokens.
         max_lookahead: Maximum number of masks drafted at once, M, at least 1; ``None``: all that are left.
         shifted: The masked model predicts a mask at the position before it (Dream).
     """
@@ -67,7 +67,7 @@ class APD(Decoder):
         return replace(self.requires, predictions=("mask_shifted", "verifier")) if self.shifted else self.requires
 
     def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: text is accepted from the left, by a verifier that sees nothing on the right."""
+        """Refuse given tokens: the verifier accepts text from the left and sees nothing to its right."""
         return "it writes from left to right, and its verifier sees no text on the right of a token"
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> VerifiedState:
@@ -78,7 +78,7 @@ class APD(Decoder):
         """Draft masks, verify the drafts, and commit those that are accepted."""
         place, start, shift = state.num_committed, state.prompt_length, int(self.shifted)
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
-        round_number = state.num_forwards  # the same for drafts and targets, and so is their noise
+        round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
         first = start + place - shift
         branch = canvas_branch(state, range(first, first + stop - place), shift=shift, num_places=stop)
         draw = Draw(sampling=state.sampling, round=round_number, with_probability=False)

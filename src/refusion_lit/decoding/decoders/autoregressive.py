@@ -12,7 +12,7 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Draws each token from the logits at the token before it; keys and values are cached.
+    """Autoregressive decoding: draws each token from the logits at the token before it; keys and values are cached.
 
     A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
     """
@@ -22,11 +22,11 @@ class Autoregressive(Decoder):
     )
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all but the last token, whose logits are read."""
+        """Return all common tokens but the prompt's last one, whose logits are read."""
         return min(num_common, prompt_length - 1)
 
     def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: nothing on the right of a token is seen."""
+        """Refuse given tokens: attention is causal, so a token does not see given tokens to its right."""
         return "it writes from left to right and sees no text on the right of a token"
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:

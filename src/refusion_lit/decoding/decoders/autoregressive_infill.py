@@ -1,4 +1,4 @@
-"""Autoregressive infill: one forward per round, whose logits also give the proposals of the next round."""
+"""Autoregressive infill of slots: one forward per round verifies proposals and gives those of the next round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block diffusion: blocks left to right over an exact cache, parallel unmasking inside a block."""
+"""Block diffusion: decodes blocks left to right over an exact cache, with parallel unmasking inside a block."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class SubBlockState(BlockState):
 class BlockDiffusion(Decoder):
     """Decodes block by block; inside a block, masked tokens are drawn in parallel with bidirectional attention.
 
-    Blocks are counted from position 0, prompt included, as in training; the rest of the prompt that fills no block
-    starts the first decoded block. The cache of clean blocks is exact, since nothing in them depends on later ones.
-    Blocks are always decoded whole; tokens beyond ``max_new_tokens`` are not returned. A prompt is finished once no
-    mask is left before its first EOS or its end.
+    Blocks are counted from position 0, prompt included, as in training. If the prompt ends inside a block, its last
+    tokens are the start of the first decoded block. The cache of clean blocks is exact, since they do not depend on
+    later blocks. Blocks are always decoded whole; tokens beyond ``max_new_tokens`` are not returned. A prompt is
+    finished once no mask is left before its first EOS or its end.
 
     Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (arXiv 2509.26328) is
     ``block_size=32, sub_block_size=8, shifted=True``; SDAR's ``low_confidence_dynamic`` (arXiv 2510.06303) is
@@ -86,7 +86,7 @@ class BlockDiffusion(Decoder):
             forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
             first forward is saved, if the prompt ends inside a block.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them while it fills that one: what it writes there need not go with them.
+            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
@@ -143,7 +143,7 @@ class BlockDiffusion(Decoder):
         return right_context_refusal(prompt, self.block_size, shifted=self.shifted)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
+        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
         return shareable_blocks(prompt_length, num_common, self.block_size)
 
     @property

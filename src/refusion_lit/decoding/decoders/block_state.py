@@ -1,4 +1,4 @@
-"""What decoders in blocks over a cache of clean ones know of a prompt, and which given tokens their model sees."""
+"""State shared by block decoders that cache clean blocks, and the check of given tokens that their model can see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BlockState(RowState):
     """State of decoders that cache clean blocks.
 
     Attributes:
-        context_length: Cache entries: all clean blocks from position 0 on.
+        context_length: Number of cache entries: all clean blocks from position 0 on.
     """
 
     context_length: int = 0
@@ -35,7 +35,7 @@ class BlockState(RowState):
         Args:
             start: First position.
             stop: Position after the last one.
-            order: A token sees those of the same or a lower order, one number a token.
+            order: Order of each token; a token sees tokens of the same or a lower order.
             predicted: Positions whose tokens are drawn.
             shift: Predicted position minus the position whose logits are read.
         """
@@ -60,9 +60,9 @@ def whole_blocks(length: int, block_size: int) -> int:
 
 
 def shareable_blocks(prompt_length: int, num_common: int, block_size: int) -> int:
-    """Return the length of the whole blocks that prompts have in common, without the prompt's last one.
+    """Return the length of the whole blocks that prompts have in common, without the prompt's last block.
 
-    So no forward is left out, and counts are those of the prompt alone.
+    The last block is computed in any case, so that the number of forwards is that of the prompt alone.
     """
     return max(min(num_common // block_size, prompt_length // block_size - 1), 0) * block_size
 

@@ -1,4 +1,4 @@
-"""CARD: blocks of masks on a causal model whose every token predicts the next one, filled by confidence."""
+"""CARD: fills blocks of masks by confidence, on a causal model in which tokens and masks predict the next token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CARDState(RowState):
     """State of CARD.
 
     Attributes:
-        num_cached: Cache entries: the text from position 0 on.
+        num_cached: Number of cache entries: the text from position 0 on.
         num_rounds: Forwards of the current block so far.
     """
 
@@ -32,16 +32,17 @@ class CARD(Decoder):
     before a mask predicts it. Every mask more probable than ``threshold`` is filled, and always the best one. Filled
     tokens never change. Attention is causal, so a token that is filled to the right of a mask does not help that mask.
     The first forward of a block also computes the finished block before it, whose keys and values then are those of
-    ordinary causal decoding. With ``block_size: 1`` it is :class:`Autoregressive`.
+    ordinary causal decoding. With ``block_size: 1`` it equals :class:`Autoregressive`.
 
-    Source: CARD (arXiv 2601.22031), after notes and re-implementations of others: neither its paper nor code of its
-    authors was at hand, and its settings are not known to us. Deliberate differences: the best mask is always filled,
+    Source: CARD (arXiv 2601.22031), after third-party notes and re-implementations: neither the paper nor the authors'
+    code was available, and their settings are unknown. Deliberate differences: the best mask is always filled,
     so that each forward commits a token; the token that the last mask predicts, beyond the block, is not used.
 
     Attributes:
         block_size: Masks of a block, K, at least 1.
         threshold: Fill every mask whose token has a higher probability (tau), in [0, 1].
-        max_rounds: Fill all masks that are left in this forward of a block (T_max); ``None``: no bound.
+        max_rounds: Maximum number of forwards of a block (T_max); the last one fills all remaining masks. ``None``: no
+            bound.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -60,7 +61,7 @@ class CARD(Decoder):
             require_at_least("max_rounds", self.max_rounds, 1)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all but the last token, whose logits are read."""
+        """Return all common tokens but the prompt's last one, whose logits are read."""
         return min(num_common, prompt_length - 1)
 
     def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
@@ -72,7 +73,7 @@ class CARD(Decoder):
         return CARDState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
-        """One forward over the block; fills masks."""
+        """Run one forward over the block and fill masks."""
         state.num_cached = max(state.num_cached, state.num_shared)
         start = state.is_masked.index(True) // self.block_size * self.block_size
         block = range(start, min(start + self.block_size, len(state.tokens)))

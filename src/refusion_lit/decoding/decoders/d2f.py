@@ -1,4 +1,4 @@
-"""D2F: a pipeline of blocks, in which later blocks are decoded while earlier ones are not yet complete."""
+"""D2F, discrete diffusion forcing: decodes a pipeline of blocks; later ones start before earlier ones are complete."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class D2F(Decoder):
 
     A forward feeds the complete blocks that are not cached yet and all open ones. Attention is block-causal: a block
     sees itself and all blocks before it, masks included. In each block it commits all masks more probable than
-    ``threshold``. A block in which there are none commits its most probable one if it is *fully activated*: if a share
-    of ``activate_threshold`` of the block before it is known. At most one block with masks is opened before each
-    forward; blocks whose tokens are all given take no forward of their own. The keys and values of complete blocks
-    after complete ones stay in the cache and are exact; they are stored by the next forward. If not shifted, it is
-    :class:`BlockDiffusion` with ``num_open_blocks: 1`` and ``prompt_is_block: false``.
+    ``threshold``. If a block has no such mask, it commits its most probable one, provided that it is *fully activated*:
+    a share of at least ``activate_threshold`` of the block before it is known. At most one block with masks is opened
+    before each forward; blocks whose tokens are all given take no forward of their own. Once a block and all blocks
+    before it are complete, the next forward stores its keys and values, which are exact. With ``num_open_blocks: 1``
+    and ``prompt_is_block: false``, unshifted, it equals :class:`BlockDiffusion`.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
     the defaults. Deliberate differences: no block is opened after any committed end of sequence, not only after one in
@@ -71,7 +71,7 @@ class D2F(Decoder):
             ``False``: from position 0, prompt included, for models of :class:`~refusion_lit.objectives.BlockMasked`,
             which never saw masks in an earlier block.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them while it fills that one: what it writes there need not go with them.
+            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -96,7 +96,7 @@ class D2F(Decoder):
             require_at_least("num_open_blocks", self.num_open_blocks, 1)
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: block-causal attention, shifted predictions if ``shifted``."""
+        """Return block-causal attention, and shifted predictions if ``shifted``."""
         size = None if self.prompt_is_block else self.block_size
         needs = replace(self.requires, block_size=size, prompt_is_block=self.prompt_is_block)
         return replace(needs, predictions=("mask_shifted",)) if self.shifted else needs
@@ -108,7 +108,7 @@ class D2F(Decoder):
         return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block, shifted=self.shifted)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one; nothing of a prompt that is one block."""
+        """Return whole common blocks but the prompt's last one; 0 if the prompt is one block."""
         return 0 if self.prompt_is_block else shareable_blocks(prompt_length, num_common, self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
@@ -120,7 +120,7 @@ class D2F(Decoder):
         return PipelineState.blank(prompt, sampling, special_tokens, length, blocks=[range(start, start + size)])
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
-        """One forward over all open blocks; commits tokens in each of them."""
+        """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
         state.context_length = max(state.context_length, state.num_shared)
         first = state.first_open
@@ -137,7 +137,7 @@ class D2F(Decoder):
         state.finished = state.prefix_ends
 
     def _open(self, state: PipelineState) -> None:
-        """Open the next block with masks, and the given ones before it, as far as :meth:`_is_due` allows."""
+        """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""
         while self._is_due(state):
             start = state.blocks[-1].stop
             state.blocks.append(range(start, start + self.block_size))
@@ -145,10 +145,10 @@ class D2F(Decoder):
                 return
 
     def _is_due(self, state: PipelineState) -> bool:
-        """Whether the last block is known well enough to open the next one, and the response goes on."""
+        """Whether enough of the last block is known to open the next one, and the response continues after it."""
         num_open, last = len(state.blocks) - state.first_open, len(state.blocks) - 1
         if state.num_forwards == 0 and num_open > 0:
-            return False  # the first forward has one block with masks, whatever the threshold
+            return False  # the first forward has one block with masks for any threshold
         is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
         is_last = state.blocks[last].stop >= state.prompt_length + len(state.tokens)
         ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
@@ -159,7 +159,7 @@ class D2F(Decoder):
         shift, stop = int(self.shifted), state.blocks[-1].stop
         start = max(min(state.context_length, read[0] - shift), 0)
         first = state.blocks[0].start
-        origin = first % self.block_size  # of blocks, whose numbers go on to the left of the first one
+        origin = first % self.block_size  # blocks left of the first one have negative numbers
         order = [(p - origin) // self.block_size for p in range(start, stop)]
         if self.prompt_is_block:
             order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]

@@ -1,4 +1,4 @@
-"""Where drafting pays: the number of masks after each possible acceptance that costs least time per token."""
+"""Draft planning: chooses the number of masks after each possible acceptance to minimise the time per token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _MAX_IMPROVEMENTS = 50
 _LENGTH = 1000.0
-"""Forwards of a text, so that every one ends: a plan may have parts that lead nowhere else."""
+"""Assumed number of forwards of a text. A finite number, since a plan may have states that it never leaves."""
 
 Plan = tuple[tuple[int, ...], ...]
 
@@ -22,15 +22,15 @@ def draft_plan(cost: ForwardCost, acceptance: float, num_masks: int, mask_cost: 
     """Return how many masks to put after j accepted ones of d drafts, as ``plan[d][j]``.
 
     A forward feeds a token, d drafts to verify and the masks. It commits j + 1 tokens if exactly the first j drafts are
-    right, and the masks after j become the next drafts. Each draft is right with the same probability, whatever came
-    before. That is a Markov decision process whose state is d; policy iteration finds the plan of the lowest cost per
-    token.
+    right, and the masks after j become the next drafts. Each draft is assumed right with the same probability,
+    independently of the others. This is a Markov decision process with state d; policy iteration finds the plan with
+    the lowest cost per token.
 
     Args:
-        cost: Of forwards with masks, by their positions.
+        cost: Cost of forwards with masks as a function of their positions.
         acceptance: Probability that a draft is right, in [0, 1].
         num_masks: Maximum number of masks after one acceptance, at least 1.
-        mask_cost: What a forward without masks saves, in positions, at least 0.
+        mask_cost: Saving of a forward without masks in positions, at least 0.
 
     Returns:
         Rows of d + 1 numbers for d from 0 to ``num_masks``; all zero after d = 0 where drafts do not pay.
@@ -52,7 +52,7 @@ def draft_plan(cost: ForwardCost, acceptance: float, num_masks: int, mask_cost: 
 
 
 def _values(costs: np.ndarray, acceptance: float, plan: Plan) -> np.ndarray:
-    """Return what d drafts in hand cost more than none, under a plan."""
+    """Return the future cost of having d drafts relative to none, for each d, under a plan."""
     import numpy as np
 
     equations, spent, num_tokens = np.eye(len(plan)), np.zeros(len(plan)), np.zeros(len(plan))
@@ -70,10 +70,11 @@ def _values(costs: np.ndarray, acceptance: float, plan: Plan) -> np.ndarray:
 
 
 def _best_plan(costs: np.ndarray, acceptance: float, values: np.ndarray) -> Plan:
-    """Return the plan that is best if ``values`` are what its drafts cost later.
+    """Return the best plan if ``values`` are the future costs of its drafts (policy improvement).
 
-    A forward's cost depends on all its masks, so they are shared out by dynamic programming: ``least[total]`` is what
-    so many masks after the first acceptances cost later, ``chosen`` how many of them stand after the last of these.
+    A forward's cost depends on its total number of masks, so dynamic programming distributes them over the acceptances:
+    ``least[total]`` is the lowest future cost of ``total`` masks after the acceptances considered so far, and
+    ``chosen`` the number of masks after the last of these.
     """
     import numpy as np
 
@@ -92,7 +93,7 @@ def _best_plan(costs: np.ndarray, acceptance: float, values: np.ndarray) -> Plan
 
 
 def _shared_out(least: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least costs by total after one more acceptance, and the number of masks after it."""
+    """Add one more acceptance: return the lowest costs by total number of masks, and the masks after it for each."""
     import numpy as np
 
     options = np.full((len(values), len(least)), np.inf)

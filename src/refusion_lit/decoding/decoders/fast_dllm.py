@@ -1,4 +1,4 @@
-"""Fast-dLLM: faster LLaDA and Dream, by confidence thresholds and an approximate key/value cache.
+"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate key/value cache.
 
 Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
 accepts one token more when its scan reaches the last candidate.
@@ -26,8 +26,8 @@ class FastDLLMState(RowState):
     Attributes:
         block_start: First canvas place of the current block.
         round_in_block: Forwards made for the current block.
-        num_masks: Masks of the block before the first of them.
-        first_was_alone: Whether the first of them unmasked the block's first token only.
+        num_masks: Masks of the block before its first forward.
+        first_was_alone: Whether its first forward unmasked the block's first token only.
     """
 
     block_start: int = 0
@@ -38,23 +38,23 @@ class FastDLLMState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLM(Decoder):
-    """Unmasks every token of a block that is certain enough, block by block, on a bidirectional model.
+    """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
 
-    The caches are approximate: with bidirectional attention a token's keys and values depend on what follows it. A
+    The caches are approximate: with bidirectional attention a token's keys and values depend on the tokens after it. A
     forward over the whole canvas refreshes them at the start of each block.
 
     Attributes:
         block_length: Tokens per block; the last one may be shorter. ``None``: one block, as in Dream's version without
             a cache.
-        threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. Values
-            above 1 unmask one token per forward; 1 does not promise that, since rounding makes confidences of 1.
+        threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. A value
+            above 1 unmasks one token per forward. 1 may unmask more, since confidences may round to 1.
         factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
             of them; at least one.
         steps: Without threshold and factor: forwards over the whole response, shared equally by the blocks; a block
             needs no more than it has tokens. ``None``: one for each token. With a threshold (Dream's version without a
             cache): each step may unmask its equal share of the response and what earlier steps left over; from the last
             step on, everything that reaches the threshold.
-        order: What confidence is. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: its
+        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: its
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of that distribution, on Dream's time schedule within each block (Dream
             with a cache and any other ``alg``); needs ``threshold`` null.
@@ -105,7 +105,7 @@ class FastDLLM(Decoder):
                     "set threshold to null")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
+        """Return bidirectional attention, and shifted predictions if ``shifted``."""
         if self.shifted:
             return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
         return self.requires
@@ -150,7 +150,7 @@ class FastDLLM(Decoder):
         return self.shifted and self.cache != "none"
 
     def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
-        """One forward; unmasks the certain tokens of the block."""
+        """Run one forward and unmask the certain tokens of the block."""
         length = len(state.tokens)
         size = self.block_length or length
         while not any(state.is_masked[state.block_start : state.block_start + size]):
@@ -192,7 +192,7 @@ class FastDLLM(Decoder):
         )
 
     def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
-        """Return what this round computes: the whole canvas, the block and the rest, or only the block."""
+        """Return the branch of this round: the whole canvas, the block and all after it, or only the block."""
         read = [state.prompt_length + place - self.shifted for place in places]
         whole = canvas_branch(state, read, shift=int(self.shifted))
         if self.cache == "none" or state.round_in_block == 0:
@@ -225,7 +225,7 @@ class FastDLLM(Decoder):
         num_steps, done = self._num_steps(state, stop - state.block_start), int(state.first_was_alone)
         if self.order == "entropy":
             return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps, self.eps))]
-        # The first token, if it came alone, took one step outside the quota.
+        # If the first token was unmasked alone, its step is not part of the quota.
         num_steps = min(num_steps, state.num_masks)
         return ranked[: step_quota(state.num_masks - done, num_steps - done, state.round_in_block - done)]
 

@@ -1,4 +1,4 @@
-"""FirstHitting: Zarya's any-order sampler, whose groups of tokens are drawn before the first forward."""
+"""FirstHitting: Zarya's any-order sampler, which draws the groups of tokens before the first forward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class GroupState(RowState):
     """State of FirstHitting.
 
     Attributes:
-        groups: Places of the canvas that are decoded in one forward each, in this order.
-        num_done: Groups that are decoded.
-        context_length: Cache entries of clean tokens.
+        groups: Groups of canvas places; each group is decoded in one forward, in this order.
+        num_done: Number of decoded groups.
+        context_length: Number of cache entries of clean tokens.
     """
 
     groups: list[list[int]] = field(default_factory=list)
@@ -32,21 +32,22 @@ class GroupState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstHitting(Decoder):
-    """Decodes groups of tokens, each in one forward, and the rest one by one; their sizes depend on chance alone.
+    """Decodes groups of tokens, each in one forward, then the rest one by one; group sizes are drawn at random.
 
-    For causal models whose masks predict themselves. A group's tokens are predicted from their masks, and fed clean
-    before the next group's masks, so keys and values are exact. As in Zarya, the number of tokens that leave the mask
-    in a step follows the diffusion's time, as if each were hit by it (hence the name), whatever the model predicts.
+    For causal models whose masks predict themselves. A group's tokens are predicted from their masks. The next forward
+    feeds them clean before the next group's masks, so keys and values are exact. As in Zarya, the number of tokens
+    unmasked in a step follows the diffusion's time (each token is unmasked when that time first hits it, hence the
+    name) and does not depend on the model's predictions.
 
     Deliberate differences: the prompt keeps its order; masks are never drawn; places after an end of sequence are left
     out once everything before it is known; at temperature 0 the most probable token is taken, without noise.
 
     Attributes:
         num_steps: Steps of the diffusion phase, at most one group each; ``None``: a quarter of the masks.
-        diffusion_share: Share of the tokens decoded in groups (alpha_0, in expectation), in [0, 1]; the others follow
-            one a forward, in text order. With 1 whatever is left is one last group.
-        schedule: Sizes of the groups: ``binomial``, or ``even``, the larger ones first.
-        shuffled: Take the places in random order instead of text order.
+        diffusion_share: Expected share of the tokens decoded in groups (alpha_0), in [0, 1]; the others follow one per
+            forward, in text order. With 1, all remaining tokens form one last group.
+        schedule: Sizes of the groups: ``binomial`` (drawn), or ``even`` (as equal as possible, larger ones first).
+        shuffled: Decode the places in random order instead of text order.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))

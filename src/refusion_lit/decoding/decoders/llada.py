@@ -1,8 +1,8 @@
 """LLaDA and Dream: a fixed canvas of masks, unmasked step by step with bidirectional attention.
 
 Sources: LLaDA, arXiv 2502.09992 and its released sampler; Dream, arXiv 2508.15487 and its sampler. Deliberate
-differences: the state knows what is masked, token ids do not; mask and padding ids are never drawn; ties go to the
-lower position; quotas are counted for each row, never pooled over a batch.
+differences: the state, not the token ids, records which places are masked; mask and padding ids are never drawn; ties
+go to the lower position; quotas are counted for each row, never pooled over a batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ScheduledStep:
 
     Attributes:
         block: Places of the current block.
-        num_masks: Its masks before the first step.
-        num_steps: Its steps.
-        number: Number of this one among them, from 0.
+        num_masks: Number of masks of the block before its first step.
+        num_steps: Number of steps of the block.
+        number: Number of this step in the block, from 0.
     """
 
     block: range
@@ -74,9 +74,9 @@ class LLaDA(Decoder):
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
             confidences. Other ends of sequence, such as the end of a turn, may be drawn.
         eos_confidence_zero: With ``low_confidence``: any end of sequence may be drawn, but its confidence is 0 and the
-            others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). If it is left over, it is
-            unmasked all the same. The released option does so at temperature 0; above 0 it acts on the end of turn
-            only, which is not followed here.
+            others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). An end is still unmasked if
+            no other place is left. The released option does so at temperature 0. Above 0 the released option acts on
+            the end of turn only; this one acts on all ends.
         stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
@@ -129,7 +129,7 @@ class LLaDA(Decoder):
                     self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: bidirectional attention, and shifted predictions if ``shifted``."""
+        """Return bidirectional attention, and shifted predictions if ``shifted``."""
         if self.shifted:
             return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
         return self.requires
@@ -168,7 +168,7 @@ class LLaDA(Decoder):
         return state
 
     def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
-        """One forward over the whole canvas; unmasks the step's quota of tokens."""
+        """Run one forward over the whole canvas and unmask the step's quota of tokens."""
         places = [place for place in state.schedule[state.schedule_step].block if state.is_masked[place]]
         readings = yield Forward(
             phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
@@ -217,7 +217,7 @@ class LLaDA(Decoder):
         return most_certain(confidences, quota)
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
-        """Dream: unmask the share of the remaining masks that the time schedule asks for, all in the last step."""
+        """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
         share = time_share(state.schedule_step, state.schedule_length, self.eps)
         if self.order == "origin":
             chances = [share] * len(places)
@@ -270,7 +270,7 @@ def step_quota(num_masks: int, num_steps: int, step: int) -> int:
 
 
 def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
-    """Return the steps for so many masks at the pace of ``num_steps`` for ``block_length`` of them."""
+    """Return the number of steps for ``num_masks`` at the pace of ``num_steps`` steps for ``block_length`` masks."""
     return -(-num_masks * num_steps // block_length)
 
 

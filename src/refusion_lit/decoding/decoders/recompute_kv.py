@@ -12,9 +12,9 @@ from refusion_lit.decoding.requests import Branch, Steps
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeKV(ReFusion):
-    """ReFusion with a forward after each parallel infill that recomputes keys and values.
+    """ReFusion with an extra forward after each parallel infill that recomputes keys and values.
 
-    The recomputed ones have seen the slots filled beside them: the paper's ablation of key/value reuse.
+    In the recomputed keys and values, slots filled in parallel see each other: the paper's ablation of key/value reuse.
     """
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:

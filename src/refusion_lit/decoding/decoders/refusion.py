@@ -1,7 +1,7 @@
-"""ReFusion: plan all slots, take the certain ones, verify them together, fill the rejected ones in parallel.
+"""ReFusion: plans all slots, verifies the certain ones together, and fills the rejected ones in parallel.
 
-Source: arXiv 2512.13586, section 3. Deliberate differences from the released program: text before an EOS that is found
-during infill is not lost; any number of new tokens works; ids that cannot be part of a response are never drawn.
+Source: arXiv 2512.13586, section 3. Deliberate differences from the released program: if infill finds an EOS, the text
+before it is kept; any number of new tokens works; ids that cannot be part of a response are never drawn.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReFusion(Decoder):
-    """Slot-level parallel decoding with reuse of keys and values.
+    """ReFusion decoding: slot-level parallel decoding with reuse of keys and values.
 
     With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. ``None``: 2, or 1
-            if the response has a single slot. Holes before given tokens have as many blocks of their own, which come
-            first; their slots hold no given token, and the last slot of a hole may be shorter.
+        num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
+            ``None``: 2, or 1 if the response has a single slot. Holes before given tokens are cut into the same number
+            of blocks, which are decoded first. Their slots hold no given token; the last slot of a hole may be shorter.
         slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
         selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
             least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
-            ignore certainty; they measure what the order is worth.
-        k: Number of slots for all selections but ``threshold``; 1 by default for ``sequential`` and ``random``.
+            ignore certainty; they are baselines for the decoding order.
+        k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
+            ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
         fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
-            no forward to plan; if not, the masks were in vain. Exact: changes the number of forwards, never the text.
-            ``auto``: where that pays, by ``forward_cost`` and the share of this response's verifications so far that
-            accepted all.
+            no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
+            text. ``auto``: append them if that is expected to save time, by ``forward_cost`` and the share of this
+            response's verifications that accepted all drafts.
         infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: one row per slot, two
             forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
             ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
-            ``auto``: the same, as long as that takes at most ``forward_cost`` positions.
+            ``auto``: like ``single_forward`` while proposing ahead takes at most ``forward_cost`` positions.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
             the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
     """
@@ -122,7 +123,7 @@ class ReFusion(Decoder):
         return ReFusionState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
-        """One round: plan, verify together, and fill in parallel if not even the first slot survived."""
+        """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
         if not state.remaining:
             state.remaining = state.upcoming_block()
             state.next_block += 1
@@ -138,7 +139,7 @@ class ReFusion(Decoder):
         state.finished = not state.remaining and (is_last or state.prefix_ends)
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:
-        """Feed the masks of all remaining slots, the first time after the prompt and given tokens."""
+        """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
         is_first = state.context_length == 0
         known = state.known[state.num_shared :] if is_first else ()
         seen = state.num_shared if is_first else state.context_length
@@ -208,11 +209,11 @@ class ReFusion(Decoder):
         return passes
 
     def _pays(self, state: ReFusionState, num_tokens: int, upcoming: list[int]) -> bool:
-        """Return whether the next plan goes with a verification of so many tokens."""
+        """Return whether to append the masks of the next plan to a verification of ``num_tokens`` tokens."""
         if self.fused != "auto" or not upcoming:
             return bool(self.fused)
         cost, num_masks = self.cost_of_forwards(state), state.bounds(upcoming)[-1]
-        share = (state.num_passed + 1) / (state.num_verified + 2)  # half before anything is known
+        share = (state.num_passed + 1) / (state.num_verified + 2)  # 0.5 before the first verification
         return share * cost.of(num_masks) > cost.of(num_tokens + num_masks) - cost.of(num_tokens)
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:

@@ -1,4 +1,4 @@
-"""State of ReFusion: which slots remain, and what their context holds."""
+"""State of ReFusion: the remaining slots, the cached context and the current plan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from refusion_lit.decoding.requests import Compaction, Reading
 
 @dataclass(slots=True)
 class Plan:
-    """Masks of slots that were fed, and what was read from them.
+    """A plan: the masks of all remaining slots in a forward, and the reading of their drafts.
 
     Attributes:
-        slots: The slots in text order: all that remain of a serial block.
-        offset: Place of the first mask in its branch, the last one of the forward.
-        num_branches: Branches of the forward.
+        slots: The remaining slots of a serial block, in text order.
+        offset: Offset of the first mask in its branch, which is the last branch of the forward.
+        num_branches: Number of branches of the forward.
         reading: The reading of that branch.
     """
 
@@ -33,12 +33,12 @@ class ReFusionState(SlotState):
     Attributes:
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
-        keep: How the next forward compacts the cache.
-        num_plans: Plans read so far; keys their noise, independent of the forward that made them.
-        num_chosen: Slots chosen by the last plan; the next one is expected to choose about as many.
-        num_verified: Verifications so far.
-        num_passed: Those of them that accepted all drafts, or all up to an EOS.
-        planned: A plan made ahead by the last forward, if it turned out to be the next one.
+        keep: Pending compaction of the cache by the next forward.
+        num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
+        num_chosen: Number of slots chosen by the last plan, the estimate for the next plan.
+        num_verified: Number of verifications so far.
+        num_passed: Number of verifications that accepted all drafts, or all up to an EOS.
+        planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
     """
 
     remaining: list[int] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""Self-speculative decoding: masks draft, the model's own next-token predictions verify, the text stays the same.
+"""Self-speculative decoding: a model's masks draft tokens and its own next-token predictions verify them, losslessly.
 
 Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
-second view of a frozen model. Deliberate differences: masks stand after several possible acceptances of one forward,
-so that a round may be a single forward; with a temperature, drafts and verification share their noise, so that sampled
-text is the same token for token; rejection sampling, which keeps more drafts and the distribution alone, is an option.
+second view of a frozen model. Deliberate differences: a forward has masks after several possible acceptances, so that
+a round may be a single forward. With a temperature, drafts and verification share their noise, so that sampled text is
+the same token for token. Rejection sampling is an option: it accepts more drafts, but preserves only the distribution.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from refusion_lit.decoding.proposals import Proposal
 
 _ADAPTERS = 0.15
-"""Share of calling a drafter's adapters in the fixed cost of a forward with masks; see experiments/lossless."""
+"""Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
 
 _NUM_TRIALS = 16
-"""Drafts of a text that are tested even if they do not seem to pay."""
+"""Minimum number of drafts of a text that are tested, even if drafting does not seem to pay."""
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,8 @@ class SpeculativeState(RowState):
         num_cached: Tokens of prompt and response whose keys and values are cached.
         drafts: Drafts of the tokens after the committed ones.
         proposals: The drafts with their distributions, for rejection sampling.
-        num_tested: Drafts compared with the exact token so far.
-        num_accepted: Those that were equal.
+        num_tested: Number of drafts compared with the exact token so far.
+        num_accepted: Number of drafts equal to the exact token.
     """
 
     num_cached: int = 0
@@ -53,23 +53,23 @@ class SpeculativeState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpeculative(Decoder):
-    """Drafts tokens by masks, keeps those that the sequential decoder would have produced, and one more.
+    """Self-speculative decoder: a forward accepts drafts while they equal the sequential decoder's, and adds one token.
 
     On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is that of
     :class:`Autoregressive`. With ``slot_size`` it runs on hybrid models: the text is that of decoding slots left to
     right, a slot's first token read at its mask and each other token at the token before it.
 
-    A forward feeds the pending token and the drafts after it, and groups of masks that draft what follows if exactly so
-    many drafts are accepted. Equality holds in exact arithmetic: other shapes round differently, so that the most
-    probable token may differ where two are equally probable.
+    A forward feeds the pending token, the drafts after it, and groups of masks. Each group drafts the tokens that
+    follow if exactly a given number of drafts is accepted. The texts are equal in exact arithmetic. In floating point,
+    forwards of other shapes round differently, so the texts may differ where two tokens are almost equally probable.
 
     Attributes:
-        num_drafts: Maximum number of drafts verified by a forward; ``None``: as many as the drafter has masks, or
+        num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
             ``slot_size``.
-        slot_size: Tokens a slot, for hybrid models; ``None`` for models with a drafter.
+        slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``single_forward``: masks after every possible acceptance, so that each forward verifies and drafts.
-            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: as many masks after
-            each acceptance as cost least time per token, given the share of drafts accepted so far and
+            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: the number of masks
+            after each acceptance that minimises the time per token, given the share of drafts accepted so far and
             ``forward_cost``. Changes forwards, and the text only with ``coupling: rejection``.
         forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
             forwards of five lengths, once for a model on its device and the batch size at hand. A number makes counts
@@ -101,7 +101,7 @@ class SelfSpeculative(Decoder):
         require(self.coupling == "shared_noise" or is_fixed, "coupling", expected, self.coupling, fix)
 
     def requirements(self) -> ModelRequirements:
-        """Return what it needs: next-token predictions, or, with ``slot_size``, those of the hybrid objective."""
+        """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
         if self.slot_size is None:
             return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -116,7 +116,7 @@ class SelfSpeculative(Decoder):
         """Create a canvas of ``max_new_tokens``.
 
         Raises:
-            ValueError: If the model has no drafter, and no ``slot_size`` says that it is a hybrid one.
+            ValueError: If the model has no drafter and ``slot_size`` is not set.
         """
         has_masks = self.slot_size is not None or bool(special_tokens.draft_token_ids) or self.num_drafts == 0
         fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
@@ -124,15 +124,15 @@ class SelfSpeculative(Decoder):
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
     def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: its text is that of decoding from left to right."""
+        """Refuse given tokens: the text is that of decoding from left to right."""
         return "its text is that of decoding from left to right, which sees no text on the right of a token"
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all but the last token, whose logits are read."""
+        """Return all common tokens but the prompt's last one, whose logits are read."""
         return min(num_common, prompt_length - 1)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
-        """One forward: verify the drafts, commit those that are exact and the token after them, draft the next ones."""
+        """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
         start, place = state.prompt_length, state.num_committed
         state.num_cached = max(state.num_cached, state.num_shared)
         text = [*state.prompt.token_ids, *state.tokens[:place]]
@@ -179,7 +179,7 @@ class SelfSpeculative(Decoder):
         return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
 
     def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
-        """Return, by number of accepted drafts, the masks that draft what follows; each sees only its own case."""
+        """Return, by number of accepted drafts, the masks that draft the next tokens; they see no other drafts."""
         masks = state.special_tokens.draft_token_ids
         size = self.slot_size
         if size is not None:
@@ -224,7 +224,7 @@ class SelfSpeculative(Decoder):
         return min(most, wanted + extra) if wanted else 0
 
     def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[Reading]:
-        """Return the drafts after the accepted ones, if masks were there."""
+        """Return the next drafts, from the masks after the accepted ones; no drafts if there are no such masks."""
         offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
         length = len(groups[accepted].tokens) if accepted in groups else 0
         if length <= offset:

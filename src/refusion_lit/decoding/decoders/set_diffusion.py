@@ -1,4 +1,4 @@
-"""Set diffusion: a sliding window of masks that do not see each other, with every decoded token cached at once."""
+"""Set diffusion: decodes a sliding window of masks that do not see each other; decoded tokens are cached exactly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SetState(RowState):
     """State of set diffusion.
 
     Attributes:
-        num_cached: Cache entries: the prompt, given tokens, then response tokens in the order of decoding.
+        num_cached: Number of cache entries: the prompt, given tokens, then response tokens in the order of decoding.
         new: Places that the last forward decoded, from left to right; the next forward stores them. Before the first
-            one, the places of given tokens.
+            forward, the places of given tokens.
     """
 
     num_cached: int = 0
@@ -27,24 +27,24 @@ class SetState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class SetDiffusion(Decoder):
-    """Decodes a set of tokens a forward, chosen by confidence among the first masks of the text.
+    """Decodes a set of tokens per forward, chosen by confidence among the first masks of the text.
 
-    A forward feeds the tokens that the last one decoded, causally after the cache and in text order, and the masks
+    A forward feeds the tokens that the last forward decoded, causally after the cache and in text order, and the masks
     within ``window_size`` positions of the first mask. Each mask sees the cache, the new tokens and itself, but no
-    other mask. The new tokens stay in the cache: their keys and values are exact and final, since what is decoded later
-    does not change them. A forward commits the masks at least as probable as ``threshold`` and always the ``quota``
+    other mask. The new tokens stay in the cache: their keys and values are exact and final, since they do not depend on
+    tokens decoded later. A forward commits the masks at least as probable as ``threshold`` and always the ``quota``
     most probable ones; then the window moves to the first mask that is left.
 
     Source: SetDLM (arXiv 2607.01775) and its released program: ``predict_and_noise`` with the leftmost window.
     Deliberate differences: prompt and first window share a forward; the quota is given, not a number of steps; a
     probability is that of the unfiltered softmax, not after top-p; a response ends as soon as everything up to an end
-    of sequence is decoded, not every ``window_size`` forwards. Not here: orders drawn before decoding, and
+    of sequence is decoded, not every ``window_size`` forwards. Not implemented: orders drawn before decoding, and
     ``posterior`` sampling.
 
     Attributes:
-        window_size: Masks that are read at most, W (``max_window_size``), at least 1.
+        window_size: Maximum number of masks that are read, W (``max_window_size``), at least 1.
         threshold: Commit every mask whose token is at least this probable, in [0, 1]; ``None``: the quota alone.
-        quota: Tokens that a forward commits at least, at least 1 (response length / ``num_steps``).
+        quota: Minimum number of tokens that a forward commits, at least 1 (response length / ``num_steps``).
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("isolated_mask",))
@@ -73,7 +73,7 @@ class SetDiffusion(Decoder):
         return SetState.blank(prompt, sampling, special_tokens, new=new)
 
     def step(self, state: SetState) -> Steps[None]:  # type: ignore[override]
-        """One forward over the new tokens and the window's masks; commits some of them."""
+        """Run one forward over the new tokens and the window's masks, and commit some of the masks."""
         state.num_cached = max(state.num_cached, state.num_shared)
         first = state.is_masked.index(True)
         window = range(first, min(first + self.window_size, len(state.tokens)))

@@ -1,4 +1,4 @@
-"""Parallel infill: the rejected tails of chosen slots are proposed again by their masks and verified.
+"""Parallel infill: masks propose the rejected tails of chosen slots again, and verifications accept them.
 
 Every chosen slot is one branch of a forward: branches share the cached context and do not see each other. In the
 reference layout each branch is a row of the call, all of the same length, as in the released program. Packed branches
@@ -21,11 +21,11 @@ class OpenSlot:
 
     Attributes:
         start: Position of its first token.
-        index: Its place among the chosen slots; its cache entries lie there.
+        index: Its place among the chosen slots, which determines its cache region.
         tokens: Its tokens; those from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
         ends: Whether its accepted prefix ends with an EOS.
-        num_cached: First tokens whose cache entries are final; they are not fed again.
+        num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
     """
 
     start: int
@@ -41,7 +41,7 @@ class OpenSlot:
         return self.ends or self.num_accepted == len(self.tokens)
 
     def accept(self, scores: Sequence[float], threshold: float) -> None:
-        """Extend the accepted prefix: by one token in any case, then while proposals are probable enough.
+        """Extend the accepted prefix by one token, then while the probability of proposals is above the threshold.
 
         Args:
             scores: Probability of each proposal but the first.
@@ -54,7 +54,7 @@ class OpenSlot:
 
 @dataclass(slots=True)
 class SlotInfill:
-    """Slots being filled after a shared context.
+    """Parallel infill of slots after a shared context: state and branches.
 
     Attributes:
         state: The prompt's state: its special ids and sampling options.
@@ -108,10 +108,10 @@ class SlotInfill:
         )
 
     def close_round(self) -> None:
-        """Look for an EOS, drop the slots after it, and count what is cached for good."""
+        """Look for an EOS, drop the slots after it, and update the number of final cache entries."""
         self.drop_after_end()
-        # Rows feed the last common token again for its output. A complete slot delays no other slot. Tokens after an
-        # EOS are fed, but never kept.
+        # In the reference layout, rows feed the last common token again for its output. Complete slots do not limit the
+        # common prefix. Tokens after an EOS are fed, but their entries are never kept.
         common = min((slot.num_accepted for slot in self.slots if not slot.is_complete), default=None)
         for slot in self.slots:
             length = len(slot.tokens)
@@ -144,8 +144,8 @@ class SlotInfill:
 def infill_by_masks(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:
     """Fill slots round by round: masks propose tokens, then the proposals are verified.
 
-    A round is two forwards, or one if the verification before it has proposed ahead: after the proposals stands a group
-    of masks for every length that may be accepted, each seeing only its own prefix of the slot.
+    A round is two forwards, or one if the previous verification has proposed ahead. To propose ahead, a verification
+    also feeds a group of masks for every length that may be accepted; each group sees only its own prefix of the slot.
 
     Args:
         infill: Changed in place.
@@ -181,7 +181,7 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
 
 
 def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[bool]:
-    """Verify proposals; return whether the next ones are known already."""
+    """Verify proposals; return whether the same forward has proposed the next ones ahead."""
     fed = [slot for slot in infill.slots if not (infill.packed and slot.is_complete)]
     branches = []
     for slot in fed:

@@ -1,9 +1,9 @@
-"""SlotSearch: looks ahead for the order in which a response's slots are decoded best.
+"""SlotSearch: searches for the best decoding order of a response's slots by tree search or beam search.
 
-Source: McDiffuSE (arXiv 2602.12586), of which only secondary descriptions were at hand: slots are actions, filling is
-deterministic, confidence is prior and reward, rollouts look ahead. What these leave open is chosen here: a slot that
-was not visited yet has its parent's mean value, ties go to the higher prior and then to the left, and after each
-committed slot the search begins anew.
+Source: McDiffuSE (arXiv 2602.12586), after secondary descriptions, since the paper was not available: slots are
+actions, filling is deterministic, confidence is prior and reward, rollouts look ahead. Choices that these descriptions
+leave open: an unvisited slot has its parent's mean value; ties go to the higher prior and then to the left; the search
+restarts after each committed slot.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from refusion_lit.utils.require import require, require_at_least, require_choice
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch(Decoder):
-    """Slots one after the other, in the best order that a search finds; for ReFusion's models.
+    """Decodes slots one after the other in the best order found by a search; for ReFusion's models.
 
     A slot is filled from left to right: its first token is predicted by its mask, the others as next tokens. Slots that
-    the search tries and drops cost forwards, which count like all others. With ``temperature > 0`` first tokens are
+    the search tries and discards cost forwards, which count like all others. With ``temperature > 0`` first tokens are
     sampled.
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: The response is cut into this many blocks, decoded strictly left to right. Holes before given
-            tokens have as many blocks of their own, which come first, as in :class:`ReFusion`.
+        num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
+            Holes before given tokens are cut into the same number of blocks, which are decoded first, as in
+            :class:`ReFusion`.
         selection: ``tree_search`` commits one slot a step, the most visited one of ``num_simulations``. ``beam`` orders
             a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
             those with different slots first.
-        num_simulations: Simulations a committed slot; 1 without ``exploration`` is the order of certainty, without any
-            search.
+        num_simulations: Simulations per committed slot. 1 with ``exploration`` 0 decodes in the order of certainty,
+            without search.
         exploration: Weight of the prior against the value, c of PUCT; 0 or more.
         prior_temperature: Sharpens (below 1) or flattens the prior, the softmax of the first tokens'
             log-probabilities.
-        horizon: Slots that a simulation decodes, at least 1; those after the first one in the order of certainty.
+        horizon: Number of slots that a simulation decodes, at least 1; those after the first one follow in the order of
+            certainty.
         immediate_weight: Weight of the first slot's confidence in a simulation's value, lambda in [0, 1]; the rest is
             the mean confidence of the slots after it.
         confidence: Confidence of a decoded slot: that of its ``first`` token, or the ``mean`` or ``geometric`` mean.
         beam_size: Number of partial orders that are kept.
-        max_candidates: Slots that are tried after a node: the most certain ones, and for ``tree_search`` the leftmost.
+        max_candidates: Number of slots that are tried after a node: the most certain ones, and for ``tree_search`` also
+            the leftmost.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -114,7 +117,7 @@ class SlotSearch(Decoder):
         return max(visited, key=lambda child: (child.num_visits, child.mean_value, -child.slot))
 
     def _simulate(self, state: SearchState, root: Node) -> Steps[None]:
-        """Go down to a slot that was not visited yet, look ahead from there, and add the value to the whole path."""
+        """Run one simulation: select down to an unvisited slot, roll out from there, and back up the value."""
         node = root
         while node is root or (node.num_visits and node.remaining):
             yield from self._plan(state, [node])
@@ -197,7 +200,7 @@ class SlotSearch(Decoder):
             node.drafts = dict(zip(node.remaining, drafts, strict=True))
 
     def _child(self, state: SearchState, node: Node, slot: int) -> Steps[Node]:
-        """Return the node of a slot, filled if nobody has been there."""
+        """Return the child node of a slot; fill the slot on the first visit."""
         if slot not in node.children:
             yield from self._fill(state, [(node, slot)])
         return node.children[slot]
@@ -230,7 +233,7 @@ class SlotSearch(Decoder):
         return children
 
     def _is_complete(self, state: SearchState, child: Node) -> bool:
-        """Whether a slot is full, or has ended: then only slots before it may follow."""
+        """Whether a slot is full or has an end of sequence; after an end, only slots before it may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
             child.ends, child.remaining = True, [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)

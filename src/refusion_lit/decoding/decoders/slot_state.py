@@ -1,4 +1,4 @@
-"""The slots of a response: where they lie around given tokens, and in which serial block."""
+"""Slots of a response: their places around given tokens, and their serial blocks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SlotState(RowState):
         return [self.prompt_length + place for place in self.places(slots)]
 
     def bounds(self, slots: Sequence[int]) -> list[int]:
-        """Return where each of the slots begins if their tokens are joined, and where the last one ends."""
+        """Return the offsets at which the slots start if their tokens are concatenated, and the end of the last one."""
         return list(accumulate((len(self.slots[slot]) for slot in slots), initial=0))
 
     def upcoming_block(self) -> list[int]:

@@ -17,22 +17,22 @@ Confidence = Literal["first", "mean", "geometric"]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Text that is decoded after the nodes on its path: a slot, or at the root what the context does not hold yet.
+    """Node of the search tree: a slot decoded after those on its path; the root holds text that is not cached yet.
 
     Attributes:
         parent: The node before it; ``None`` at the root.
         slot: Its slot; -1 at the root.
-        positions: Of its tokens; of a slot also those that are not filled yet.
+        positions: Positions of its tokens, including those of a slot that are not filled yet.
         tokens: Its tokens.
         write_at: Cache index of its first token; the other tokens follow.
         remaining: Slots that may be decoded next, in text order.
-        probabilities: Of its tokens, when they were drawn.
+        probabilities: Probabilities of its tokens when they were drawn.
         ends: Whether its last token is an end of sequence.
-        num_fed: First tokens whose keys and values are stored.
+        num_fed: Number of leading tokens whose keys and values are stored.
         drafts: First token of each remaining slot and its probability, by slot; ``None`` before the plan.
         children: Decoded slots, by slot.
-        num_visits: Simulations that went through it.
-        value: Sum of their values.
+        num_visits: Number of simulations through this node.
+        value: Sum of the values of these simulations.
     """
 
     parent: Node | None
@@ -92,10 +92,10 @@ class SearchState(SlotState):
     """State of a search.
 
     Attributes:
-        root: What is decoded, with the slots of the current serial block that remain.
+        root: Root of the search tree: the committed text and the remaining slots of the current serial block.
         top: First free cache index after the context and the tree.
-        num_plans: Plans made so far; keys their noise.
-        keep: How the next forward compacts the cache.
+        num_plans: Number of plans made so far; keys their noise.
+        keep: Pending compaction of the cache by the next forward.
     """
 
     root: Node
@@ -112,7 +112,7 @@ class SearchState(SlotState):
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
         root = self.root
         root.remaining, root.drafts = self.upcoming_block(), None
-        if self.next_block == 0:  # what the engine has copied is not fed
+        if self.next_block == 0:  # the engine has copied the shared tokens: do not feed them
             root.write_at, self.top = self.num_shared, len(self.known)
             new = self.known[self.num_shared :]
             root.tokens, root.positions = [token for token, _ in new], [position for _, position in new]

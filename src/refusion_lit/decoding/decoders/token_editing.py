@@ -20,30 +20,30 @@ from refusion_lit.utils.require import require_at_least, require_probability
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(Decoder):
-    """Decodes block by block; each forward fills masks and replaces tokens of the block that the model disagrees with.
+    """Decodes block by block; each forward fills masks of the block and edits filled tokens the model disagrees with.
 
     A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
-    masks more probable than ``mask_threshold``, at least ``num_per_forward`` of them, and replaces visible tokens where
-    another one is more probable than ``edit_threshold``. Both follow from the same forward. Once a block has no masks,
-    forwards go on until one replaces nothing, at most ``max_post_forwards`` of them. Then the block is committed as a
-    whole and never changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt
+    masks more probable than ``mask_threshold``, at least ``num_per_forward`` of them. The same forward replaces visible
+    tokens where another token is more probable than ``edit_threshold``. Once a block has no masks, further forwards
+    edit it until one replaces nothing, at most ``max_post_forwards`` of them. Then the whole block is committed and
+    never changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt
     included; attention is block-causal, and the cache of complete blocks is exact.
 
     Source: LLaDA2.1 (arXiv 2602.08676) and the generation routine of its model card, whose thresholds are the defaults.
     Deliberate differences: the forward that caches a block is the first one of the next block, which saves one forward
-    a block; the mask token is never drawn; blocks that were committed are not edited again (the report's multi-block
-    editing).
+    a block; the mask token is never drawn; committed blocks are not edited again (the report's multi-block editing is
+    not implemented).
 
     Attributes:
         block_size: Tokens per block; must be the trained one.
         mask_threshold: Fill every mask whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another one that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        num_per_forward: Masks that a forward fills at least (``num_to_transfer``), at least 1.
-        max_post_forwards: Maximum number of forwards of a block without masks (``max_post_steps``), at least 1. Bounds
+        num_per_forward: Minimum number of masks that a forward fills (``num_to_transfer``), at least 1.
+        max_post_forwards: Maximum number of forwards of a block without masks (``max_post_steps``), at least 1. Stops
             edits that undo each other.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them while it fills that one: what it writes there need not go with them.
+            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -73,7 +73,7 @@ class TokenEditing(Decoder):
         return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole blocks that both prompts have, all but the prompt's last one, so that no forward is left out."""
+        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
         return shareable_blocks(prompt_length, num_common, self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:

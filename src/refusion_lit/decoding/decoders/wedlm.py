@@ -1,4 +1,4 @@
-"""WeDLM: a sliding window of masks on a causal model, filled in parallel and cached from the left."""
+"""WeDLM: fills a sliding window of masks in parallel on a causal model and caches filled tokens from the left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WindowState(RowState):
     """State of WeDLM.
 
     Attributes:
-        num_cached: Cache entries: the text from position 0 on, without gaps.
+        num_cached: Number of cache entries: the text from position 0 on, without gaps.
     """
 
     num_cached: int = 0
@@ -29,9 +29,9 @@ class WeDLM(Decoder):
 
     A forward feeds the window's filled tokens in text order and then its masks in text order, with their positions in
     the text. Causal attention over that sequence shows each mask all filled tokens and the masks to its left. A filled
-    token never changes. The filled tokens at the window's start come first, after nothing but cached text, so this
-    forward's keys and values of them are those of ordinary causal decoding: they stay in the cache, and the window
-    moves on. Other filled tokens are computed again in each forward.
+    token never changes. The run of filled tokens at the window's start follows cached text directly. Its keys and
+    values in this forward are therefore those of ordinary causal decoding: they stay in the cache, and the window moves
+    past them. Other filled tokens are computed again in each forward.
 
     Source: streaming parallel decoding of WeDLM (arXiv 2512.22737, algorithm 1) as in its released engine. Deliberate
     differences: the first forward computes the prompt and the first window, where the engine computes the prompt alone;
@@ -88,7 +88,7 @@ class WeDLM(Decoder):
         return WindowState.blank(prompt, sampling, special_tokens, length)
 
     def step(self, state: WindowState) -> Steps[None]:  # type: ignore[override]
-        """One forward over the window; fills masks, and keeps the keys and values of the leading tokens."""
+        """Run one forward over the window; fill masks and keep the keys and values of the leading tokens."""
         state.num_cached = max(state.num_cached, state.num_shared)
         start, first_mask = max(state.num_cached - state.prompt_length, 0), state.is_masked.index(True)
         is_refilled = self.look_ahead or first_mask >= start + self.window_size
@@ -103,7 +103,7 @@ class WeDLM(Decoder):
         state.finished = state.prefix_ends
 
     def _branch(self, state: WindowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
-        """Return what is left of the prompt, the window's filled tokens, then its masks."""
+        """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
         num_prompt = max(state.prompt_length - state.num_cached, 0)
         num_known = num_prompt + len(filled)
         return Branch(

@@ -1,1 +1,1 @@
-"""Decoders that an export carries along, for transformers' ``generate`` without this package."""
+"""Decoders that are saved with an exported model, for transformers' ``generate`` without this package."""

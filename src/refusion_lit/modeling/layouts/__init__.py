@@ -1,4 +1,4 @@
-"""Layouts in which published checkpoints are stored, one file a family."""
+"""Layouts of published checkpoints, one file per model family."""
 
 from __future__ import annotations
 

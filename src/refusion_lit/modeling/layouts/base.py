@@ -1,4 +1,4 @@
-"""What a published checkpoint layout declares: config names, weight names, traits, special tokens, default decoder."""
+"""Declaration of a published checkpoint layout: config and weight names, traits, special tokens, default decoder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NUMBER = "{}"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The way in which one family's checkpoints are stored, declared in values.
+    """Checkpoint layout of one model family, declared as values.
 
-    A family's architecture is one of transformers' own under other names, so that its checkpoints load without the
-    Python code that comes with them.
+    A family's architecture is one of transformers' own under other names, so its checkpoints load without the Python
+    code in their repositories.
 
     Attributes:
         name: Name in options (``--layout``) and messages.
@@ -37,12 +37,12 @@ class Layout:
         weight_names: Pairs of prefixes of weight names, transformers' and the family's; ``{}`` is a layer's number.
             Empty if all names are equal.
         attention: Attention pattern.
-        predictions: What the logits mean.
-        block_size: Tokens a block, for block-causal attention.
+        predictions: Meaning of the logits.
+        block_size: Tokens per block, for block-causal attention.
         block_size_option: Option of the config that overrides ``block_size``.
         mask_tokens: Texts of the mask token, for families whose config and tokenizer do not name it.
         end_tokens: Texts of further tokens that end a response.
-        slow_tokenizer: Class of transformers that reads the files of a tokenizer that comes as Python code.
+        slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
         decoder: Class and options of the decoder that the authors publish; a block size is filled in.
     """
 

@@ -1,4 +1,4 @@
-"""Weights of published checkpoints: read from the shards, renamed, checked against the architecture."""
+"""Loads the weights of published checkpoints: reads the shards, renames and checks against the architecture."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def load_published(
 ) -> PreTrainedModel:
     """Load a published checkpoint into transformers' class of the same architecture.
 
-    Tensors are mapped from the files and converted one by one, so that a checkpoint stored in ``dtype`` takes its own
-    size in memory, however many shards it has.
+    Tensors are memory-mapped from the files and converted one by one, so that a checkpoint stored in ``dtype`` takes
+    only its own size in memory.
 
     Args:
         layout: The checkpoint's layout.

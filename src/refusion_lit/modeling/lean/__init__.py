@@ -1,1 +1,1 @@
-"""The lean body: known architectures run with fewer operations a layer than the library needs."""
+"""The lean body: runs known architectures with fewer operations per layer than the library's forward."""

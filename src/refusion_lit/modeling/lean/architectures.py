@@ -1,4 +1,4 @@
-"""Which bodies :class:`~refusion_lit.modeling.lean.body.LeanBody` knows to the last detail."""
+"""Check that :class:`~refusion_lit.modeling.lean.body.LeanBody` supports a body in every detail."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
 _COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
 
 
-def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or whatever wraps one
-    """Say whether :class:`~refusion_lit.modeling.lean.body.LeanBody` computes what a body computes.
+def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wrapper of one
+    """Return whether :class:`~refusion_lit.modeling.lean.body.LeanBody` computes what a body computes.
 
     It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
     unpatched, with full attention by sdpa or flex attention, SiLU, rotary frequencies that do not depend on the batch,
@@ -50,7 +50,7 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or what
 
 
 def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether a module and all below it are of known classes, as they were made, with plain parameters."""
+    """Return whether a module and its submodules are unmodified, of known classes and with plain parameters."""
     if (
         type(module) not in classes
         or module._forward_hooks
@@ -68,7 +68,7 @@ def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device:
 
 
 def _is_usual(body: Any) -> bool:  # noqa: ANN401
-    """Say whether a body's options are those that :class:`~refusion_lit.modeling.lean.body.LeanBody` computes."""
+    """Return whether a body's options are those that :class:`~refusion_lit.modeling.lean.body.LeanBody` computes."""
     config = body.config
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or ()

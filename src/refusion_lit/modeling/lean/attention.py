@@ -1,7 +1,7 @@
-"""How a forward of the lean body attends: by flex attention, in one padded call, or on CPUs in several calls.
+"""Attention of the lean body: chooses flex attention, one padded call or, on CPUs, several calls.
 
-Everything but attention is computed for real tokens alone, laid end to end. Attention needs rows, which rarely have as
-many queries and keys as each other.
+All other operations run on real tokens only, concatenated without padding. Attention needs rows, which usually differ
+in their numbers of queries and keys.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
 
 _CALL = 1 << 17
-"""What a further call of attention costs a CPU thread, in multiply-adds of queries and keys that take as long.
+"""Cost of one more call of attention on a CPU thread, in multiply-adds of queries and keys that take the same time.
 
-Chosen by decoding with a small model on two threads and one: a call is about ten microseconds.
+Chosen by decoding with a small model on one and two threads: a call takes about ten microseconds.
 """
 
 _MIN_CALLS = 32
-"""With less work than so many calls in the padded batch, cutting it into calls costs about what they save."""
+"""If the padded batch has less work than this number of calls costs, cutting it into calls saves no time."""
 
 
 class PaddedAttention:
-    """One call for all rows, as long as the longest of them.
+    """Attention of all rows in one call, padded to the longest row.
 
     Args:
         rows: The batch.
-        attention: What its tokens see; ``None`` for causal attention over the tokens.
+        attention: Keys that its tokens see; ``None`` for causal attention over the tokens.
         cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
         like: A tensor of the states' type and device.
     """
@@ -51,7 +51,7 @@ class PaddedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         rows = self._rows
-        if self._cache is None or self._is_causal:  # tokens that see each other only need no entry of the cache
+        if self._cache is None or self._is_causal:  # tokens that see only each other read no entry of the cache
             if self._cache is not None:
                 self._cache.store(layer, key, value)
             key, value = (rows.padded(states).unflatten(0, (rows.shape[0], -1)) for states in (key, value))
@@ -65,7 +65,7 @@ class PaddedAttention:
 def _mask_of(
     attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], like: Tensor
 ) -> Tensor | None:
-    """Return a mask [row, 1, query, key] of numbers: given booleans, attention would make these in every layer."""
+    """Return an additive mask [row, 1, query, key]; attention would convert a boolean mask in every layer."""
     if isinstance(attention, Visibility):
         if attention.is_full:
             return None
@@ -81,7 +81,7 @@ def _whole_mask(
     attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, "batch 1 token key"]:
-    """Return what is added to scores, also where other kernels need no matrix."""
+    """Return the additive mask, also in cases in which other kernels need no matrix."""
     if isinstance(attention, Visibility):
         return attention.additive_mask().to(dtype)[:, None]
     num_rows, num_tokens = rows.shape
@@ -100,17 +100,17 @@ def attention_for(
     *,
     batch_invariant: bool = False,
 ) -> Attention:
-    """Choose how a forward attends.
+    """Choose the attention implementation of a forward.
 
     Args:
         rows: The batch.
-        attention: What tokens see of the cache's entries or, without cache, of each other; ``None`` for causal
-            attention over the tokens.
+        attention: Cache entries that tokens see or, without cache, tokens; ``None`` for causal attention over the
+            tokens.
         cache: Prepared for the forward.
         like: A tensor of the states' type and device.
-        width: Of the query heads' states, all heads together.
+        width: Size of the query states, all heads together.
         implementation: ``sdpa`` or ``flex_attention``.
-        batch_invariant: In calls of one shape, on CPUs.
+        batch_invariant: Run attention on CPUs in calls of one fixed shape.
     """
     if batch_invariant:
         return InvariantAttention(rows, _whole_mask(rows, attention, like.dtype), cache)

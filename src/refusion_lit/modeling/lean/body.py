@@ -1,9 +1,9 @@
-"""The body of known architectures without a library's bookkeeping: the same weights, far fewer operations a layer.
+"""Lean body: forward of known architectures with the model's own weights and far fewer operations per layer.
 
 Small models spend most of a forward in calls, not in arithmetic. :class:`LeanBody` runs Qwen2, Qwen3 and Llama bodies
-through their own parameters: no copy of a matrix, and no module's ``forward`` but the rotary embedding's. Everything
-that it does not know to the last detail is refused, and :class:`~refusion_lit.modeling.backbone.Backbone` then runs
-the library's forward. Results are equal up to rounding, not to the last bit.
+on their own parameters: it copies no matrix and calls no module's ``forward`` but the rotary embedding's. For bodies
+that it does not support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward.
+Results are equal up to rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from refusion_lit.modeling.lean.rows import Attention, Rows
 from refusion_lit.modeling.visibility import Visibility
 
 _MAX_TABLE = 1 << 14
-"""On CPUs, angles of so many positions are kept; elsewhere looking for the highest position would stop the device."""
+"""Number of positions whose angles are cached on CPUs; on accelerators, reading the highest position would block."""
 
 
 class _Norm:
-    """Root-mean-square normalisation over the last axis, in float32 whatever the type, as the library computes it."""
+    """Root-mean-square normalisation over the last axis, computed in float32 for every type, as in the library."""
 
     __slots__ = ("_by_hand", "_eps", "_floor", "_weight")
 
@@ -51,7 +51,7 @@ class _Norm:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
             root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
             return x.div(root).mul_(self._weight)
-        if x.dtype == torch.float64:  # step by step, so that nothing is rounded otherwise than in the library
+        if x.dtype == torch.float64:  # the library's operations one by one, so that all roundings are equal
             rounded = x.float()
             rounded = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + self._eps)
             return rounded.to(x.dtype).mul_(self._weight)
@@ -81,14 +81,14 @@ class _Layer:
 class LeanBody:
     """A body's forward over its own parameters, without gradients.
 
-    It holds what it found in the modules when it was made: make a new one after weights were replaced (changing them
-    in place is fine but for the norms', which are scaled beforehand) or modules wrapped.
+    It holds references to the modules' tensors at construction. Make a new one after replacing weights or wrapping
+    modules. In-place changes of weights are seen, except for those of norms, of which it holds scaled copies.
 
     Args:
         body: A body for which :func:`~refusion_lit.modeling.lean.architectures.is_known` holds.
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
-        packed: Keeps weights in the layout that is fastest on CPUs; ``None`` for none.
-        batch_invariant: Compute the same for a token whatever else is in the forward; on CPUs.
+        packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None`` for no copies.
+        batch_invariant: Make a token's results independent of the rest of the forward; on CPUs.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LeanBody:
         return found
 
     def copies(self) -> list[Tensor]:
-        """Return the tensors that were made of the modules' own."""
+        """Return the tensors that were derived from the modules' own ones."""
         norms = [self._norm]
         for layer in self._layers:
             norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
@@ -156,7 +156,7 @@ class LeanBody:
         Returns:
             Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
         """
-        # Padding takes part in attention alone: all else is computed for the tokens that are stored.
+        # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
@@ -168,12 +168,12 @@ class LeanBody:
     def run(
         self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
     ) -> Float[Tensor, "token hidden"]:
-        """Run the layers over tokens of all rows, laid end to end: one matrix product for all of them.
+        """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
 
         Args:
             ids: The tokens.
-            rotation: What :meth:`angles` gives for their positions.
-            attention: How they attend.
+            rotation: Result of :meth:`angles` for their positions.
+            attention: Attention of the forward.
         """
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)

@@ -1,8 +1,8 @@
 """The lean body's decode step, compiled for static shapes; on GPUs the steps become CUDA graphs.
 
-A decode step of a model that is small for its device is bound by kernel launches. Compiled, a forward is one launch,
-at the price of padding to a few shapes: rows, tokens a row, and keys to powers of two. Padding is computed like all
-else; its keys and values go to a dummy entry of the cache, so the result does not depend on it.
+A decode step of a model that is small for its device is bound by kernel launches. A compiled forward is a single
+launch. In return, forwards are padded to a few shapes: rows, tokens per row and keys are rounded up to powers of two.
+Padding is computed like real tokens; its keys and values go to a dummy entry of the cache, so it changes no result.
 
 The whole stack is one program instead of one program a layer: only then is a forward one launch. Compiling one shape
 took 3.4 s for 2 layers on a CPU, 7 s for 12 and 12 s for 28.
@@ -73,7 +73,7 @@ class CompiledBody:
 
     Attributes:
         lean: The uncompiled body.
-        shapes: The compiled shapes: rows, tokens a row, keys, and whatever else a program depends on.
+        shapes: The compiled shapes: rows, tokens per row, keys, and all other values that a program depends on.
     """
 
     def __init__(self, lean: LeanBody) -> None:
@@ -124,7 +124,7 @@ class CompiledBody:
         return hidden.unflatten(0, (-1, num_tokens))[:, :length].index_select(0, shape.places)
 
     def lend_storage(self, cache: StaticKVCache) -> None:
-        """Let a new cache reuse the storage of the last one, if that was released."""
+        """Let a new cache reuse the storage of the last cache, if that was released."""
         keys = self._stored[0]
         if keys and self._user is not None and self._user() is None:
             same_mode = keys[0].is_inference() == torch.is_inference_mode_enabled()
@@ -133,7 +133,7 @@ class CompiledBody:
                 self._user = ref(cache)
 
     def refresh(self, lean: LeanBody) -> bool:
-        """Take over the copies that another lean body made of the same modules; say whether that is possible."""
+        """Take over the copies that another lean body made of the same modules; return whether that is possible."""
         mine, others = self.lean.weights(), lean.weights()
         if len(mine) != len(others) or any(one is not other for one, other in zip(mine, others, strict=True)):
             return False

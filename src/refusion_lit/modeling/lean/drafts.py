@@ -1,4 +1,4 @@
-"""Draft masks in the lean body: tokens whose embeddings are learnt, and for which a drafter's adapters act."""
+"""Draft masks in the lean body: tokens with learnt embeddings, at which a drafter's adapters act."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refusion_lit.modeling.drafter import Drafter
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """Adapters of several linear layers with the same input: one product down, one up each."""
+    """Adapters of several linear layers with the same input: one shared down-projection, one up-projection each."""
 
     down: Float[Tensor, "input stacked_rank"]
     ups: tuple[Float[Tensor, "rank _"], ...]

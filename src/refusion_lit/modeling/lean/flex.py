@@ -1,6 +1,6 @@
-"""Flex attention over ragged rows: all their tokens are one row of queries, all that is stored is one row of keys.
+"""Flex attention over ragged rows: all tokens form one row of queries, the whole cache storage forms one row of keys.
 
-Nothing is padded and nothing gathered, and blocks of keys that no query of a block sees are skipped.
+There is no padding and no gathering of cache entries. Blocks of keys that no query of a block sees are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from refusion_lit.modeling.transfer import to_device
 from refusion_lit.modeling.visibility import Visibility
 
 _BLOCK = 128
-"""Queries and keys of a block, at most."""
+"""Maximum number of queries and of keys in a block."""
 
 
 class FlexAttention:
@@ -34,9 +34,9 @@ class FlexAttention:
 
     Args:
         rows: The batch.
-        visibility: What they see of the cache's entries or, without cache, of each other.
+        visibility: Cache entries that they see or, without cache, tokens.
         cache: Prepared for the forward.
-        device: Of the states.
+        device: Device of the states.
     """
 
     def __init__(self, rows: Rows, visibility: Visibility, cache: KVCache | None, device: torch.device) -> None:

@@ -1,9 +1,10 @@
-"""The same numbers for a token whatever else a forward computes: products and attention of fixed shapes.
+"""Batch invariance: products and attention of fixed shapes make a token's results independent of the rest of a forward.
 
-Libraries choose how to add up a sum by the shape of a product, so a token's states differ in their last bits between a
-forward of one token and one of eight, or between a row alone and in a batch. In low precision that changes texts. Here
-every product has 8 rows and attention has 8 queries and a multiple of 512 keys, the rest of them padding; that is how
-torch's kernel cuts longer ones. Nothing then depends on the number of tokens, rows or entries.
+Libraries choose the order of summation by the shape of a product. A token's states therefore differ in their last bits
+between a forward of one token and one of eight, or between a row alone and in a batch. In low precision that changes
+texts. Here every product has 8 rows, and attention has 8 queries and a multiple of 512 keys, padded where necessary.
+512 is the number of keys that torch's kernel processes at a time. So no result depends on the number of tokens, rows or
+entries.
 """
 
 from __future__ import annotations

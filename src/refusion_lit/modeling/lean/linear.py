@@ -1,7 +1,7 @@
-"""Linear layers of the lean body: on CPUs, several tokens at once should cost hardly more than one.
+"""Linear layers of the lean body, with packed weights that make products of a few tokens fast on CPUs.
 
-A decode step multiplies a few tokens with every weight. The usual product is made for many rows or for one; oneDNN's,
-with weights laid out for it beforehand, takes down to half the time for those in between, and no longer for others
+A decode step multiplies a few tokens with every weight. The usual product is optimised for one row or for many.
+oneDNN's product with packed weights takes down to half the time for numbers in between, and the same time for others
 (``benchmarks/linear.py``).
 """
 
@@ -26,7 +26,7 @@ _MOST_BYTES = 4 << 30
 
 
 class PackedWeights:
-    """Copies of weights in oneDNN's layout, made when they are first needed, again if a weight was changed since.
+    """Copies of weights in oneDNN's layout, made on first use and renewed after a weight has changed.
 
     They take as much memory as the weights, 4 GiB at most. A change that goes around torch's count of changes (by
     ``Tensor.data``, or by a fused optimizer) is not seen: ``Backbone.forward`` drops all copies when it runs for
@@ -77,8 +77,8 @@ class Linear:
     Args:
         weight: W.
         bias: b.
-        packed: Where packed copies are kept; ``None`` for none.
-        batch_invariant: Multiply a fixed number of tokens at a time, so that none depends on the others.
+        packed: Store of packed copies; ``None`` for no copies.
+        batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
     __slots__ = ("_batch_invariant", "_copy", "_packed", "bias", "weight")

@@ -1,4 +1,4 @@
-"""What the lean body's ways to attend share: the batch's layout, and attention over padded rows."""
+"""Shared code of the lean body's attention implementations: the batch's layout, and attention over padded rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the tokens that are no padding stand in a padded batch.
+    """Places of the real tokens (all but padding) in a padded batch.
 
     Attributes:
         shape: Of the batch.
@@ -40,7 +40,7 @@ class Rows:
     real: Tensor | None
 
     def padded(self, states: Tensor) -> Tensor:
-        """Put states of the real tokens where they stand among all [tokens of all rows, ...]; zeros elsewhere."""
+        """Scatter states of the real tokens to their places [tokens of all rows, ...]; zeros at padding."""
         if self.real is None:
             return states
         return states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
@@ -56,7 +56,7 @@ def additive_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _MOST_SHARING = 32
-"""On CPUs so many bfloat16 queries of heads that share keys are faster as one head's (benchmarks/shared_heads.py)."""
+"""On CPUs, up to this many bfloat16 queries of heads that share keys run faster as one head (shared_heads.py)."""
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:

@@ -1,8 +1,8 @@
-"""Attention in several calls, each as large as it must be and with a mask only where a kernel has no name for it.
+"""Attention in several calls on CPUs, each of the smallest possible size, and with a mask only where it needs one.
 
 A prompt is one causal call. Tokens that all see the same keys are one call without a mask. A branch after a context is
-cut into chunks of queries whose masks are views of one small matrix. Everything else, and whatever is too small for a
-call of its own, is padded into groups of rows of about the same size. For CPUs, where a call costs little.
+cut into chunks of queries whose masks are views of one small matrix. All other spans, and spans too small for a call of
+their own, are padded in groups of rows of similar size. This pays on CPUs, where a call costs little.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from refusion_lit.modeling.lean.rows import Rows, additive_of, attend_rows
 from refusion_lit.modeling.visibility import Span, Visibility
 
 _ALONE = 8
-"""A span gets calls of its own if it takes as long as so many calls cost."""
+"""A span gets calls of its own if its work takes at least as long as this number of calls costs."""
 
 _CHUNK = 64
-"""Queries of a chunk, at most; its mask has as many rows."""
+"""Maximum number of queries in a chunk, which is the number of rows of its mask."""
 
 _MANY = 256
-"""So many queries read a head's keys faster side by side; for fewer, copying them there costs more than it saves."""
+"""From this number of queries on, copying a head's keys to contiguous memory pays; for fewer it costs more time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class _Segment:
     Attributes:
         stored_rows: Their storage rows; a slice where they follow one another.
         keys: Stored entries that some of them see.
-        num_queries: Of the longest row.
-        tokens: The token at each place of the rows laid end to end, any token at padding; a slice where there is none.
-        mask: What is added to scores; ``None`` for none.
+        num_queries: Number of queries of the longest row.
+        tokens: The token at each place of the concatenated rows, any token at padding; a slice if there is no padding.
+        mask: Additive mask; ``None`` for no mask.
         is_causal: Whether the i-th query sees the first i keys.
     """
 
@@ -64,7 +64,7 @@ class SegmentedAttention:
 
     Args:
         segments: The calls.
-        places: Place of every token in their outputs laid end to end; ``None`` if these are the tokens in order.
+        places: Place of every token in their concatenated outputs; ``None`` if these are the tokens in order.
         rows: The batch.
         cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
     """
