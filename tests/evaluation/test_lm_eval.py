@@ -272,8 +272,8 @@ def test_what_cannot_be_decoded_is_refused_before_anything_is(
     adapter.decoder = ReFusion(slot_size=4, num_serial_blocks=2)
     with pytest.raises(ValueError, match="num_serial_blocks: expected at most 1 "):
         evaluate(adapter, [_sums(data), _sums(data, "short", max_gen_toks=3)])
-    with pytest.raises(ValueError, match=r"prompt sums/0#0: expected at most .* got 12; shorten it"):
-        evaluate(adapter, [_sums(data, max_gen_toks=adapter.model.backbone.config.max_position_embeddings)])
+    with pytest.raises(ValueError, match=r"prompt sums/0#0: expected at most 1 tokens .* got 12; shorten it"):
+        evaluate(adapter, [_sums(data, max_gen_toks=adapter.model.backbone.config.max_position_embeddings - 1)])
     with pytest.raises(ValueError, match="unsafe"):  # the harness would run programs without a sandbox
         evaluate(adapter, [{**_sums(data), "unsafe_code": True}])
     assert adapter.throughput() == {}

@@ -213,7 +213,7 @@ def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() ->
 )
 def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], slot_size: int | None) -> None:
     # With a vocabulary of few tokens and three places, all outcomes can be counted.
-    number = 4000
+    number = 2000
     model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
     found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
     sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)
@@ -260,7 +260,7 @@ def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forward
     for coupling in ("shared_noise", "rejection"):
         watcher, model = LastState(), HashModel(11, end_bias=-60.0, traits=NEXT)
         decoder = SelfSpeculative(layout="two_forwards", coupling=coupling)  # type: ignore[arg-type]
-        rows = decode(model, decoder, found, sampling, callbacks=[watcher]).rows
+        rows = decode(model, decoder, found, sampling, callbacks=[watcher], max_batch_size=100).rows
         states = [state for state in watcher.states.values() if isinstance(state, SpeculativeState)]
         shares.append(sum(state.num_accepted for state in states) / sum(state.num_tested for state in states))
         num_forwards.append(sum(row.num_forwards for row in rows))
