@@ -99,9 +99,10 @@ def main(
         "repeats": repeats, "threads": threads, "lengths": lengths, "prompt_length": prompt_length, "model": SMALL,
         "tokens_a_serial_block": BLOCK,
     }  # fmt: skip
-    plot(costs, Path(output).with_suffix(".png") if output else RESULTS / "growth.png")
     seconds = time.perf_counter() - started
     write("growth", config, {"aims": aims, "cases": cases}, output=output, seconds=seconds, seed=0)
+    # After the JSON, which says whether the checkout was clean.
+    plot(costs, Path(output).with_suffix(".png") if output else RESULTS / "growth.png")
 
 
 if __name__ == "__main__":
