@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import refusion_lit
 from refusion_lit import TextModel
-from refusion_lit.decoding import ReFusion
+from refusion_lit.decoding import GenerationCallback, ReFusion
 from refusion_lit.types import Prompt, SamplingParams
 
 MODEL = Path(__file__).parent / "goldens" / "models" / "additions-clean"
@@ -60,3 +61,49 @@ def test_the_options_that_the_message_lists_are_taken(model: TextModel) -> None:
     }  # fmt: skip
     assert set(listed) == set(values)
     assert model.generate([QUERY], **values)[0].text == "12+34=46;56+78=134;"
+
+
+def test_queries_may_come_from_an_iterator(model: TextModel) -> None:
+    [row] = model.generate((query for query in [QUERY]), max_new_tokens=8)
+    assert row.text == model.generate([QUERY], max_new_tokens=8)[0].text
+
+
+def test_trace_takes_a_length_limit(model: TextModel) -> None:
+    assert model.trace(QUERY, max_new_tokens=8)[0].num_tokens == 8
+
+
+def test_torch_types_are_taken(model: TextModel) -> None:
+    assert refusion_lit.load(MODEL, dtype=torch.bfloat16).backbone.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"^dtype: expected one of float32, .*, got 'float8'"):
+        refusion_lit.load(MODEL, dtype="float8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": {"max_new_tokens": 8}}, "sampling: expected an instance of SamplingParams"),
+        ({"callbacks": [print]}, "callbacks: expected a list of instances of GenerationCallback"),
+        ({"callbacks": GenerationCallback()}, "callbacks: expected a list of instances of GenerationCallback"),
+        ({"decoder": ReFusion}, "decoder: expected an instance of a decoder class"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(model: TextModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        model.generate_ids([model.encode(QUERY)], **options)
+
+
+@pytest.mark.parametrize("queries", [QUERY, None, [3]])
+def test_queries_that_are_no_list_of_texts_are_refused(model: TextModel, queries: Any) -> None:
+    with pytest.raises(ValueError, match=r"^queries: expected a list of texts"):
+        model.generate(queries)
+
+
+def test_a_source_that_is_no_path_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^source: expected a checkpoint, a directory or a hub id, got None"):
+        refusion_lit.load(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", ["a", None, 1.5, True])
+def test_a_seed_is_an_integer(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"^seed: expected an integer, got"):
+        SamplingParams(seed=seed)

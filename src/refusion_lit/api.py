@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt, prompt_of
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, SelfSpeculative, decode, default_decoder
+from refusion_lit.decoding.checks import check_arguments, check_options
 from refusion_lit.decoding.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -22,37 +22,9 @@ from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_choice
 
-_DECODE_OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(decode).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_batch_size", "detokenize")
-)
-_PROMPT_OPTIONS = ("sampling", "ids", "templates")
-
-
-def _check_options(
-    method: str,
-    given: Iterable[str],
-    own: Sequence[str] = ("decoder", "max_new_tokens", *_PROMPT_OPTIONS),
-) -> None:
-    """Refuse unknown keyword arguments of a method that passes them on to ``decode``.
-
-    Args:
-        method: Its name.
-        given: Names of the arguments.
-        own: Options of the method besides those of ``decode``.
-
-    Raises:
-        TypeError: Naming the options that there are.
-    """
-    options = [*own, "batch_size", *_DECODE_OPTIONS]
-    for name in given:
-        if name not in options:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
-            raise TypeError(f"{method}: unknown option {name}; expected one of {', '.join(options)}{hint}.")
+_PROMPT_OPTIONS = ("decoder", "max_new_tokens", "sampling", "ids", "templates")
 
 
 class TextModel:
@@ -141,9 +113,8 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
-        _check_options("decode", options, ())
-        fix = "create one, as in decoder=ReFusion()"
-        require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
+        check_options("decode", options, ())
+        check_arguments(decoder, sampling, options.get("callbacks", ()))
         was_training = self.backbone.training
         self.backbone.eval()
         try:
@@ -184,7 +155,8 @@ class TextModel:
         query: str,
         *,
         decoder: Decoder | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - immutable
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
         token_ids: Sequence[int] | None = None,
         prompt_id: str = "0",
         **options: Any,  # noqa: ANN401 - options of decode
@@ -194,6 +166,7 @@ class TextModel:
         Args:
             query: The text.
             decoder: The strategy; by default :attr:`default_decoder`, fitted to the length limit.
+            max_new_tokens: Maximum number of tokens of the response; ignored if ``sampling`` is given.
             sampling: Length limit, sampling options and stop strings.
             token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
             prompt_id: Keys the sampling noise.
@@ -202,7 +175,10 @@ class TextModel:
         Raises:
             ValueError: As for :meth:`decode`.
         """
+        check_options("trace", options, ("decoder", "max_new_tokens", "sampling", "token_ids", "prompt_id"))
+        require(isinstance(query, str), "query", "a text", query, "trace one text at a time")
         ids = tuple(self.encode(query) if token_ids is None else token_ids)
+        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         decoder = decoder or self.default_decoder.fitted(sampling)
         row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
         name, slot_size = type(decoder).__name__, getattr(decoder, "slot_size", None) or 1
@@ -231,9 +207,10 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: As for :meth:`decode`.
         """
-        holds = not isinstance(queries, str) and all(isinstance(query, str) for query in queries)
+        queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
+        holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
         require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
-        _check_options("generate", options)
+        check_options("generate", options, _PROMPT_OPTIONS)
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
@@ -257,7 +234,7 @@ class TextModel:
             ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
                 :meth:`decode`.
         """
-        _check_options("infill", options, ("decoder", "max_new_tokens", "sampling", "ids"))
+        check_options("infill", options, _PROMPT_OPTIONS[:-1])
         return self.generate(queries, templates=templates, **options)
 
     def generate_ids(
@@ -277,7 +254,7 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
         """
-        _check_options("generate_ids", options, ("decoder", "max_new_tokens", *_PROMPT_OPTIONS))
+        check_options("generate_ids", options, _PROMPT_OPTIONS)
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
@@ -309,7 +286,7 @@ class TextModel:
 def load(
     source: str | Path,
     *,
-    dtype: DType | None = None,
+    dtype: DType | torch.dtype | None = None,
     device: str | torch.device | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -333,6 +310,11 @@ def load(
     Raises:
         ValueError: If it cannot be loaded.
     """
+    fix = "give a path or a hub id"
+    require(isinstance(source, str | Path), "source", "a checkpoint, a directory or a hub id", source, fix)
+    if dtype is not None:
+        dtype = cast("DType", str(dtype).removeprefix("torch."))
+        require_choice("dtype", dtype, get_args(DType))
     backbone, tokenizer, template = load_model(
         source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides, draft=draft
     )

@@ -250,6 +250,7 @@ class SamplingParams:
         require_number("top_p", self.top_p, "(0, 1]", "use 1 to keep every token")
         holds = self.top_k is None or (is_number(self.top_k, Integral) and self.top_k >= 1)
         require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
+        require(is_number(self.seed, Integral), "seed", "an integer", self.seed, "use 0, say")
         holds = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         require_at_least("entropy_window", self.entropy_window, 2)

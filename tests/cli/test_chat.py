@@ -40,10 +40,10 @@ def make_chat(template: str | None, *args: str) -> Chat:
 def test_questions_are_answered_in_turn_with_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = tmp_path / "t.json"
-    lines = (
-        f"12+34,56+78>\n\n/trace {trace}\n/trace {tmp_path / 't.html'}\n/nonsense\nzz\n/trace x.txt\n34+12>\n/quit\n9"
-    )
+    trace, notes = tmp_path / "t.json", tmp_path / "notes.json"
+    notes.write_text("{}")
+    traces = f"/trace {notes}\n/trace {trace}\n/trace {tmp_path / 't.html'}"
+    lines = f"12+34,56+78>\n\n{traces}\n/nonsense\nzz\n/trace x.txt\n34+12>\n/quit\n9"
     assert talk(lines, [f"--ckpt_path={MODEL}"], monkeypatch) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("12+34=46;56+78=134;\norder: [")
@@ -52,6 +52,17 @@ def test_questions_are_answered_in_turn_with_their_order(
         assert message in shown.err
     assert read_trace(trace).response == "12+34=46;56+78=134;"
     assert (tmp_path / "t.html").is_file()
+    assert "/trace: expected a new file, or one with a trace" in shown.err
+    assert notes.read_text() == "{}"
+
+
+def test_a_response_as_long_as_the_context_is_refused_before_the_first_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk("12+34>\n", [f"--ckpt_path={MODEL}", "--max_new_tokens=512"], monkeypatch) == 2
+    shown = capsys.readouterr()
+    assert "max_new_tokens: expected less than the model's context of 512 tokens, got 512; lower it" in shown.err
+    assert not shown.out
 
 
 def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,8 +242,13 @@ def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, d
         refusion_lit.load(base, draft=path)
 
 
-def test_a_whole_export_is_the_model_alone(checkpoint: str, base: Path, tmp_path: Path) -> None:
+def test_a_whole_export_is_the_model_alone(
+    checkpoint: str, base: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    assert "the drafter is not in it: write it to another directory with --adapter_only" in capsys.readouterr().err
+    assert main(["generate", f"--ckpt_path={draft}", "--prompt=1"]) == 2
+    assert f"got '{draft}, which is a drafter'; give it with --draft" in capsys.readouterr().err
     weights = load_file(tmp_path / "model" / "model.safetensors")
     original = load_file(base / "model.safetensors")
     assert weights.keys() == original.keys()

@@ -260,3 +260,14 @@ def test_a_directory_of_adapters_is_no_model(
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={output}", "--adapter_only=true"]) == 0
     assert main(["generate", f"--ckpt_path={output}", "--prompt=12+34>"]) == 2
     assert "backbone.source: expected a model, got adapters alone" in capsys.readouterr().err
+
+
+def test_a_layer_that_the_model_lacks_is_refused_with_those_it_has(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = write_config(tmp_path / "fit.yaml", base, lora={"target_modules": ["q_pro"]})
+    assert main(["fit", *options, f"--runs_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "backbone.lora.target_modules: expected all-linear, or some of " in error
+    assert "o_proj, q_proj, " in error
+    assert "got ['q_pro']; correct the names." in error

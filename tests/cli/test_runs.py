@@ -166,6 +166,32 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     assert (own / "config.yaml").is_file()
 
 
+def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "quickstart" / "version_0"
+    test = ["test", "--config", str(run / "config.yaml"), f"--runs_dir={runs}", "--data.task.num_test=2"]
+    test.append(f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}")
+    for _ in range(2):  # each in a directory of its own, though the training named its own
+        assert main(test) == 0
+    first = runs / "quickstart" / "version_1"
+    assert (first.with_name("version_2") / "results.json").is_file()
+    assert not (run / "results.json").exists()
+    predictions = (first / "predictions_refusion.jsonl").read_text()
+    assert main([*test, "--run_version=version_1", "--data.task.num_test=3"]) == 2
+    error = capsys.readouterr().err
+    assert f"run_version: expected a new run, got '{first}, which holds predictions'; add --resume" in error
+    assert (first / "predictions_refusion.jsonl").read_text() == predictions
+
+
+def test_a_named_trainings_config_leads_a_test_to_a_directory_of_its_own(tmp_path: Path) -> None:
+    assert fit(tmp_path, "--run_version=first") == 0
+    run = tmp_path / "quickstart" / "first"
+    environment = (run / "environment.json").read_text()
+    test = ["test", "--config", str(run / "config.yaml"), "--data.task.num_test=2"]
+    assert main([*test, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]) == 0
+    assert (tmp_path / "quickstart" / "version_0" / "results.json").is_file()
+    assert (run / "environment.json").read_text() == environment
+
+
 def test_a_run_that_fails_keeps_its_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(tmp_path, "--model.optimizer=SGD", "--model.optimizer.lr=1e30", "--model.schedule.warmup_steps=0") == 2
     assert "expected a finite loss and gradient" in capsys.readouterr().err

@@ -99,7 +99,9 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
     wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
+    wrong["k"] = [*gsm8k, "--k=[1,5]"]
     messages = {
+        "k": "k: expected a task that is scored by running code, got 'Gsm8k'; leave k out",
         "folder": "output: expected a file in a directory that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1' 2 times in",
         "unknown": "1 of 1 ids",

@@ -62,6 +62,10 @@ def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.Ca
     assert "no_such_strategy" in bad["error"]
     assert main(arguments) == 2
     assert "add --resume" in capsys.readouterr().err
+    changed = _write(tmp_path, subcommands=["test"], entries=[{"trainer.strategy": "no_such_strategy"}])
+    assert main(["sweep", "--config", changed, "--directory", str(tmp_path / "out"), "--resume"]) == 1
+    assert "2 points of other options stay in" in " ".join(capsys.readouterr().err.split())
+    assert (folder / "test" / "results.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,11 @@ def test_fit_then_test_with_a_point_that_fails(tmp_path: Path, capsys: pytest.Ca
         ({"data.batch_size": [8, "many"]}, "data.batch_size=many"),
         ({"model.decoders.refusion.slot_size": [4, 0]}, "slot_size=0"),
         ({"model.sampling.max_new_tokens": [0]}, "max_new_tokens=0"),
+        (
+            {"model.decoders.refusion.slot_threshold": [1.5]},
+            "slot_threshold=1.5: slot_threshold: expected a probability",
+        ),
+        ({"model.decoders.refusion.num_serial_blocks": [99]}, "num_serial_blocks: expected at most "),
         ({"trainer.logger": [False]}, "trainer.logger: expected none"),
     ],
 )

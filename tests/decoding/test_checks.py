@@ -57,6 +57,21 @@ def test_models_trained_otherwise_are_refused_or_marked(traits: ModelTraits, rea
     assert output.rows[0].num_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("traits", "hint"),
+    [
+        (ModelTraits(attention="bidirectional", predictions=("mask",)), "LLaDA fits. Set"),
+        (ModelTraits(predictions=("next_token",)), "Autoregressive fits. Set"),
+        (ModelTraits(predictions=("mask",)), "WeDLM fits. Set"),
+        (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "BlockDiffusion fits. Set"),
+        (ModelTraits(predictions=()), "trained for none. Set"),
+    ],
+)
+def test_a_decoder_that_fits_is_named(traits: ModelTraits, hint: str) -> None:
+    with pytest.raises(ModelMismatchError, match=hint):
+        decode(HashModel(traits=traits), ReFusion(), prompts_of(2), SamplingParams(max_new_tokens=16))
+
+
 @pytest.mark.parametrize("traits", [HYBRID, ModelTraits(predictions=("mask", "next_token")), ModelTraits()])
 def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
     assert decode(HashModel(traits=traits), ReFusion(), prompts_of(2), SamplingParams()).mismatches == []

@@ -50,6 +50,8 @@ def check_model_source(source: str | Path, option: str = "ckpt_path") -> None:
     """
     expected, path = "a checkpoint, a Hugging Face directory or a hub id", Path(source)
     require(str(source) != "", option, expected, source, "give one")
+    fix = "give it with --draft, and its model as ckpt_path"
+    require(not (path / "drafter.json").is_file(), option, expected, f"{source}, which is a drafter", fix)
     if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():
         newest = newest_checkpoint([path])
         require(newest is None, option, expected, str(source), f"give one of its checkpoints, such as {newest}")

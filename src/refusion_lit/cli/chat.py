@@ -14,11 +14,12 @@ from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
 from refusion_lit.decoding import GenerationCallback, RowState
-from refusion_lit.traces import Trace, page, write_trace
+from refusion_lit.traces import Trace, check_replaceable, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
@@ -57,6 +58,10 @@ def run(args: list[str]) -> int:
         raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
     sampling_of(options)
     model = load_model_of(options)
+    context = model.model_for(options.decoder).max_positions
+    fits = context is None or options.max_new_tokens < context
+    expected = f"less than the model's context of {context} tokens"
+    require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
     chat = Chat(model, options, Console())
     chat.check()
     if not model.tokenizer.chat_template:
@@ -204,6 +209,7 @@ class Chat:
         path = Path(name)
         if path.suffix not in (".html", ".json"):
             raise ValueError(f"/trace: expected a file that ends in .html or .json, got {visible(name)!r}; name one.")
+        check_replaceable(path, "/trace")
         if path.suffix == ".json":
             write_trace(self.last, path)
         else:

@@ -124,7 +124,8 @@ class _Checker:
             if not equals:
                 if not waiting or waiting[0].startswith("--"):
                     self._option(name, "")
-                    raise ValueError(f"{name}: expected a value, got none; write --{name} VALUE.")
+                    example = "true" if option is not None and "bool" in option.kinds else "VALUE"
+                    raise ValueError(f"{name}: expected a value, got none; write --{name} {example}.")
                 value = waiting.pop(0)
             yield name, value if option is not None and option.kinds == ("str",) else loaded(value)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, as_list, load_model_of
 from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require, require_number
 
 
 def build_parser() -> OneLineParser:
@@ -48,6 +49,8 @@ def run(args: list[str]) -> int:
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
     output = _output(options.output)
+    if options.limit is not None:
+        require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]
@@ -87,4 +90,5 @@ def _output(name: str | None) -> Path | None:
         raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise ValueError(f"output: expected a file in a folder that can be written, got {output}; choose another one.")
+    require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
     return output

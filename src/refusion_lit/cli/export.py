@@ -72,6 +72,8 @@ def run(args: list[str]) -> int:
             save_model(backbone, model.tokenizer, directory, prompt_template=template, layout=options.layout)
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
+    if backbone.drafter is not None and not options.adapter_only:
+        sys.stderr.write("the drafter is not in it: write it to another directory with --adapter_only true\n")
     if options.push_to_hub:
         _upload(options.output, options.push_to_hub, private=options.private)
         sys.stdout.write(f"uploaded to {options.push_to_hub}\n")

@@ -53,6 +53,8 @@ class SaveRun(SaveConfigCallback):
         # A resumed run keeps the config that it was started with.
         resumed = self.config.model.resume or _continues(self.config, self._directory)
         self.save_to_log_dir = not (resumed and (self._directory / run_directory.CONFIG).is_file())
+        # Where this run landed is no part of what it did: the config of a training is given to a test, too.
+        self.config.run_version = None
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -189,6 +191,10 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name"
             holds = _continues(config, directory)
             require(holds, "run_version", "a new run", f"{directory}, which holds checkpoints", fix)
+        if self.subcommand in ("test", "predict") and not config.model.resume:
+            fix = "add --resume to continue it, or choose another name"
+            holds = not any(directory.glob("predictions*.jsonl"))
+            require(holds, "run_version", "a new run", f"{directory}, which holds predictions", fix)
         RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
         RefusionCLI.run_directory = directory
 

@@ -15,10 +15,12 @@ from refusion_lit.cli.messages import print_line
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import check_writable, write_predictions
 from refusion_lit.tasks import CodeTask, Task
+from refusion_lit.tasks.base import examples_of, score_of
 from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
 from refusion_lit.utils.files import read_json_lines
 from refusion_lit.utils.fingerprint import read_fingerprint
+from refusion_lit.utils.require import require
 
 _LONGEST_SHOWN = 80
 
@@ -55,6 +57,8 @@ def run(args: list[str]) -> int:
         raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
     check_writable(output, "output", overwrite=options.overwrite)
     task = options.task
+    is_used = options.k == [1] or isinstance(task, CodeTask)
+    require(is_used, "k", "a task that is scored by running code", type(task).__name__, "leave k out")
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
         if not task.allow_code_execution:
@@ -63,14 +67,14 @@ def run(args: list[str]) -> int:
                 "is off; add --allow_code_execution if you want that."
             )
         _ = task.sandbox.isolation  # refuses weak isolation, and says what it found, before anything else
-    examples = {example.id: example for example in task.examples(options.split)}
+    examples = {example.id: example for example in examples_of(task, options.split)}
     lines = read_predictions(source)
     _check_ids(lines, examples, source, repeated=isinstance(task, CodeTask))
     _check_prompts(lines, examples, source)
     if isinstance(task, CodeTask):
         _check_k(lines, options.k)
     with ThreadPoolExecutor(options.num_workers) as pool:
-        scores = list(pool.map(lambda line: task.score(examples[line["id"]], line["response"]), lines))
+        scores = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
     scored = ({**line, "score": score} for line, score in zip(lines, scores, strict=True))
     write_predictions(output, scored, read_fingerprint(source) or {})
     figures = summarise(lines, scores, options.k if isinstance(task, CodeTask) else [])

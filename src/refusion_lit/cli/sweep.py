@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import Namespace
 
 from refusion_lit.cli.check import check_config
-from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.parser import OneLineParser, brief
 from refusion_lit.cli.suggestions import nearest
 from refusion_lit.cli.trainer_options import read_description
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
@@ -171,7 +171,15 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
-        strategies.instantiate_classes(strategies.parse_object({n: resolved["model"][n] for n in kinds}))
+        try:
+            made: Any = strategies.instantiate_classes(
+                strategies.parse_object({n: resolved["model"][n] for n in kinds})
+            )
+        except ValueError as error:
+            raise ValueError(brief(str(error))) from error
+        for decoder in (made.decoders or {}).values():
+            if decoder is not None:
+                decoder.check(made.sampling)
         return resolved
 
     return resolve

@@ -12,10 +12,9 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
-from refusion_lit.traces import FORMAT, Trace, animate, page, print_statistics, read_trace, trace_statistics
+from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, trace_statistics
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require
 
 
 def build_parser() -> OneLineParser:
@@ -75,8 +74,7 @@ def _output(options: Namespace) -> tuple[Path, str]:
         raise ValueError(f"output: expected a file in a directory that can be written, got {output}; make it first.")
     if options.trace_file is not None and output.resolve() == Path(options.trace_file).resolve():
         raise ValueError(f"output: expected another file than --trace_file, got {output}; choose another name.")
-    is_free = not output.exists() or FORMAT.encode() in output.read_bytes()
-    require(is_free, "output", "a new file, or one with a trace", str(output), "choose another name")
+    check_replaceable(output, "output")
     return output, kind
 
 

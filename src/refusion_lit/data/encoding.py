@@ -147,7 +147,7 @@ def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa:
     if missing:
         return ValueError(
             f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
-            "Leave it out, or train with a tokenizer that knows it: add it to CharTokenizer's characters, or use "
+            "Leave it out, or train with a tokenizer that knows it: add it to CharacterTokenizer's characters, or use "
             "TrainedBPE."
         )
     return ValueError(

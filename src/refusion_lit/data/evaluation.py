@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.collate import BatchDataset
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.templates import given_tokens
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.types import Example, Prompt, PromptBatch
 from refusion_lit.utils.require import require
 
@@ -144,7 +144,7 @@ class EvaluationLoaders(L.LightningDataModule):
         return collate_prompts([prompts[i] for i in range(min(count, len(prompts)))])
 
     def _test_prompts(self) -> PromptDataset:
-        examples = self.task.examples("test")
+        examples = examples_of(self.task, "test")
         if self.max_eval_prompts is not None:
             examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
         return self._prompts(examples)

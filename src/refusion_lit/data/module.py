@@ -23,7 +23,7 @@ from refusion_lit.data.sampler import LengthGroupedBatches, TrainingLoader
 from refusion_lit.data.store import EncodedStore, encode_all
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
 from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.tasks.base import Split, Task
+from refusion_lit.tasks.base import Split, Task, examples_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_at_least
 
@@ -183,7 +183,7 @@ class InstructionDataModule(EvaluationLoaders):
 
     def _encoded(self, split: Split) -> LazyExamples | EncodedStore:
         if split not in self._splits:
-            examples = self.task.examples(split)
+            examples = examples_of(self.task, split)
             num_examples = len(examples)
             require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, "add some")
             is_generated = not isinstance(examples, list)

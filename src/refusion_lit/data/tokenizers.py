@@ -62,7 +62,7 @@ class CharacterTokenizer(TokenizerSource):
         if not characters:
             raise ValueError(
                 "tokenizer.characters: expected an alphabet, got none, and the task names none of its own. "
-                "List the characters, or use TrainedBPE."
+                "List the characters, define characters() in the task, or use TrainedBPE."
             )
         vocabulary = {token: i for i, token in enumerate((_PAD, _EOS, _MASK, *dict.fromkeys(characters)))}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))

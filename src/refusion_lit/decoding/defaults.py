@@ -54,7 +54,7 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
     if "isolated_mask" in (traits.predictions or ()):
         return SetDiffusion()
-    if traits.predictions is None or "next_token" not in traits.predictions:
+    if traits.predictions is None or "next_token_in_slot" in traits.predictions:
         return ReFusion()
     if "mask" in traits.predictions:
         return WeDLM()

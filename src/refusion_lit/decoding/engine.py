@@ -200,7 +200,10 @@ class _Run:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
         while not state.finished:
             committed, scheduled = state.num_committed, state.schedule_step
-            yield from self.decoder.step(state)
+            steps = self.decoder.step(state)
+            name, expected = f"{type(self.decoder).__name__}.step", "a generator of requests"
+            require(hasattr(steps, "send"), name, expected, type(steps).__name__, "yield a Forward in it")
+            yield from steps
             if state.num_committed > committed or state.finished:
                 continue
             if not scheduled < state.schedule_step <= state.schedule_length:

@@ -18,7 +18,7 @@ from refusion_lit.evaluation.fingerprints import described, predictions_fingerpr
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.types import Prompt, PromptBatch, SamplingParams
 from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
@@ -100,7 +100,7 @@ class DecoderRun:
                 row,
                 prompt=example.query,
                 reference=example.response,
-                score=self._task.score(example, row.text),
+                score=score_of(self._task, example, row.text),
                 record_forwards=self._setup.options.record_forwards,
             )
             for (_, example), row in zip(missing, output.rows, strict=True)
@@ -166,9 +166,14 @@ class Evaluation:
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Decode a batch of prompts with every decoder; return the new predictions."""
         lines = []
-        for name, run in self._runs.items():
-            callbacks = self._watch(name, self._num_prompts, self._num_resumed[name]) if self._watch else ()
-            lines += run.step(batch, callbacks)
+        try:
+            for name, run in self._runs.items():
+                callbacks = self._watch(name, self._num_prompts, self._num_resumed[name]) if self._watch else ()
+                lines += run.step(batch, callbacks)
+        except BaseException:
+            for run in self._runs.values():
+                run.file.close()
+            raise
         return lines
 
     def figures(self) -> dict[str, dict[str, float]]:

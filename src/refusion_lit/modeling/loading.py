@@ -90,7 +90,8 @@ class BackboneConfig:
         if self.source is None and "model_type" not in self.config:
             raise ValueError(
                 "backbone: expected a source (directory or hub id) or a config with model_type (for example "
-                f"'qwen3'), got source=None and config={self.config!r}. Set one of them."
+                f"'qwen3'), got source=None and config={self.config!r}. Set one of them (of two "
+                "config files, the later one's backbone.config counts alone)."
             )
         if self.attention is not None or self.block_size is not None:
             # Refuses one without the other.

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import nn
+
 from refusion_lit.utils.require import require_at_least, require_number
 
 
@@ -96,7 +98,14 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
         target_modules=options.target_modules,
     )
     with quiet_peft():
-        return get_peft_model(model, config)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+            raise ValueError(
+                f"backbone.lora.target_modules: expected all-linear, or some of {', '.join(sorted(linear))}, got "
+                f"{options.target_modules!r}; correct the names."
+            ) from error
 
 
 @contextmanager

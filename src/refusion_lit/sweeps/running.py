@@ -87,6 +87,13 @@ def run(
         unfinished = [point for point in points if not is_finished(directory, point)]
         for point in unfinished:
             _prepare(directory, point, sweep, command)
+        names = {point.id for point in points}
+        outcomes = [path.parent for path in (directory / "points").glob(f"*/{OUTCOME}")]
+        if others := [path.name for path in outcomes if path.name not in names]:
+            console.print(
+                f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table",
+                markup=False, highlight=False,
+            )  # fmt: skip
         if num_reused := len(points) - len(unfinished):
             console.print(f"{num_reused} of {len(points)} points are already finished", markup=False, highlight=False)
         try:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from refusion_lit.decoding import Generation
 from refusion_lit.decoding.output import TraceRound
 from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit-trace"
 """Occurs in every file that holds a trace."""
@@ -111,6 +112,16 @@ def trace_of(
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Save a trace as JSON, atomically."""
     write_atomically(path, json.dumps({"format": FORMAT, "version": _VERSION, **asdict(trace)}) + "\n")
+
+
+def check_replaceable(path: Path, option: str) -> None:
+    """Refuse to replace a file that holds no trace.
+
+    Raises:
+        ValueError: If there is such a file under this name.
+    """
+    is_free = not path.exists() or (path.is_file() and FORMAT.encode() in path.read_bytes())
+    require(is_free, option, "a new file, or one with a trace", str(path), "choose another name")
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
+_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "use_cache", "pad_token_id", "tokenizer"}
+
 
 def generate(
     model: Any, inputs: Any = None, generation_config: Any = None, draft: str | None = None, **kwargs: Any
@@ -29,18 +31,18 @@ def generate(
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
         generation_config: Where ``max_new_tokens`` comes from if it is not in ``kwargs``.
         draft: Directory of the drafter.
-        kwargs: ``input_ids``, ``max_new_tokens``.
+        kwargs: ``input_ids``, ``max_new_tokens``, an ``attention_mask`` of ones.
 
     Raises:
-        ValueError: If there is more than one prompt, no drafter, or another model's.
+        ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
+            is no drafter, or another model's.
     """
-    ids = kwargs.get("input_ids") if inputs is None else inputs
-    if ids is None or ids.shape[0] != 1:
-        raise ValueError("input_ids: expected one prompt [1, token]; decode several with refusion-lit.")
+    ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     if draft is None:
         raise ValueError("draft: expected the directory of a drafter, got none; pass draft=DIRECTORY.")
     config = generation_config or model.generation_config
     limit = kwargs.get("max_new_tokens") or config.max_new_tokens or 128
+    _check(model, ids, limit, kwargs)
     drafter = _Drafter(model, Path(draft))
     try:
         with torch.no_grad():
@@ -48,6 +50,20 @@ def generate(
     finally:
         drafter.detach()
     return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
+
+
+def _check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
+    """Refuse what this decoder would have to ignore."""
+    if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
+        raise ValueError("input_ids: expected one prompt [1, token], not empty; decode several with refusion-lit.")
+    if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
+        raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
+    for name, value in kwargs.items():
+        if name not in _TAKEN and value is not None and value is not False and (name, value) != ("num_beams", 1):
+            raise ValueError(f"{name}: expected none, got {value!r}: this decoder is greedy; leave it out.")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] + limit > context:
+        raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
 
 
 class _Drafter:
