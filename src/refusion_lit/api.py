@@ -227,7 +227,8 @@ class TextModel:
             templates: For each query the given text, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}`` (one to
                 six), and ``{{...}}`` at its end if the response may continue after it; ``None`` to give nothing. For a
                 gap with several possible lengths, every length is tried and the most probable filling is returned.
-            options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens.
+            options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens. If a gap has several
+                possible lengths, callbacks are told of finished responses only.
 
         Raises:
             TypeError: If an option is unknown.

@@ -201,8 +201,9 @@ class _Run:
         while not state.finished:
             committed, scheduled = state.num_committed, state.schedule_step
             steps = self.decoder.step(state)
-            name, expected = f"{type(self.decoder).__name__}.step", "a generator of requests"
-            require(hasattr(steps, "send"), name, expected, type(steps).__name__, "yield a Forward in it")
+            if not hasattr(steps, "send"):
+                name, got = f"{type(self.decoder).__name__}.step", type(steps).__name__
+                require(False, name, "a generator of requests", got, "yield a Forward in it")
             yield from steps
             if state.num_committed > committed or state.finished:
                 continue

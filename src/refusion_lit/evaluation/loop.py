@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,8 @@ class Evaluation:
                 lines += run.step(batch, callbacks)
         except BaseException:
             for run in self._runs.values():
-                run.file.close()
+                with suppress(OSError):  # of a full disk, whose error is on its way already
+                    run.file.close()
             raise
         return lines
 

@@ -171,8 +171,10 @@ class PredictionsFile:
 
     def close(self) -> None:
         """Close the file; what is done stays known."""
-        self._file.close()
-        release_lock(self._lock)
+        try:
+            self._file.close()
+        finally:
+            release_lock(self._lock)
 
     def merge(self) -> None:
         """Join the shares of all processes in order, once all are done; for one process to call."""
