@@ -13,7 +13,7 @@ from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt, prompt_of
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Decoder, DecodingOutput, Generation, SelfSpeculative, decode, default_decoder
-from refusion_lit.decoding.checks import check_arguments, check_options
+from refusion_lit.decoding.arguments import check_arguments, check_options
 from refusion_lit.decoding.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel

@@ -26,7 +26,8 @@ def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path:
 
 
 def test_of_files_of_one_tick_of_the_clock_the_last_is_the_newest(tmp_path: Path) -> None:
-    for name in ("epoch=0-step=5.ckpt", "last.ckpt", "zero.ckpt"):
+    names = ["last.ckpt", *(f"epoch=0-step={step}.ckpt" for step in range(12))]  # listed in no order
+    for name in names:
         torch.save({"state_dict": {}}, tmp_path / name)
         os.utime(tmp_path / name, (1000, 1000))
     assert newest_checkpoint([tmp_path]) == tmp_path / "last.ckpt"

@@ -42,13 +42,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def check_model_source(source: str | Path, option: str = "ckpt_path") -> None:
-    """Refuse an empty name, and a run's directory, whose checkpoint is meant.
+def check_model_source(source: str | Path) -> None:
+    """Refuse an empty name, a drafter, and a run's directory, whose checkpoint is meant.
 
     Raises:
         ValueError: Naming the newest checkpoint in the directory.
     """
-    expected, path = "a checkpoint, a Hugging Face directory or a hub id", Path(source)
+    option, expected, path = "ckpt_path", "a checkpoint, a Hugging Face directory or a hub id", Path(source)
     require(str(source) != "", option, expected, source, "give one")
     fix = "give it with --draft, and its model as ckpt_path"
     require(not (path / "drafter.json").is_file(), option, expected, f"{source}, which is a drafter", fix)

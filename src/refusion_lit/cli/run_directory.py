@@ -142,8 +142,8 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
             "give one that exists."
         )
     if version is None:
-        runs = [path.parent for path in folder.glob(f"*/{CONFIG}") if _command_of(path) == command]
-        version = max(runs, key=lambda path: path.stat().st_mtime_ns).name if runs else None
+        runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
+        version = next((path.parent.name for path in runs if _command_of(path) == command), None)
     return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from refusion_lit.decoding.base import Decoder
-from refusion_lit.decoding.output import GenerationCallback
+from refusion_lit.decoding.defaults import default_decoder
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_at_least
@@ -15,44 +14,6 @@ from refusion_lit.utils.require import require, require_at_least
 
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
-
-
-def check_options(method: str, given: Iterable[str], own: Sequence[str]) -> None:
-    """Refuse unknown keyword arguments of a method that passes them on to :func:`~refusion_lit.decoding.decode`.
-
-    Args:
-        method: Its name.
-        given: Names of the arguments.
-        own: Options of the method besides ``batch_size`` and those of ``decode``.
-
-    Raises:
-        TypeError: Naming the options that there are.
-    """
-    from refusion_lit.decoding.engine import decode  # which imports this module
-
-    parameters = inspect.signature(decode).parameters.values()
-    passed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    options = [*own, "batch_size", *(name for name in passed if name not in ("max_batch_size", "detokenize"))]
-    for name in given:
-        if name not in options:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
-            raise TypeError(f"{method}: unknown option {name}; expected one of {', '.join(options)}{hint}.")
-
-
-def check_arguments(decoder: object, sampling: object, callbacks: object) -> None:
-    """Refuse arguments of another type, such as a class in place of an instance.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
-    fix = "create one, as in decoder=ReFusion()"
-    require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
-    fix = "create one, as in sampling=SamplingParams(max_new_tokens=64)"
-    require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, fix)
-    holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
-    fix = "derive a class from it, and put its instance in a list"
-    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, fix)
 
 
 def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
@@ -78,8 +39,6 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     if reasons:
         message = f"{name} does not fit this model: {'; '.join(reasons)}."
         if not allow_mismatch:
-            from refusion_lit.decoding.defaults import default_decoder  # which imports all decoders
-
             own = default_decoder(model.traits)
             fits = type(own) is not type(decoder) and not own.requirements().mismatches(model.traits)
             hint = f"{type(own).__name__} fits. " if fits else ""

@@ -202,8 +202,10 @@ class _Run:
             committed, scheduled = state.num_committed, state.schedule_step
             steps = self.decoder.step(state)
             if not hasattr(steps, "send"):
-                name, got = f"{type(self.decoder).__name__}.step", type(steps).__name__
-                require(False, name, "a generator of requests", got, "yield a Forward in it")
+                raise ValueError(
+                    f"{type(self.decoder).__name__}.step: expected a generator of requests, got "
+                    f"{type(steps).__name__!r}; yield a Forward in it."
+                )
             yield from steps
             if state.num_committed > committed or state.finished:
                 continue
