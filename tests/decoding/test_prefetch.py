@@ -65,17 +65,17 @@ def test_chosen_slots_are_drafted_in_the_transfer_that_tells_their_certainty(mon
 
 
 @pytest.mark.parametrize(
-    ("temperature", "lean"), [(0.0, False), (1.0, True)], ids=["greedy, library's body", "sampled, lean body"]
+    ("temperature", "fused_body"), [(0.0, False), (1.0, True)], ids=["greedy, library's body", "sampled, fused body"]
 )
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 def test_another_device_gives_the_same_text_and_makes_the_host_wait_at_most_once_a_call(
-    cls: type[Decoder], temperature: float, lean: bool, monkeypatch: pytest.MonkeyPatch
+    cls: type[Decoder], temperature: float, fused_body: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, sampling = cls(), SamplingParams(max_new_tokens=16, temperature=temperature)
     model = copy.deepcopy(tiny_backbone(traits_for(decoder)))
-    if cls is SelfSpeculative and not lean:
-        pytest.skip("a drafter needs the lean body")
-    model.lean = lean
+    if cls is SelfSpeculative and not fused_body:
+        pytest.skip("a drafter needs the fused backbone")
+    model.fused_body = fused_body
     here = decode(model, decoder, PROMPTS, sampling, max_batch_size=2)
     monkeypatch.setattr(backbone, "is_known", lambda _body: True)  # it knows plain parameters only
     with ShadowDevice() as device, torch.no_grad():
