@@ -83,9 +83,9 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
     TokenEditing: [
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
-        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "max_post_forwards": 2},
+        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
     ],
-    WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6, "look_ahead": False}],
+    WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6}],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
 

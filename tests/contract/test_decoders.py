@@ -150,7 +150,7 @@ def chance_remains(decoder: Decoder) -> bool:
     if isinstance(decoder, ReFusion):
         return decoder.selection == "random"
     if isinstance(decoder, FirstHitting):
-        return decoder.schedule == "binomial" or decoder.shuffled
+        return True
     return isinstance(decoder, LLaDA) and (decoder.order in ("random", "origin") or decoder.order_temperature > 0)
 
 
@@ -345,8 +345,7 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
     num, num_filled, num_leading = 0, 0, 0
     while num_filled < case.length:
-        num_masks = decoder.window_size - (0 if decoder.look_ahead else num_leading % decoder.window_size)
-        values = [entropy + decoder.position_penalty * k for k in range(num_masks)]
+        values = [entropy + decoder.position_penalty * k for k in range(decoder.window_size)]
         num_leading = max(1, sum(value < (decoder.entropy_threshold or 0) for value in values))
         num, num_filled = num + 1, num_filled + num_leading
     return num
@@ -390,7 +389,7 @@ def editing_forwards(decoder: TokenEditing, case: Case) -> int:
     size, num, first = decoder.block_size, 0, case.start
     while first < case.start + case.length:
         num_masks = size - first % size
-        num += 1 + (1 if case.certainty > decoder.mask_threshold else ceil(num_masks / decoder.num_per_forward))
+        num += 1 + (1 if case.certainty > decoder.mask_threshold else num_masks)
         first += num_masks
     return num
 

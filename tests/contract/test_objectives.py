@@ -51,9 +51,9 @@ VARIANTS: list[Objective] = [
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
     objectives.SoftTail(),
-    objectives.SoftTail(tail=1, decay=1.0, denominator="tokens"),
+    objectives.SoftTail(tail=1, decay=1.0),
     objectives.DualStream(block_size=5, ar_weight=0.5),
-    objectives.DualStream(block_size=1, weighting="uniform"),
+    objectives.DualStream(block_size=1),
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.GatedDraft(distill=True),
 ]

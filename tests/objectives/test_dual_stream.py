@@ -24,18 +24,14 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 
 
 @pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
-@pytest.mark.parametrize("weighting", ["inverse_ratio", "uniform"])
 @pytest.mark.parametrize("size", [1, 4, 32])
 def test_equals_the_slow_reference(
-    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None, weighting: str,
-    size: int,
+    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None, size: int,
 ) -> None:  # fmt: skip
     batch = make_batch(LENGTHS, width=20)
     noise = make_noise(batch)
     ratios = None if ratio is None else torch.full((len(LENGTHS),), ratio)
-    corrupted = DualStream(block_size=size, weighting=weighting).corrupt(  # type: ignore[arg-type]
-        batch, noise, special_tokens, mask_ratio=ratios
-    )
+    corrupted = DualStream(block_size=size).corrupt(batch, noise, special_tokens, mask_ratio=ratios)
     gammas, order = noise.uniform("block_ratio", 20).tolist(), noise.bits("token_order", 64).tolist()
     total_weight, num_following = 0.0, 0
     for row, (prompt, response) in enumerate(LENGTHS):
@@ -48,7 +44,7 @@ def test_equals_the_slow_reference(
             gamma = ratio or gammas[row][start // size]
             maskable = [place for place in block if place >= prompt]
             masked = sorted(maskable, key=lambda place: order[row][place])[: round(len(maskable) * gamma)]
-            weight = 1 / gamma if weighting == "inverse_ratio" else 1.0
+            weight = 1 / gamma
             prediction += [(text[place], place, IGNORE_INDEX, 0.0) for place in block if place not in masked]
             prediction += [(MASK, place, text[place], weight) for place in sorted(masked)]
             total_weight += weight * len(masked)

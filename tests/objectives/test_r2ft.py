@@ -20,7 +20,7 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 30), (0, 1)]
 
 
 @pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
-@pytest.mark.parametrize("options", [{"min_span": 3, "max_span": 6, "max_unit": 4}, {"eos_chance": 0.0}, {}])
+@pytest.mark.parametrize("options", [{"min_span": 3, "max_span": 6, "max_unit": 4}, {}])
 def test_equals_the_slow_reference(
     make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None,
     options: dict[str, float],
@@ -31,7 +31,7 @@ def test_equals_the_slow_reference(
     objective = R2FT(**options)  # type: ignore[arg-type]
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=ratios)
     assert corrupted.rejected is not None
-    cuts, draws = noise.uniform("cut", 1)[:, 0].tolist(), noise.uniform("rejected", 5).tolist()
+    cuts, draws = noise.uniform("cut", 1)[:, 0].tolist(), noise.uniform("rejected", 4).tolist()
     num_valid = 0
     for row, (prompt, response) in enumerate(LENGTHS):
         end = prompt + response
@@ -43,14 +43,13 @@ def test_equals_the_slow_reference(
         expected = [IGNORE_INDEX] * len(text)
         if cut > 0:
             num_valid += 1
-            a, b, c, d, e = draws[row]
+            a, b, c, d = draws[row]
             unit = text[max(cut - 1 - int(a * objective.max_unit), 0) : cut]
             unit = unit[int(b * len(unit)) :] + unit[: int(b * len(unit))]
             span = objective.min_span + int(c * (objective.max_span - objective.min_span + 1))
             span = min(span, end - cut)
             expected[cut : cut + span] = (unit * span)[:span]
-            if e < objective.eos_chance:
-                expected[cut + int(d * span)] = EOS
+            expected[cut + int(d * span)] = EOS
         assert corrupted.rejected[row].tolist() == expected
     assert corrupted.counts.tolist() == [num_valid, len(LENGTHS)]
 
@@ -60,7 +59,7 @@ def test_the_loss_is_the_formula(
     make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, chunk_size: int | None
 ) -> None:
     batch = make_batch([(3, 9), (2, 12), (0, 1)])
-    objective = R2FT(min_span=3, max_span=6, beta=2.0, gamma=0.3, likelihood_weight=0.5, chunk_size=chunk_size)
+    objective = R2FT(min_span=3, max_span=6, beta=2.0, likelihood_weight=0.5, chunk_size=chunk_size)
     corrupted = objective.corrupt(batch, make_noise(batch), special_tokens)
     assert corrupted.rejected is not None
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +76,7 @@ def test_the_loss_is_the_formula(
         likelihoods.append(-text)
         if pairs[1]:
             repetition = sum(pairs[1]) / len(pairs[1])
-            preferences.append(math.log(1 + math.exp(-2 * (text - repetition) + 0.3)))
+            preferences.append(math.log(1 + math.exp(-2 * (text - repetition))))
     means = [sum(preferences) / len(preferences), sum(likelihoods) / 3]
     assert len(preferences) == 2
     assert loss.means.tolist() == pytest.approx(means)
@@ -86,7 +85,7 @@ def test_the_loss_is_the_formula(
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_unit": 0}, {"min_span": 0}, {"max_span": 3}, {"eos_chance": 2.0}, {"beta": 0.0}, {"gamma": -1.0},
+    [{"max_unit": 0}, {"min_span": 0}, {"max_span": 3}, {"beta": 0.0},
      {"likelihood_weight": -1.0}, {"pad_responses_to": 0}],
 )  # fmt: skip
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import require_at_least, require_probability
 
 _EPS = 1e-3
 
@@ -46,23 +46,18 @@ class FirstHitting(Decoder):
         num_steps: Steps of the diffusion phase, at most one group each; ``None``: a quarter of the masks.
         diffusion_share: Expected share of the tokens decoded in groups (alpha_0), in [0, 1]; the others follow one per
             forward, in text order. With 1, all remaining tokens form one last group.
-        schedule: Sizes of the groups: ``binomial`` (drawn), or ``even`` (as equal as possible, larger ones first).
-        shuffled: Decode the places in random order instead of text order.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
 
     num_steps: int | None = 16
     diffusion_share: float = 0.75
-    schedule: Literal["binomial", "even"] = "binomial"
-    shuffled: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         if self.num_steps is not None:
             require_at_least("num_steps", self.num_steps, 1)
         require_probability("diffusion_share", self.diffusion_share)
-        require_choice("schedule", self.schedule, ("binomial", "even"))
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
         """Return all common tokens: the first forward reads masks after the prompt."""
@@ -75,21 +70,15 @@ class FirstHitting(Decoder):
         """Create a canvas and draw the groups of its masks."""
         state = GroupState.blank(prompt, sampling, special_tokens)
         places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
-        if self.shuffled:
-            places.sort(key=lambda place: uniform_scalar("place_order", sampling.seed, prompt.id, place))
         for size in self._sizes(state, len(places)):
             state.groups.append(places[:size])
             del places[:size]
-        state.groups += [places] if self.diffusion_share == 1 and places else [[place] for place in sorted(places)]
+        state.groups += [places] if self.diffusion_share == 1 and places else [[place] for place in places]
         return state
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
         """Yield the sizes of the groups of the diffusion phase."""
         num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
-        if self.schedule == "even":
-            size, num_larger = divmod(int(num_masks * self.diffusion_share), num_steps)
-            yield from (size + (step < num_larger) for step in range(num_steps) if size + (step < num_larger))
-            return
         for step in range(num_steps):
             before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))
             chance = (after - before) / (1 - before)

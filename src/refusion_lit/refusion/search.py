@@ -12,13 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from sys import float_info
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements
 from refusion_lit.engine.requests import Branch, Draw, Steps
-from refusion_lit.refusion.search_tree import Confidence, Node, SearchState
+from refusion_lit.refusion.search_tree import Node, SearchState
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number, require_probability
+from refusion_lit.utils.require import require, require_at_least, require_choice
+
+EXPLORATION = 1.0
+"""Weight of the prior against the value, c of PUCT."""
+
+PRIOR_TEMPERATURE = 0.5
+"""Temperature of the prior, the softmax of the first tokens' log-probabilities."""
+
+IMMEDIATE_WEIGHT = 0.5
+"""Weight of the first slot's confidence in a simulation's value, lambda; the rest is that of the slots after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +46,9 @@ class SlotSearch(Decoder):
         selection: ``tree_search`` commits one slot a step, the most visited one of ``num_simulations``. ``beam`` orders
             a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
             those with different slots first.
-        num_simulations: Simulations per committed slot. 1 with ``exploration`` 0 decodes in the order of certainty,
-            without search.
-        exploration: Weight of the prior against the value, c of PUCT; 0 or more.
-        prior_temperature: Sharpens (below 1) or flattens the prior, the softmax of the first tokens'
-            log-probabilities.
+        num_simulations: Simulations per committed slot; 1 decodes in the order of certainty, without search.
         horizon: Number of slots that a simulation decodes, at least 1; those after the first one follow in the order of
             certainty.
-        immediate_weight: Weight of the first slot's confidence in a simulation's value, lambda in [0, 1]; the rest is
-            the mean confidence of the slots after it.
-        confidence: Confidence of a decoded slot: that of its ``first`` token, or the ``mean`` or ``geometric`` mean.
         beam_size: Number of partial orders that are kept.
         max_candidates: Number of slots that are tried after a node: the most certain ones, and for ``tree_search`` also
             the leftmost.
@@ -60,11 +62,7 @@ class SlotSearch(Decoder):
     num_serial_blocks: int = 1
     selection: Literal["tree_search", "beam"] = "tree_search"
     num_simulations: int = 8
-    exploration: float = 1.0
-    prior_temperature: float = 0.5
     horizon: int = 2
-    immediate_weight: float = 0.5
-    confidence: Confidence = "mean"
     beam_size: int = 4
     max_candidates: int = 4
 
@@ -72,11 +70,7 @@ class SlotSearch(Decoder):
         """Refuse impossible options."""
         for name in ("slot_size", "num_serial_blocks", "num_simulations", "horizon", "beam_size", "max_candidates"):
             require_at_least(name, getattr(self, name), 1)
-        require_at_least("exploration", self.exploration, 0.0)
-        require_number("prior_temperature", self.prior_temperature, "(0, inf)")
-        require_probability("immediate_weight", self.immediate_weight)
         require_choice("selection", self.selection, ("tree_search", "beam"))
-        require_choice("confidence", self.confidence, get_args(Confidence))
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
@@ -122,13 +116,15 @@ class SlotSearch(Decoder):
         while node is root or (node.num_visits and node.remaining):
             yield from self._plan(state, [node])
             node = yield from self._child(state, node, self._select(node))
-        value, ahead, last = node.confidence(self.confidence), [], node
+        value = node.confidence
+        ahead: list[float] = []
+        last = node
         while last.remaining and len(ahead) < self.horizon - 1:
             yield from self._plan(state, [last])
             last = yield from self._child(state, last, self._candidates(last)[0])
-            ahead.append(last.confidence(self.confidence))
+            ahead.append(last.confidence)
         if ahead:
-            value = self.immediate_weight * value + (1 - self.immediate_weight) * sum(ahead) / len(ahead)
+            value = IMMEDIATE_WEIGHT * value + (1 - IMMEDIATE_WEIGHT) * sum(ahead) / len(ahead)
         for passed in node.path:
             passed.num_visits += 1
             passed.value += value
@@ -137,10 +133,10 @@ class SlotSearch(Decoder):
         """Return the slot to try next: the highest value plus PUCT's bonus for probable and rarely tried ones."""
         assert node.drafts is not None
         candidates = sorted({*self._candidates(node)[: self.max_candidates], node.remaining[0]})
-        logs = [log(max(node.drafts[slot][1], float_info.min)) / self.prior_temperature for slot in candidates]
+        logs = [log(max(node.drafts[slot][1], float_info.min)) / PRIOR_TEMPERATURE for slot in candidates]
         weights = [exp(value - max(logs)) for value in logs]
         visits = {slot: child.num_visits for slot, child in node.children.items()}
-        factor = self.exploration * sqrt(max(1, sum(visits.values()))) / sum(weights)
+        factor = EXPLORATION * sqrt(max(1, sum(visits.values()))) / sum(weights)
 
         def rank(i: int) -> tuple[float, float, int]:
             slot = candidates[i]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, fsum, log
+from math import fsum, log
 from sys import float_info
-from typing import Literal
 
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward
 from refusion_lit.refusion.slots import SlotState
-
-Confidence = Literal["first", "mean", "geometric"]
-"""Confidence of a decoded slot: of its first token, or the arithmetic or geometric mean over its tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +70,10 @@ class Node:
         """Mean value of its simulations; 0 before the first."""
         return self.value / self.num_visits if self.num_visits else 0.0
 
-    def confidence(self, kind: Confidence) -> float:
-        """Return the confidence of its slot, in [0, 1]; tokens after an end of sequence do not count."""
-        if kind == "first":
-            return self.probabilities[0]
-        if kind == "mean":
-            return fsum(self.probabilities) / len(self.probabilities)
-        return exp(mean_log(self.probabilities))
+    @property
+    def confidence(self) -> float:
+        """Mean probability of its slot's tokens; those after an end of sequence do not count."""
+        return fsum(self.probabilities) / len(self.probabilities)
 
     def score(self) -> float:
         """Return the mean log-probability of all tokens on the path, in nats."""

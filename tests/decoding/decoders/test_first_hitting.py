@@ -47,8 +47,8 @@ def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: 
 @settings(max_examples=48, deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
-    num_steps=st.none() | st.integers(1, 9), share=st.sampled_from([0.0, 0.3, 0.75, 1.0]), shuffled=st.booleans(),
-    schedule=st.sampled_from(["binomial", "even"]), length=st.integers(1, 17), size=st.integers(1, 3),
+    num_steps=st.none() | st.integers(1, 9), share=st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
@@ -56,12 +56,10 @@ def test_the_text_is_that_of_a_loop_without_cache(
     found: list[Prompt],
     num_steps: int | None,
     share: float,
-    shuffled: bool,
-    schedule: str,
     length: int,
     size: int,
 ) -> None:
-    decoder = FirstHitting(num_steps=num_steps, diffusion_share=share, shuffled=shuffled, schedule=schedule)  # type: ignore[arg-type]
+    decoder = FirstHitting(num_steps=num_steps, diffusion_share=share)
     model, other = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length, seed=seed), max_batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
@@ -91,17 +89,7 @@ def test_the_first_group_is_as_large_as_the_binomial_law_says() -> None:
     assert sum(in_groups) / len(in_groups) == pytest.approx(share, abs=0.02)
 
 
-def test_even_groups_differ_by_one_and_the_rest_follows_in_text_order() -> None:
-    groups = groups_of(FirstHitting(num_steps=4, diffusion_share=0.7, schedule="even"), 16)
-    assert groups == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10], *[[place] for place in range(11, 16)]]
-    shuffled = groups_of(FirstHitting(num_steps=4, diffusion_share=0.7, schedule="even", shuffled=True), 16)
-    assert [len(group) for group in shuffled] == [len(group) for group in groups]
-    rest = [place for group in shuffled[4:] for place in group]
-    assert rest == sorted(rest)
-    assert shuffled != groups
-
-
-@pytest.mark.parametrize("options", [{"num_steps": 0}, {"diffusion_share": 1.5}, {"schedule": "uneven"}])
+@pytest.mark.parametrize("options", [{"num_steps": 0}, {"diffusion_share": 1.5}])
 def test_impossible_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         FirstHitting(**options)  # type: ignore[arg-type]

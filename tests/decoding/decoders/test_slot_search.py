@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
-from math import exp, fsum, log, sqrt
+from math import fsum, log, sqrt
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from decoder_cases import prompts
 from fakes import EOS, MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import ReFusion, SlotSearch, decode
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.refusion.search import EXPLORATION, IMMEDIATE_WEIGHT, PRIOR_TEMPERATURE
 from refusion_lit.types import Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
 
@@ -93,13 +94,9 @@ class SlowText:
     def score(self) -> float:
         return fsum(log(p) for p in self.probabilities) / len(self.probabilities)
 
-    def confidence(self, kind: str) -> float:
-        means = {
-            "first": self.own[0],
-            "mean": fsum(self.own) / len(self.own),
-            "geometric": exp(fsum(map(log, self.own)) / len(self.own)),
-        }
-        return means[kind]
+    @property
+    def confidence(self) -> float:
+        return fsum(self.own) / len(self.own)
 
     def response(self, length: int) -> list[int]:
         known = {place: token for place, token in enumerate(self.prompt.given) if token is not None}
@@ -135,7 +132,7 @@ class SlowTree:
         plan, options = self.plan(text), self.decoder
         best = sorted(text.left, key=lambda slot: (-plan[slot][1], slot))[: options.max_candidates]
         candidates = sorted({*best, text.left[0]})
-        weights = {slot: plan[slot][1] ** (1 / options.prior_temperature) for slot in candidates}
+        weights = {slot: plan[slot][1] ** (1 / PRIOR_TEMPERATURE) for slot in candidates}
         total = sum(visits.get((*text.order, slot), 0) for slot in text.left)
 
         def bound(slot: int) -> tuple[float, float, int]:
@@ -143,7 +140,7 @@ class SlowTree:
             base = key if visits.get(key) else text.order
             value = values[base] / visits[base] if visits.get(base) else 0.0
             prior = weights[slot] / sum(weights.values())
-            bonus = options.exploration * prior * sqrt(max(1, total)) / (1 + visits.get(key, 0))
+            bonus = EXPLORATION * prior * sqrt(max(1, total)) / (1 + visits.get(key, 0))
             return value + bonus, weights[slot], -slot
 
         return max(candidates, key=bound)
@@ -156,14 +153,13 @@ class SlowTree:
             path = [root]
             while len(path) == 1 or (visits.get(path[-1].order) and path[-1].left):
                 path.append(self.child(path[-1], self.select(path[-1], visits, values)))
-            value, ahead, last = path[-1].confidence(options.confidence), [], path[-1]
+            value, ahead, last = path[-1].confidence, [], path[-1]
             while last.left and len(ahead) < options.horizon - 1:
                 plan = self.plan(last)
                 last = self.child(last, min(last.left, key=lambda slot: (-plan[slot][1], slot)))
-                ahead.append(last.confidence(options.confidence))
+                ahead.append(last.confidence)
             if ahead:
-                weight = options.immediate_weight
-                value = weight * value + (1 - weight) * sum(ahead) / len(ahead)
+                value = IMMEDIATE_WEIGHT * value + (1 - IMMEDIATE_WEIGHT) * sum(ahead) / len(ahead)
             for text in path:
                 visits[text.order] = visits.get(text.order, 0) + 1
                 values[text.order] = values.get(text.order, 0.0) + value
@@ -188,9 +184,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 4), length=st.integers(1, 12), num_simulations=st.integers(1, 9),
-    exploration=st.sampled_from([0.0, 0.3, 2.0, 50.0]), temperature=st.sampled_from([0.5, 1.0]),
-    horizon=st.integers(1, 3), weight=st.sampled_from([0.0, 0.3, 1.0]), max_candidates=st.integers(1, 4),
-    confidence=st.sampled_from(["first", "mean", "geometric"]),
+    horizon=st.integers(1, 3), max_candidates=st.integers(1, 4),
     known=st.just(()) | st.lists(st.none() | st.integers(3, 8), max_size=7).map(lambda tokens: (*tokens, 4)),
 )  # fmt: skip
 def test_tree_search_is_that_of_a_slow_search(
@@ -200,19 +194,14 @@ def test_tree_search_is_that_of_a_slow_search(
     size: int,
     length: int,
     num_simulations: int,
-    exploration: float,
-    temperature: float,
     horizon: int,
-    weight: float,
     max_candidates: int,
-    confidence: str,
     known: tuple[int | None, ...],
 ) -> None:
     found, length = [replace(prompt, given=known) for prompt in found], max(length, known.count(None))
     decoder = SlotSearch(
-        slot_size=size, num_simulations=num_simulations, exploration=exploration, prior_temperature=temperature,
-        horizon=horizon, immediate_weight=weight, max_candidates=max_candidates, confidence=confidence,  # type: ignore[arg-type]
-    )  # fmt: skip
+        slot_size=size, num_simulations=num_simulations, horizon=horizon, max_candidates=max_candidates
+    )
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=2).rows
     for prompt, row in zip(found, rows, strict=True):
@@ -258,14 +247,12 @@ def test_a_beam_keeps_orders_of_different_slots_first() -> None:
 
 @pytest.mark.parametrize("num_serial_blocks", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_one_simulation_without_exploration_is_the_order_of_certainty(
-    num_serial_blocks: int, temperature: float
-) -> None:
+def test_one_simulation_is_the_order_of_certainty(num_serial_blocks: int, temperature: float) -> None:
     model = tiny_backbone()
     found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
     sampling = SamplingParams(max_new_tokens=24, temperature=temperature, seed=3)
     sizes = {"slot_size": 4, "num_serial_blocks": num_serial_blocks}
-    search = SlotSearch(**sizes, num_simulations=1, exploration=0.0, horizon=1)
+    search = SlotSearch(**sizes, num_simulations=1, horizon=1)
     plain = ReFusion(**sizes, selection="top_k", k=1, token_threshold=1.0, infill="autoregressive")
     own, expected = (decode(model, way, found, sampling, max_batch_size=2).rows for way in (search, plain))
     assert [row.token_ids for row in own] == [row.token_ids for row in expected]
@@ -278,9 +265,6 @@ def test_one_simulation_without_exploration_is_the_order_of_certainty(
     [
         ({"num_simulations": 0}, 8, "num_simulations: expected an integer of at least 1"),
         ({"horizon": 0}, 8, "horizon"),
-        ({"exploration": -0.1}, 8, "exploration"),
-        ({"prior_temperature": 0.0}, 8, r"prior_temperature: expected a number in \(0, inf\)"),
-        ({"immediate_weight": 1.5}, 8, "immediate_weight"),
         ({"num_serial_blocks": 3}, 8, "num_serial_blocks: expected at most 1"),
     ],
 )

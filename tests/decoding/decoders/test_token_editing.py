@@ -14,6 +14,7 @@ from torch import Tensor
 from decoder_cases import prompts, traits_for
 from fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
 from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
+from refusion_lit.families.block_diffusion.token_editing import MAX_POST_FORWARDS
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.visibility import as_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -37,7 +38,7 @@ def slow_editing(
         block: list[int | None] = [*known[start:], *[None] * left][:left]
         fixed = [token is not None for token in block]
         num_post = 0
-        while not all(fixed) and num_post < decoder.max_post_forwards:
+        while not all(fixed) and num_post < MAX_POST_FORWARDS:
             row = [*text, *(MASK if token is None else token for token in block)]
             number = torch.arange(len(row)) // size
             sees = (number[:, None] >= number)[None]
@@ -51,8 +52,7 @@ def slow_editing(
             sure = [float(p[token]) for p, token in zip(logits.softmax(-1), best, strict=True)]
             masked = [i for i, token in enumerate(block) if token is None]
             filled = [i for i in masked if sure[i] > decoder.mask_threshold]
-            if len(filled) < decoder.num_per_forward:
-                filled = sorted(masked, key=lambda i: (-sure[i], i))[: decoder.num_per_forward]
+            filled = filled or sorted(masked, key=lambda i: (-sure[i], i))[:1]
             edited = [
                 i for i, token in enumerate(block)
                 if token not in (None, best[i]) and sure[i] > decoder.edit_threshold and not fixed[i]
@@ -72,8 +72,7 @@ def slow_editing(
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
-    edit_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]), num_per_forward=st.integers(1, 3),
-    max_post_forwards=st.integers(1, 4), length=st.integers(1, 17), size=st.integers(1, 3),
+    edit_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]), length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
@@ -82,15 +81,10 @@ def test_the_text_is_that_of_a_loop_without_cache(
     block_size: int,
     mask_threshold: float,
     edit_threshold: float,
-    num_per_forward: int,
-    max_post_forwards: int,
     length: int,
     size: int,
 ) -> None:
-    decoder = TokenEditing(
-        block_size=block_size, mask_threshold=mask_threshold, edit_threshold=edit_threshold,
-        num_per_forward=num_per_forward, max_post_forwards=max_post_forwards,
-    )  # fmt: skip
+    decoder = TokenEditing(block_size=block_size, mask_threshold=mask_threshold, edit_threshold=edit_threshold)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
@@ -107,7 +101,7 @@ def test_what_is_given_is_read_and_never_replaced(
     seed: int, prompt: list[int], known: tuple[int | None, ...], block_size: int, threshold: float, length: int
 ) -> None:
     decoder = TokenEditing(
-        block_size=block_size, mask_threshold=0.3, edit_threshold=threshold, max_post_forwards=3,
+        block_size=block_size, mask_threshold=0.3, edit_threshold=threshold,
         ignore_right_context=True,
     )  # fmt: skip
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
@@ -160,10 +154,10 @@ class Regrets(FakeModel):
         return None
 
 
-@pytest.mark.parametrize(("cycles", "expected", "num_forwards"), [(False, [6, 5, 5, 5], 3), (True, [6, 5, 5, 5], 4)])
+@pytest.mark.parametrize(("cycles", "expected", "num_forwards"), [(False, [6, 5, 5, 5], 3), (True, [5, 5, 5, 5], 17)])
 def test_a_token_is_replaced_once_its_neighbour_is_known(cycles: bool, expected: list[int], num_forwards: int) -> None:
     """All masks are filled; then place 4 changes its mind, once, or until the bound."""
-    decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5, max_post_forwards=3)
+    decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5)
     prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p"), SamplingParams(max_new_tokens=4)
     [row] = decode(Regrets(cycles=cycles), decoder, [prompt], sampling).rows
     assert (row.token_ids, row.num_forwards) == (expected, num_forwards)
@@ -188,9 +182,8 @@ def test_a_model_that_never_saw_wrong_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 0}, {"mask_threshold": 1.5}, {"edit_threshold": -0.1}, {"num_per_forward": 0},
-     {"max_post_forwards": 0}],
-)  # fmt: skip
+    [{"block_size": 0}, {"mask_threshold": 1.5}, {"edit_threshold": -0.1}],
+)
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         TokenEditing(**options)  # type: ignore[arg-type]

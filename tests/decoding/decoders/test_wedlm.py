@@ -45,8 +45,7 @@ class Reference:
         window: list[int | None] = [None] * self.decoder.window_size
         while True:
             num_leading = next((k for k, token in enumerate(window) if token is None), len(window))
-            if self.decoder.look_ahead:
-                window += [None] * num_leading
+            window += [None] * num_leading
             order = [k for k, token in enumerate(window) if token is not None]
             masks = [k for k, token in enumerate(window) if token is None]
             fed = [token for token in window if token is not None] + [MASK] * len(masks)
@@ -60,8 +59,6 @@ class Reference:
                     return text[len(self.prompt) :]
             self.fill(window, masks, logits, start)
             window = window[num_leading:]
-            if not self.decoder.look_ahead:
-                window += [None] * num_leading
 
     def fill(self, window: list[int | None], masks: list[int], logits: Tensor, start: int) -> None:
         if not masks:
@@ -84,7 +81,6 @@ class Reference:
     window_size=st.integers(1, 7),
     threshold=st.sampled_from([None, 0.0, 0.2, 0.6, 1.2, 9.0]),
     penalty=st.sampled_from([0.0, 0.02, 0.3]),
-    look_ahead=st.booleans(),
     found=prompts(max_size=1),
     length=st.integers(1, 18),
     ends=st.sampled_from([(EOS,), (VOCAB + 2,), (EOS, 5, 9)]),
@@ -93,14 +89,11 @@ def test_greedy_decoding_is_the_slow_reference(
     window_size: int,
     threshold: float | None,
     penalty: float,
-    look_ahead: bool,
     found: list[Prompt],
     length: int,
     ends: tuple[int, ...],
 ) -> None:
-    decoder = WeDLM(
-        window_size=window_size, entropy_threshold=threshold, position_penalty=penalty, look_ahead=look_ahead
-    )
+    decoder = WeDLM(window_size=window_size, entropy_threshold=threshold, position_penalty=penalty)
     reference = Reference(decoder, found[0].token_ids, length, ends)
     text = reference.run()
     model = tiny_backbone(MASKS, replace(SPECIAL, eos_token_ids=ends))
@@ -128,13 +121,12 @@ def test_a_longer_limit_only_adds_tokens(seed: int, found: list[Prompt], lengths
     assert long.token_ids[: short.num_tokens] == short.token_ids
 
 
-@pytest.mark.parametrize("look_ahead", [True, False])
-def test_a_window_of_one_asks_a_mask_for_each_token_in_turn(look_ahead: bool) -> None:
+def test_a_window_of_one_asks_a_mask_for_each_token_in_turn() -> None:
     text = [3, 4, 5]
     for _ in range(12):
         logits = logits_of([*text, MASK], list(range(len(text) + 1)))[-1]
         text.append(best_allowed(logits, (PAD, MASK), VOCAB))
-    prompt, decoder = Prompt(token_ids=(3, 4, 5), id="p"), WeDLM(window_size=1, look_ahead=look_ahead)
+    prompt, decoder = Prompt(token_ids=(3, 4, 5), id="p"), WeDLM(window_size=1)
     [row] = decode(tiny_backbone(MASKS, NO_END), decoder, [prompt], SamplingParams(max_new_tokens=12)).rows
     assert row.token_ids == text[3:]
     assert row.num_forwards == 12

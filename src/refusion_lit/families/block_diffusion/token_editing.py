@@ -17,15 +17,18 @@ from refusion_lit.families.block_diffusion.state import (
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
+MAX_POST_FORWARDS = 16
+"""Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(Decoder):
     """Decodes block by block; each forward fills masks of the block and edits filled tokens the model disagrees with.
 
     A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
-    masks more probable than ``mask_threshold``, at least ``num_per_forward`` of them. The same forward replaces visible
+    masks more probable than ``mask_threshold``, and always the most probable one. The same forward replaces visible
     tokens where another token is more probable than ``edit_threshold``. Once a block has no masks, further forwards
-    edit it until one replaces nothing, at most ``max_post_forwards`` of them. Then the whole block is committed and
+    edit it until one replaces nothing, at most 16 of them. Then the whole block is committed and
     never changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt
     included; attention is block-causal, and the cache of complete blocks is exact.
 
@@ -39,9 +42,6 @@ class TokenEditing(Decoder):
         mask_threshold: Fill every mask whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another one that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        num_per_forward: Minimum number of masks that a forward fills (``num_to_transfer``), at least 1.
-        max_post_forwards: Maximum number of forwards of a block without masks (``max_post_steps``), at least 1. Stops
-            edits that undo each other.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
             them when it fills that token, so the generated text may not fit them.
     """
@@ -53,14 +53,11 @@ class TokenEditing(Decoder):
     block_size: int = 32
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
-    num_per_forward: int = 1
-    max_post_forwards: int = 16
     ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        for name in ("block_size", "num_per_forward", "max_post_forwards"):
-            require_at_least(name, getattr(self, name), 1)
+        require_at_least("block_size", self.block_size, 1)
         for name in ("mask_threshold", "edit_threshold"):
             require_probability(name, getattr(self, name))
 
@@ -90,7 +87,7 @@ class TokenEditing(Decoder):
         positions = state.masked(first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
         num_post = 0
-        while num_post < self.max_post_forwards:
+        while num_post < MAX_POST_FORWARDS:
             is_post = None not in tokens
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
             branch = self._branch(state, positions, tokens)
@@ -111,9 +108,7 @@ class TokenEditing(Decoder):
         """Return the masks that are filled."""
         masked = [i for i, token in enumerate(tokens) if token is None]
         above = [i for i in masked if probabilities[i] > self.mask_threshold]
-        if len(above) >= self.num_per_forward:
-            return above
-        return [masked[i] for i in most_certain([probabilities[i] for i in masked], self.num_per_forward)]
+        return above or [masked[i] for i in most_certain([probabilities[i] for i in masked], 1)]
 
     def _edited(self, tokens: Sequence[int | None], drawn: Sequence[int], probabilities: Sequence[float]) -> list[int]:
         """Return the visible tokens that are replaced."""

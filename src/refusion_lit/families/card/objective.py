@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,7 +21,7 @@ from refusion_lit.learning.objective import (
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +35,18 @@ class SoftTail(Objective):
     term is ``next_token``.
 
     Source: CARD (arXiv 2601.22031), after notes and re-implementations of others: neither its paper nor code of its
-    authors was at hand. The values of ``tail``, ``beta``, ``decay`` and the denominator are those of
-    re-implementations. Deliberate difference: the prompt is never masked.
+    authors was at hand. The values of ``tail``, ``beta``, ``decay`` and the denominator, the sum of
+    weights, are those of re-implementations. Deliberate difference: the prompt is never masked.
 
     Attributes:
         tail: Width of the tail in masks (lambda), at least 1; 1 masks the whole tail.
         beta: Weight of a target without masks before it is 1 / beta; above 0.
         decay: How fast masks are forgotten (p), in (0, 1].
-        denominator: Divide the weighted sum by the sum of ``weights`` or by the number of ``tokens``.
     """
 
     tail: float = 1.5
     beta: float = 1.0
     decay: float = 0.5
-    denominator: Literal["weights", "tokens"] = "weights"
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -57,7 +54,6 @@ class SoftTail(Objective):
         require_at_least("objective.tail", self.tail, 1.0)
         require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
         require_number("objective.decay", self.decay, "(0, 1]", "use 0.5, say")
-        require_choice("objective.denominator", self.denominator, ("weights", "tokens"))
 
     @property
     def traits(self) -> ModelTraits:
@@ -88,16 +84,14 @@ class SoftTail(Objective):
         is_masked = random_subset(noise.bits("token_mask", len(positions)), in_tail, num_masks)
 
         labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
-        is_labelled = labels != IGNORE_INDEX
-        weights = (1 / (self.beta + mask_density(is_masked, self.decay))).where(is_labelled, 0.0)
-        total = weights.sum() if self.denominator == "weights" else is_labelled.sum()
+        weights = (1 / (self.beta + mask_density(is_masked, self.decay))).where(labels != IGNORE_INDEX, 0.0)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
             position_ids=positions.expand_as(labels),
             labels=labels,
             weights=weights.float(),
             terms=torch.zeros_like(labels),
-            counts=total[None].double(),
+            counts=weights.sum()[None].double(),
             is_masked=is_masked,
             is_real=positions < ends[:, None],
         )

@@ -18,7 +18,7 @@ from refusion_lit.learning.objective import Objective, mask_probability, require
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number, require_probability
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +29,20 @@ class R2FT(Objective):
     :class:`Masked` and repeat themselves where masks are far from known text. A cut c is uniform over the response;
     everything from c on is masked. The rejected text repeats the last g tokens before c, g uniform in [1,
     ``max_unit``], from a random one of them on, over a length uniform in [``min_span``, ``max_span``], at most to the
-    response's end; with probability ``eos_chance`` an end of sequence stands at a random place of it. Both texts are
-    scored by one forward of the masked input. With w the mean of log p over the response, where known tokens count 0,
-    and l the mean of log p of the rejected text over its length, the terms are ``preference``,
-    -log sigmoid(beta (w - l) - gamma), and ``likelihood``, -w, both means over samples.
+    response's end; an end of sequence stands at a random place of it. Both texts are scored by one forward of the
+    masked input. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p of the
+    rejected text over its length, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w,
+    both means over samples.
 
-    Deliberate differences: means over samples, not sums; an end of sequence replaces a token of the rejected text and
-    may stand at its end; the rejected text ends with the response. Samples cannot be packed.
+    Deliberate differences: no margin, as in the released script (the paper's text has 0.1); means over samples, not
+    sums; an end of sequence replaces a token of the rejected text and may stand at its end; the rejected text ends with
+    the response. Samples cannot be packed.
 
     Attributes:
         max_unit: Maximum number of tokens that are repeated, at least 1.
         min_span: Minimum length of the rejected text, at least 1.
         max_span: Maximum length, at least ``min_span``.
-        eos_chance: Probability of an end of sequence in the rejected text, in [0, 1].
         beta: Sharpness of the preference, above 0.
-        gamma: Margin that the preference asks for, at least 0; the paper's text has 0.1, the released script 0.
         likelihood_weight: Coefficient of ``likelihood``, at least 0.
         pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
     """
@@ -51,9 +50,7 @@ class R2FT(Objective):
     max_unit: int = 14
     min_span: int = 30
     max_span: int = 49
-    eos_chance: float = 1.0
     beta: float = 1.0
-    gamma: float = 0.0
     likelihood_weight: float = 0.1
     pad_responses_to: int | None = None
 
@@ -63,10 +60,8 @@ class R2FT(Objective):
         require_at_least("objective.max_unit", self.max_unit, 1)
         require_at_least("objective.min_span", self.min_span, 1)
         require_at_least("objective.max_span", self.max_span, self.min_span)
-        require_probability("objective.eos_chance", self.eos_chance)
         require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
-        for name in ("gamma", "likelihood_weight"):
-            require_at_least(f"objective.{name}", getattr(self, name), 0.0)
+        require_at_least("objective.likelihood_weight", self.likelihood_weight, 0.0)
         if self.pad_responses_to is not None:
             require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
 
@@ -120,7 +115,7 @@ class R2FT(Objective):
         self, batch: ResponseBatch, cut: Int[Tensor, " batch"], noise: KeyedNoise, eos: int
     ) -> Int[Tensor, "batch token"]:
         """Return the rejected token of each position, or ``IGNORE_INDEX``."""
-        chances = noise.uniform("rejected", 5).unbind(1)
+        chances = noise.uniform("rejected", 4).unbind(1)
         unit = (1 + (chances[0] * self.max_unit).long()).minimum(cut).clamp(min=1)
         phase = (chances[1] * unit).long()
         span = self.min_span + (chances[2] * (self.max_span - self.min_span + 1)).long()
@@ -128,7 +123,7 @@ class R2FT(Objective):
         offset = torch.arange(batch.input_ids.shape[1], device=cut.device) - cut[:, None]
         source = (cut - unit)[:, None] + (offset + phase[:, None]) % unit[:, None]
         repeated = batch.input_ids.gather(1, source.clamp(min=0))
-        place = (chances[3] * span).long().where(chances[4] < self.eos_chance, -1)
+        place = (chances[3] * span).long()
         repeated = repeated.masked_fill(offset == place[:, None], eos)
         is_rejected = (offset >= 0) & (offset < span[:, None]) & (cut > 0)[:, None]
         return repeated.where(is_rejected, IGNORE_INDEX)
@@ -160,6 +155,6 @@ class R2FT(Objective):
         is_rejected = rejected != IGNORE_INDEX
         text = -(spread[0] * corrupted.weights).sum(1)
         repetition = -spread[1].sum(1) / is_rejected.sum(1).clamp(min=1)
-        preference = -F.logsigmoid(self.beta * (text - repetition) - self.gamma)
+        preference = -F.logsigmoid(self.beta * (text - repetition))
         sums = torch.stack((preference.where(is_rejected.any(1), 0.0).sum(), -text.sum()))
         return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)

@@ -36,7 +36,9 @@ class WeDLM(Decoder):
     Source: streaming parallel decoding of WeDLM (arXiv 2512.22737, algorithm 1) as in its released engine. Deliberate
     differences: the first forward computes the prompt and the first window, where the engine computes the prompt alone;
     no forward follows the one that completes the text; temperature acts before top-p, not after; the mask token is
-    never drawn. As in the engine, the window reaches beyond ``max_new_tokens``; what stands there is not returned.
+    never drawn. As in the engine, the window is refilled in the same forward that caches its leading tokens: there are
+    always W masks, and up to 2 W tokens (the paper's algorithm refills it after that forward). The window reaches
+    beyond ``max_new_tokens``; what stands there is not returned.
 
     Attributes:
         window_size: Masks in the window, W (``wedlm_window_size``); the paper's tables have 6.
@@ -45,9 +47,6 @@ class WeDLM(Decoder):
             paper's tables.
         position_penalty: Added to a mask's entropy for each position between it and the first mask (lambda,
             ``wedlm_pos_penalty_factor``), at least 0; the paper's tables have 0.1.
-        look_ahead: Refill the window in the same forward that caches its leading tokens, as the engine does: there are
-            always W masks, and up to 2 W tokens. ``False``: refill after that forward, as in the paper's algorithm, so
-            that the window never has more than W tokens.
         ignore_right_context: Accept given tokens beyond the window of a token to generate, which the model does not see
             while it fills that one.
     """
@@ -57,7 +56,6 @@ class WeDLM(Decoder):
     window_size: int = 16
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
-    look_ahead: bool = True
     ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
@@ -91,8 +89,7 @@ class WeDLM(Decoder):
         """Run one forward over the window; fill masks and keep the keys and values of the leading tokens."""
         state.num_cached = max(state.num_cached, state.num_shared)
         start, first_mask = max(state.num_cached - state.prompt_length, 0), state.is_masked.index(True)
-        is_refilled = self.look_ahead or first_mask >= start + self.window_size
-        stop = (first_mask if is_refilled else start) + self.window_size
+        stop = first_mask + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
         branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from einops import rearrange, repeat
@@ -24,7 +23,7 @@ from refusion_lit.learning.objective import (
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_choice
+from refusion_lit.utils.require import require_at_least
 
 _MIN_RATIO = 1e-8
 
@@ -49,19 +48,16 @@ class DualStream(Objective):
     Attributes:
         block_size: Number of tokens in a block, at least 1; decoders need not know it.
         ar_weight: Weight of the next-token term against the masked one (``ar_loss_weight``), at least 0.
-        weighting: Weight of a mask: ``inverse_ratio`` (1 / gamma of its block) or ``uniform``.
     """
 
     block_size: int = 32
     ar_weight: float = 1.0
-    weighting: Literal["inverse_ratio", "uniform"] = "inverse_ratio"
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.block_size", self.block_size, 1)
         require_at_least("objective.ar_weight", self.ar_weight, 0.0)
-        require_choice("objective.weighting", self.weighting, ("inverse_ratio", "uniform"))
 
     @property
     def traits(self) -> ModelTraits:
@@ -126,8 +122,7 @@ class DualStream(Objective):
         maskable = _in_blocks(F.pad(in_response, (0, num_blocks * size - num_tokens)), size)
         order = _in_blocks(noise.bits("token_order", num_blocks * size), size)
         is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round())
-        weights = (1 / ratio if self.weighting == "inverse_ratio" else torch.ones_like(ratio)).float()
-        weights = repeat(weights, "sample block -> sample (block within)", within=size)[:, :num_tokens]
+        weights = repeat((1 / ratio).float(), "sample block -> sample (block within)", within=size)[:, :num_tokens]
         is_masked = rearrange(is_masked, "sample block within -> sample (block within)")[:, :num_tokens]
         return is_masked, weights.where(is_masked, 0.0)
 
