@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
-from refusion_lit.modeling.attention import block_mask
+from refusion_lit.modeling.attention import block_mask, sdpa_mask
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.range_mask import RangeMask, ranges_mask, sdpa_mask
+from refusion_lit.modeling.range_mask import RangeMask, ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, DualStream, Hybrid, Masked, Objective
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -47,10 +47,10 @@ def test_outputs_and_gradients_are_those_of_the_matrix(num_tokens: int, num_keys
     *states, weights = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     states = [state.requires_grad_() for state in states]
     results = []
-    for mask in (sdpa_mask(ranges, num_keys), ranges_mask(ranges, num_keys)[:, None]):
+    for mask in (sdpa_mask(ranges, num_keys, ranges.device), ranges_mask(ranges, num_keys)[:, None]):
         found = F.scaled_dot_product_attention(*states, attn_mask=mask, scale=0.3, enable_gqa=True)
         results.append([found, *torch.autograd.grad((found * weights).sum(), states)])
-    assert isinstance(sdpa_mask(ranges, num_keys), RangeMask)
+    assert isinstance(sdpa_mask(ranges, num_keys, ranges.device), RangeMask)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -128,7 +128,7 @@ def test_flex_attention_gets_the_blocks_of_keys_that_are_seen() -> None:
     ranges = random_ranges(300, 300, seed=1)
     ranges[:, :, 0, 1] = ranges[:, :, 0, 0]  # empty
     ranges[:, :130, 1] = torch.tensor([0, 5])
-    made, expected = block_mask(ranges), block_mask(ranges_mask(ranges, 300))
+    made, expected = (block_mask(mask, 300, ranges.device) for mask in (ranges, ranges_mask(ranges, 300)))
     assert torch.equal(made.to_dense(), expected.to_dense())
     assert made.to_dense()[:, 0, 0].tolist() == [[1, 0, 0]] * 2
 

@@ -1,14 +1,17 @@
-"""Attention masks of each attention pattern, always explicit: which query sees which key."""
+"""Attention masks: those of each attention pattern, and the conversions that the attention kernels need."""
 
 from __future__ import annotations
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from refusion_lit.modeling.range_mask import CHUNK, RangeMask
+from refusion_lit.modeling.transfer import to_device
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 from refusion_lit.types import ModelTraits
 
 _BLOCK = 128
@@ -47,26 +50,42 @@ def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"])
     return torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
 
 
-def additive(mask: Bool[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Convert a boolean mask to one that is added to attention scores (eager attention adds booleans as 0 and 1)."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> Tensor:
+    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
+
+    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
+    fast there, needs none.
+    """
+    if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * CHUNK:
+        return RangeMask.of(attention)
+    return as_mask(attention, device, num_keys)[:, None]
 
 
-def block_mask(
-    mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int | None = None
-) -> BlockMask:
-    """Convert a mask to flex attention's block mask.
+def additive_mask(
+    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "batch 1 token key"]:
+    """Convert a mask to what is added to attention scores: 0 or -inf."""
+    if isinstance(attention, Visibility) and device.type == "cpu":
+        return attention.additive_mask().to(dtype)[:, None]
+    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
+
+
+def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> BlockMask:
+    """Convert a mask to flex attention's block mask; ranges need no matrix.
 
     Args:
-        mask: A matrix, or ranges of keys, which need no matrix.
-        num_keys: Number of keys; by default the number of the matrix's keys or, for ranges, the number of tokens.
+        attention: What each token sees.
+        num_keys: Number of keys, for ranges without spans.
+        device: Device of the states.
     """
-    if mask.ndim == 4:
-        return _block_mask_of_ranges(mask, mask.shape[1] if num_keys is None else num_keys)
-    num_rows, num_queries, num_keys = mask.shape
+    if isinstance(attention, Visibility):
+        return _block_mask_of_ranges(to_device(attention.ranges(), device), attention.num_keys)
+    if attention.ndim == 4:
+        return _block_mask_of_ranges(attention, num_keys)
+    num_rows, num_queries, num_keys = attention.shape
     return create_block_mask(
-        lambda row, _head, query, key: mask[row, query, key],
-        B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(mask.device),
+        lambda row, _head, query, key: attention[row, query, key],
+        B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(device),
     )  # fmt: skip
 
 

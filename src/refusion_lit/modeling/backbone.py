@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.attention import additive, block_mask
+from refusion_lit.modeling.attention import additive_mask, block_mask, sdpa_mask
 from refusion_lit.modeling.checks import check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.forward_cost import measure_forward_cost
@@ -20,8 +20,7 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
-from refusion_lit.modeling.visibility import Visibility, as_mask
+from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ForwardCost, ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -96,7 +95,7 @@ class Backbone(nn.Module, LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         # The fused backbone has no gradients and no autocast.
@@ -109,8 +108,7 @@ class Backbone(nn.Module, LanguageModel):
             body = self._make_fused_body() if cache is None else cache.body
             if body is not None:
                 return body(input_ids, position_ids, attention_mask, cache)
-        mask = as_mask(attention_mask, input_ids.device) if isinstance(attention_mask, Visibility) else attention_mask
-        return self._library_states(input_ids, position_ids, mask, cache)
+        return self._library_states(input_ids, position_ids, attention_mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         head = self.head
@@ -175,7 +173,7 @@ class Backbone(nn.Module, LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None = None,
+        attention_mask: AttentionMask | None = None,
         num_drafts: int = 0,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states computed by the library's forward, with gradients, for training.
@@ -197,10 +195,10 @@ class Backbone(nn.Module, LanguageModel):
         return self._library_states(input_ids, position_ids, attention_mask, None)
 
     def _draft_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, num_drafts: int
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: AttentionMask | None, num_drafts: int
     ) -> Tensor:
         assert self.drafter is not None
-        assert attention_mask is not None
+        assert isinstance(attention_mask, Tensor)
         num_keys = input_ids.shape[1]
         length = num_keys - num_drafts
         with torch.no_grad():
@@ -232,7 +230,7 @@ class Backbone(nn.Module, LanguageModel):
         return FusedBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
 
     def _library_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: AttentionMask | None, cache: KVCache | None
     ) -> Tensor:
         # On a GPU the host would have to wait for this check.
         if self.drafter is not None and input_ids.device.type == "cpu":
@@ -249,7 +247,7 @@ class Backbone(nn.Module, LanguageModel):
 
     def _library_mask(
         self,
-        mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        mask: AttentionMask | None,
         position_ids: Int[Tensor, "batch token"],
         num_keys: int,
     ) -> Tensor | Any:  # noqa: ANN401
@@ -264,11 +262,11 @@ class Backbone(nn.Module, LanguageModel):
                 check_packed(position_ids)
             return torch.ones_like(position_ids)
         if implementation == "flex_attention":
-            return block_mask(mask, num_keys)
+            return block_mask(mask, num_keys, position_ids.device)
         if implementation == "sdpa":
-            return sdpa_mask(mask, num_keys)
+            return sdpa_mask(mask, num_keys, position_ids.device)
         if implementation == "eager":
-            return additive(matrix_of(mask, num_keys)[:, None], self.dtype)
+            return additive_mask(mask, num_keys, self.dtype, position_ids.device)
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
             "use 'sdpa', 'eager' or 'flex_attention'."

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ASSUMED_COST, ForwardCost, ModelTraits, SpecialTokens
 
 
@@ -38,7 +38,7 @@ class LanguageModel(ABC):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body.
@@ -46,10 +46,9 @@ class LanguageModel(ABC):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
-            attention_mask: What each token sees, as spans or as a matrix (``True`` where a query sees a key). Keys
-                are the tokens themselves or, with a cache, its entries (these tokens are written first). Without a
-                cache two more forms are allowed: for each token, ranges ``(start, stop)`` of keys whose union it sees,
-                or ``None`` for causal attention over the sequence.
+            attention_mask: What each token sees. Keys are the tokens themselves or, with a cache, its entries (these
+                tokens are written first). Ranges without spans, and ``None`` for causal attention over the sequence,
+                only without a cache.
             cache: A cache after :meth:`KVCache.prepare`.
         """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.utils.require import require
 
 _UNKNOWN = -1e4
@@ -65,7 +65,7 @@ class PairedModel(LanguageModel):
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         model = self._masked if cache is None else self._verifier

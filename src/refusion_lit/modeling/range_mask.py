@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK = 128
+CHUNK = 128
 """Number of queries whose mask is in memory at once on CPUs."""
 
 
@@ -18,26 +18,6 @@ def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bo
     """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
     keys = torch.arange(num_keys, device=ranges.device)
     return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)
-
-
-def matrix_of(
-    mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int
-) -> Bool[Tensor, "batch token key"]:
-    """Return a mask, given as matrix or ranges, as a matrix."""
-    return mask if mask.ndim == 3 else ranges_mask(mask, num_keys)
-
-
-def sdpa_mask(mask: Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], num_keys: int) -> Tensor:
-    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
-
-    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
-    fast there, needs none.
-    """
-    if mask.ndim == 4 and mask.device.type == "cpu" and num_keys > 2 * _CHUNK:
-        ranges = mask.as_subclass(RangeMask)
-        ranges.plain = mask
-        return ranges
-    return matrix_of(mask, num_keys)[:, None]
 
 
 class RangeMask(Tensor):
@@ -52,6 +32,13 @@ class RangeMask(Tensor):
     """
 
     plain: Tensor
+
+    @classmethod
+    def of(cls, ranges: Int[Tensor, "batch token range 2"]) -> RangeMask:
+        """Wrap ranges."""
+        mask = ranges.as_subclass(cls)
+        mask.plain = ranges
+        return mask
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -70,7 +57,7 @@ def _attend(
     ranges = attn_mask.plain
     if ranges.shape[2] == 1 and (ranges == ranges[:, :1]).all():  # all tokens of a row see the same
         return _chunk(query, key, value, ranges[:, :1], options)
-    chunks = zip(query.split(_CHUNK, 2), ranges.split(_CHUNK, 1), strict=True)
+    chunks = zip(query.split(CHUNK, 2), ranges.split(CHUNK, 1), strict=True)
     given = (key, value)
     return torch.cat([checkpoint(_chunk, q, *given, own, options, use_reentrant=False) for q, own in chunks], 2)
 

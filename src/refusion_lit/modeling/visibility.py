@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.range_mask import matrix_of, ranges_mask
+from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.modeling.transfer import to_device
 
 _TRIANGLE = np.tri(128, dtype=bool)
@@ -104,26 +104,23 @@ class Visibility:
 
     def mask(self) -> Bool[Tensor, "sequence token key"]:
         """Return the matrix on the host. Padding sees the first key of its sequence: a query without keys gives NaN."""
-        return self._matrix(seen=True, hidden=False, dtype=np.bool_)
+        return self.additive_mask() == 0
 
     def additive_mask(self) -> Float[Tensor, "sequence token key"]:
         """Return the additive form of the matrix in float32: 0 where it is true, -inf where it is false."""
-        return self._matrix(seen=0, hidden=-np.inf, dtype=np.float32)
-
-    def _matrix(self, *, seen: float, hidden: float, dtype: type[np.generic]) -> Tensor:
-        matrix = np.full((*self.shape, self.num_keys), hidden, dtype)
+        matrix = np.full((*self.shape, self.num_keys), -np.inf, np.float32)
         is_padded = self._num_tokens < self.shape[0] * self.shape[1]
         if is_padded:
             for sequence, first in self._padding_keys.items():
-                matrix[sequence, :, first] = seen
+                matrix[sequence, :, first] = 0
         for span in self.spans:
             tokens = matrix[span.sequence, span.offset : span.offset + span.length]
             if is_padded:
-                tokens[:] = hidden
+                tokens[:] = -np.inf
             for start, stop in span.context:
-                tokens[:, start:stop] = seen
+                tokens[:, start:stop] = 0
             own = tokens[:, span.first_key : span.first_key + span.length]
-            np.copyto(own, seen, where=_own_mask(span.order, span.length))
+            np.copyto(own, 0, where=_own_mask(span.order, span.length))
         return torch.from_numpy(matrix)
 
     def ranges(self) -> Int[Tensor, "sequence token range 2"]:
@@ -148,16 +145,25 @@ class Visibility:
         return {span.sequence: span.first_key for span in self.spans if span.offset == 0}
 
 
+AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]
+"""What each token sees: spans, a matrix (``True`` where a query sees a key), or ranges of keys whose union it sees."""
+
+
 def as_mask(
-    attention: Visibility | Bool[Tensor, "sequence token key"] | Int[Tensor, "sequence token range 2"],
-    device: torch.device,
-) -> Bool[Tensor, "sequence token key"]:
-    """Return the mask matrix on a device; only ranges are copied to the device."""
-    if isinstance(attention, Tensor):
-        return matrix_of(attention, attention.shape[1])
-    if device.type == "cpu":
-        return attention.mask()
-    return ranges_mask(to_device(attention.ranges(), device), attention.num_keys)
+    attention: AttentionMask, device: torch.device, num_keys: int | None = None
+) -> Bool[Tensor, "batch token key"]:
+    """Return what tokens see as a matrix on a device; only ranges are copied to the device.
+
+    Args:
+        attention: What each token sees; a tensor is on the device already.
+        device: Where the matrix is wanted.
+        num_keys: Number of keys, for ranges without spans; by default the number of tokens.
+    """
+    if isinstance(attention, Visibility):
+        if device.type == "cpu":
+            return attention.mask()
+        return ranges_mask(to_device(attention.ranges(), device), attention.num_keys)
+    return attention if attention.ndim == 3 else ranges_mask(attention, num_keys or attention.shape[1])
 
 
 def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " token"] | None:

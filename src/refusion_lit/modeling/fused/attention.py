@@ -7,15 +7,15 @@ in their numbers of queries and keys.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from refusion_lit.modeling.attention import additive_mask, sdpa_mask
 from refusion_lit.modeling.fused.invariant import InvariantAttention
-from refusion_lit.modeling.fused.rows import Attention, Rows, additive_of, attend_rows
+from refusion_lit.modeling.fused.rows import Attention, Rows, attend_rows
 from refusion_lit.modeling.fused.segments import segmented
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
-from refusion_lit.modeling.visibility import Visibility, as_mask
+from refusion_lit.modeling.range_mask import RangeMask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility
 
 _CALL = 1 << 17
 """Cost of one more call of attention on a CPU thread, in multiply-adds of queries and keys that take the same time.
@@ -40,13 +40,13 @@ class PaddedAttention:
     def __init__(
         self,
         rows: Rows,
-        attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        attention: AttentionMask | None,
         cache: KVCache | None,
         like: Tensor,
     ) -> None:
         self._rows, self._cache = rows, cache
         self._is_causal = attention is None or (isinstance(attention, Visibility) and attention.is_causal)
-        self._mask = None if attention is None or self._is_causal else _mask_of(attention, like)
+        self._mask = None if attention is None or self._is_causal else _mask_of(attention, rows.shape[1], like)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         rows = self._rows
@@ -61,37 +61,17 @@ class PaddedAttention:
         return rows.real_of(mixed.flatten(0, 1))
 
 
-def _mask_of(
-    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"], like: Tensor
-) -> Tensor | None:
+def _mask_of(attention: AttentionMask, num_tokens: int, like: Tensor) -> Tensor | None:
     """Return an additive mask [row, 1, query, key]; attention would convert a boolean mask in every layer."""
     if isinstance(attention, Visibility):
-        if attention.is_full:
-            return None
-        if like.device.type == "cpu":
-            return attention.additive_mask().to(like.dtype)[:, None]
-        attention = as_mask(attention, like.device)
-    found = sdpa_mask(attention, attention.shape[1])
-    return additive_of(found[:, 0], like.dtype) if found.dtype == torch.bool else found
-
-
-def _whole_mask(
-    rows: Rows,
-    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "batch 1 token key"]:
-    """Return the additive mask, also in cases in which other kernels need no matrix."""
-    if isinstance(attention, Visibility):
-        return attention.additive_mask().to(dtype)[:, None]
-    num_rows, num_tokens = rows.shape
-    if attention is None:
-        attention = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril().expand(num_rows, -1, -1)
-    return additive_of(matrix_of(attention, num_tokens), dtype)
+        return None if attention.is_full else additive_mask(attention, num_tokens, like.dtype, like.device)
+    found = sdpa_mask(attention, num_tokens, like.device)
+    return found if isinstance(found, RangeMask) else additive_mask(found[:, 0], num_tokens, like.dtype, like.device)
 
 
 def attention_for(
     rows: Rows,
-    attention: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+    attention: AttentionMask | None,
     cache: KVCache | None,
     like: Tensor,
     width: int,
@@ -109,8 +89,11 @@ def attention_for(
         width: Size of the query states, all heads together.
         batch_invariant: Run attention on CPUs in calls of one fixed shape.
     """
-    if batch_invariant:
-        return InvariantAttention(rows, _whole_mask(rows, attention, like.dtype), cache)
+    if batch_invariant:  # its calls all have a mask
+        num_rows, length = rows.shape
+        causal = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
+        mask = additive_mask(causal if attention is None else attention, length, like.dtype, like.device)
+        return InvariantAttention(rows, mask, cache)
     if isinstance(attention, Visibility) and like.device.type == "cpu":
         call = _CALL * torch.get_num_threads() // width
         if attention.shape[0] * attention.shape[1] * attention.num_keys > _MIN_CALLS * call:

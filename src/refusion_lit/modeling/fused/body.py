@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +24,7 @@ from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.fused.rows import Attention, Rows
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import AttentionMask
 
 _MAX_TABLE = 1 << 14
 """Number of positions whose angles are cached on CPUs; on accelerators, reading the highest position would block."""
@@ -110,7 +110,7 @@ class FusedBody:
         self,
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.

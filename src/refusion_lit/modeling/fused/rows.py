@@ -50,11 +50,6 @@ class Rows:
         return states if self.real is None else states[self.real]
 
 
-def additive_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores [row, 1, query, key]."""
-    return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
-
-
 _MOST_SHARING = 32
 """On CPUs, up to this many bfloat16 queries of heads that share keys run faster as one head (shared_heads.py)."""
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.fused.rows import Rows, additive_of, attend_rows
+from refusion_lit.modeling.fused.rows import Rows, attend_rows
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility
 
@@ -227,10 +227,10 @@ def _group_segment(
             tokens[row, offset : offset + span.length] = np.arange(first, first + span.length)
             spans.append(replace(span, sequence=row, offset=offset))
             offset += span.length
-    mask = Visibility(spans, (len(members), num_queries), num_keys).mask()
+    mask = Visibility(spans, (len(members), num_queries), num_keys).additive_mask().to(dtype)[:, None]
     segment = _Segment(
         stored_rows=_index(np.array(storage)), keys=slice(0, num_keys), num_queries=num_queries,
-        tokens=_index(np.maximum(tokens, 0).reshape(-1)), mask=additive_of(mask, dtype),
+        tokens=_index(np.maximum(tokens, 0).reshape(-1)), mask=mask,
     )  # fmt: skip
     return segment, tokens.reshape(-1)
 
