@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from refusion_lit.modeling.attention import additive_mask, block_mask, sdpa_mask
 from refusion_lit.modeling.checks import check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.fused.architectures import is_known
 from refusion_lit.modeling.fused.body import FusedBody
 from refusion_lit.modeling.fused.invariant import NUM_KEYS
@@ -21,7 +22,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.visibility import AttentionMask
-from refusion_lit.types import ForwardCost, ModelTraits, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -60,7 +61,6 @@ class Backbone(nn.Module, LanguageModel):
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
         self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
-        self._forward_costs: dict[tuple[object, ...], ForwardCost] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
@@ -98,16 +98,27 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
+        return self._states(self._make_fused_body(), input_ids, position_ids, attention_mask, cache)
+
+    def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
+        return partial(self._states, self._make_fused_body())
+
+    def _states(
+        self,
+        body: FusedBody | None,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: AttentionMask | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
         # The fused backbone has no gradients and no autocast.
         is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-        is_kept = torch.is_grad_enabled() or not (self.batch_invariant and is_autocast)
-        require(
-            is_kept, "batch_invariant", "decoding without autocast", "autocast", "set precision: 32-true or bf16-true"
-        )
-        if not (torch.is_grad_enabled() or is_autocast):
-            body = self._make_fused_body() if cache is None else cache.body
-            if body is not None:
-                return body(input_ids, position_ids, attention_mask, cache)
+        if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
+            fix = "set precision: 32-true or bf16-true"
+            require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
+        if body is not None and not (torch.is_grad_enabled() or is_autocast):
+            return body(input_ids, position_ids, attention_mask, cache)
         return self._library_states(input_ids, position_ids, attention_mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
@@ -138,36 +149,8 @@ class Backbone(nn.Module, LanguageModel):
         self.packed = PackedWeights()
         return super()._apply(*args, **kwargs)
 
-    @property
-    def forward_costs(self) -> dict[str, float]:
-        """The fixed costs that :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
-        return {" ".join(map(str, key)): round(cost.fixed, 1) for key, cost in self._forward_costs.items()}
-
-    def forward_cost(self, num_rows: int) -> ForwardCost:
-        """Return the measured cost of forwards with ``num_rows`` rows; see :func:`measure_forward_cost`.
-
-        It is measured once for each power of two of rows, device and type, which takes about a second.
-        """
-        rows = 1 << (num_rows - 1).bit_length()
-        key = (f"{rows} rows", self.device, self.dtype, f"{torch.get_num_threads()} threads")
-        if key not in self._forward_costs:
-
-            def forward(length: int) -> None:
-                # With a drafter, decoders weigh the cost of masks, at which its adapters act.
-                masks = torch.tensor(self.special_tokens.draft_token_ids[:1] or (0,), device=self.device)
-                ids = torch.cat((torch.zeros_like(masks), masks.expand(length - 1))).expand(rows, -1)
-                positions = torch.arange(length, device=self.device).expand(rows, -1)
-                self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
-
-            most = self.max_positions if self.learns_positions else None
-            self._forward_costs[key] = measure_forward_cost(forward, rows, most)
-        return self._forward_costs[key]
-
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        # Modules may be wrapped or replaced between two generations, but not during one: inspect them once, here.
-        cache = KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
-        cache.body = self._make_fused_body()
-        return cache
+        return KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
 
     def forward(
         self,

@@ -105,7 +105,7 @@ def test_the_library_computes_the_same() -> None:
 
 CASES = [
     ("additions-clean", "causal", Autoregressive()),
-    ("additions-mid", "causal", ReFusion(slot_size=4, forward_cost=8)),
+    ("additions-mid", "causal", ReFusion(slot_size=4)),
     ("additions-bidirectional", "bidirectional", LLaDA(steps=8)),
 ]  # fmt: skip
 
