@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils.checkpoint import checkpoint
 
-from refusion_lit.modeling.range_mask import CHUNK, RangeMask
 from refusion_lit.modeling.transfer import to_device
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask, ranges_mask
 from refusion_lit.types import ModelTraits
 
 _BLOCK = 128
 """Queries and keys of a block of flex attention's mask."""
+
+_CHUNK = 128
+"""Number of queries whose mask is in memory at once on CPUs."""
 
 
 def order_mask(order: Int[Tensor, "batch token"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch token token"]:
@@ -56,7 +61,7 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
     Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
     fast there, needs none.
     """
-    if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * CHUNK:
+    if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * _CHUNK:
         return RangeMask.of(attention)
     return as_mask(attention, device, num_keys)[:, None]
 
@@ -110,3 +115,56 @@ def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: 
         seen.sum(-1, dtype=torch.int32), index.int(), BLOCK_SIZE=_BLOCK, mask_mod=sees,
         seq_lengths=(num_tokens, num_keys),
     )  # fmt: skip
+
+
+class RangeMask(Tensor):
+    """Ranges [batch, token, range, 2] that ``scaled_dot_product_attention`` takes in place of a mask.
+
+    Attention runs in chunks of queries, each over the keys that some of them see. The backward pass recomputes each
+    chunk's mask and scores, so memory grows linearly with the length, not with its square. transformers passes masks
+    with four axes through unchanged, in every architecture and through gradient checkpointing.
+
+    Attributes:
+        plain: The ranges as a plain tensor.
+    """
+
+    plain: Tensor
+
+    @classmethod
+    def of(cls, ranges: Int[Tensor, "batch token range 2"]) -> RangeMask:
+        """Wrap ranges."""
+        mask = ranges.as_subclass(cls)
+        mask.plain = ranges
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _attend(
+    query: Float[Tensor, "batch head token dim"],
+    key: Float[Tensor, "batch key_head key dim"],
+    value: Float[Tensor, "batch key_head key dim"],
+    attn_mask: RangeMask,
+    **options: Any,  # noqa: ANN401 - dropout_p, is_causal, scale, enable_gqa
+) -> Float[Tensor, "batch head token dim"]:
+    ranges = attn_mask.plain
+    if ranges.shape[2] == 1 and (ranges == ranges[:, :1]).all():  # all tokens of a row see the same
+        return _chunk(query, key, value, ranges[:, :1], options)
+    chunks = zip(query.split(_CHUNK, 2), ranges.split(_CHUNK, 1), strict=True)
+    given = (key, value)
+    return torch.cat([checkpoint(_chunk, q, *given, own, options, use_reentrant=False) for q, own in chunks], 2)
+
+
+def _chunk(
+    query: Tensor, key: Tensor, value: Tensor, ranges: Int[Tensor, "batch token range 2"], options: dict[str, Any]
+) -> Tensor:
+    """Compute attention for a chunk of queries; of any size if ``ranges`` has one token for all of them."""
+    used = ranges[ranges[..., 0] < ranges[..., 1]]
+    first, stop = int(used[:, 0].min()), int(used[:, 1].max())
+    key, value = key[:, :, first:stop], value[:, :, first:stop]
+    mask = ranges_mask(ranges - first, stop - first)[:, None]
+    return F.scaled_dot_product_attention(query, key, value, None if mask.all() else mask, **options)

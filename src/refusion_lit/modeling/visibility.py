@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.modeling.transfer import to_device
 
 _TRIANGLE = np.tri(128, dtype=bool)
@@ -143,6 +142,12 @@ class Visibility:
     @property
     def _padding_keys(self) -> dict[int, int]:
         return {span.sequence: span.first_key for span in self.spans if span.offset == 0}
+
+
+def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
+    """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
+    keys = torch.arange(num_keys, device=ranges.device)
+    return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.attention import additive_mask, sdpa_mask
+from refusion_lit.modeling.attention import RangeMask, additive_mask, sdpa_mask
 from refusion_lit.modeling.fused.invariant import InvariantAttention
 from refusion_lit.modeling.fused.rows import Attention, Rows, attend_rows
 from refusion_lit.modeling.fused.segments import segmented
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.range_mask import RangeMask
 from refusion_lit.modeling.visibility import AttentionMask, Visibility
 
 _CALL = 1 << 17
