@@ -31,9 +31,10 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "suite")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Undo what a config's ``num_threads`` did: the models here are too small for more than one."""
+def _same_start() -> None:
+    """Start every test alike, whatever ran before: one thread, enough for models as small as these, and one seed."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
