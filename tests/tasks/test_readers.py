@@ -81,7 +81,11 @@ def test_json_lists_round_trip_and_know_their_lines(
         ("a.jsonl", b'{"a": 1}\n{"a": 1}\n{"a": "caf\xe9"}', r"a\.jsonl:3: expected UTF-8 text"),
         ("a.jsonl.gz", b'{"a": 1}', r"a\.jsonl\.gz: cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n', mtime=0)[:-9], r"a\.jsonl\.gz: cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, r"a\.jsonl\.gz: cannot be read .*; fetch it again"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20,
+            r"a\.jsonl\.gz: cannot be read .*; fetch it again",
+        ),
         ("a.json.gz", gzip.compress(b"[{}", mtime=0), r"a\.json\.gz:1: broken JSON"),
         ("a.parquet", b"PAR1", r"a\.parquet: expected a Parquet file, .*; fetch it again"),
         ("a.csv", b"a,b", r"a\.csv: expected a name ending in"),
