@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -156,6 +157,13 @@ def golden_runs(name: str) -> dict[str, Any]:
     return json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text())
 
 
+def expected_response(run: Mapping[str, Any]) -> list[int]:
+    """Return the response of a reference run up to its end."""
+    eos = 1  # of all models of the reference outputs
+    output = run["output"]
+    return output[: output.index(eos) + 1] if eos in output else output
+
+
 def refusion_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Return ReFusion's options in a setting of a reference file."""
     return {
@@ -202,9 +210,9 @@ def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:
 def write(
     name: str, config: Mapping[str, Any], results: Mapping[str, Any], *, output: str | None, seconds: float, seed: int
 ) -> None:
-    """Write a result with all that it depends on."""
-    module = Path(sys.argv[0]).stem
-    described = environment(seed, ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    """Write a result with all that it depends on; of absolute paths, the last part."""
+    options = [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", option) for option in sys.argv[1:]]
+    described = environment(seed, ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *options])
     path = Path(output) if output else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}

@@ -49,6 +49,20 @@ def decoding(result: Result) -> str:
     return note + table(head, rows)
 
 
+def versions(result: Result) -> str:
+    pairs = list(result["mean"])
+    rows = [[case, *values["ratios"].values()] for case, values in result["cases"].items()]
+    about = "\n".join(
+        f"- {name}: commit {(one['commit'] or 'unknown')[:10]}, transformers {one['transformers']}"
+        for name, one in result["contestants"].items()
+    )
+    texts = [one["reference_text"] for case in result["cases"].values() for sizes in case["contestants"].values()
+             for one in sizes.values()]  # fmt: skip
+    text = "All texts are the reference's." if all(texts) else "Some texts are not the reference's."
+    note = f"{about}\n\nTimes as fast, by processor time. {text}\n\n"
+    return note + table(["additions-clean", *pairs], [*rows, ["mean", *result["mean"].values()]])
+
+
 def forward_cost(result: Result) -> str:
     cases = result["cases"]
     rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
@@ -208,6 +222,7 @@ def load_memory(result: Result) -> str:
 
 
 SECTIONS: dict[str, Callable[[Result], str]] = {
+    "versions": versions,
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forward_cost": forward_cost, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
