@@ -63,13 +63,6 @@ def versions(result: Result) -> str:
     return note + table(["additions-clean", *pairs], [*rows, ["mean", *result["mean"].values()]])
 
 
-def forward_cost(result: Result) -> str:
-    cases = result["cases"]
-    rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
-    costs = next(iter(cases.values()))["tokens_per_second"]
-    return table(["tokens/s, batch size", *(f"`forward_cost: {cost}`" for cost in costs)], rows)
-
-
 def gpu_training(result: Result) -> str:
     rows = [
         [name, run["tokens_per_second"], f"{run['model_flop_utilisation']:.0%}", run["over_autoregressive"]]
@@ -80,11 +73,11 @@ def gpu_training(result: Result) -> str:
 
 def overhead(result: Result) -> str:
     rows = [
-        [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values(),
-         ", ".join(f"{place} {share:.1%}" for place, share in list(case["where_outside"].items())[:4])]
+        [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values()]
         for name, case in result["cases"].items()
-    ]  # fmt: skip
-    return table(["case", "outside body and head", "body (ms a call)", "head", "outside", "most of it in"], rows)
+    ]
+    rows.append(["mean", f"{result['mean_share_outside']:.1%}"] + [""] * 3)
+    return table(["additions-clean", "outside body and head", "body (ms a call)", "head", "outside"], rows)
 
 
 def forwards(result: Result) -> str:
@@ -223,7 +216,7 @@ def load_memory(result: Result) -> str:
 
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "versions": versions,
-    "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forward_cost": forward_cost, "forwards": forwards,
+    "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Contestant:
         path: Where its modules are.
 
     Attributes:
-        versions: Versions of its interpreter and libraries.
+        path: Where its modules are.
     """
 
     def __init__(self, kind: str, python: str, path: Path) -> None:
@@ -57,23 +57,24 @@ class Contestant:
             cwd=path,
             env={**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
         )
-        self.versions = self._answer()
 
-    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what it answers to a request (see ``version_worker.py``)."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """Return its next answer; the first one comes when the model is loaded and has its libraries' versions."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the decoding process in {self.path} ended; its error is above")
         return json.loads(line)
 
+    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what it answers to a request (see ``version_worker.py``)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
     def stop(self) -> None:
+        """Let it end: it has no more requests."""
         self._process.communicate()
 
 
@@ -127,6 +128,28 @@ def ratio(found: dict[str, Any], fast: str, slow: str, size: int) -> float:
     return statistics.median(s / f for f, s in zip(times[0]["seconds"], times[1]["seconds"], strict=True))
 
 
+def compared(
+    contestants: dict[str, Contestant], rounds: int, batch_sizes: tuple[int, ...], num_prompts: int
+) -> dict[str, dict[str, Any]]:
+    """Return what was measured and the ratios between contestants, for each setting."""
+    reference = golden_runs("clean")
+    cases: dict[str, dict[str, Any]] = {}
+    for number, setting in enumerate(reference["settings"]):
+        runs = list(islice(cycle(run for run in reference["runs"] if run["setting"] == number), num_prompts))
+        prompts = [run["prompt"] for run in runs]
+        requests = {size: {"setting": setting, "prompts": prompts, "batch_size": size} for size in batch_sizes}
+        found = measured(contestants, runs, requests, rounds)
+        ratios = {
+            f"{fast} / {slow}, batch {size}": round(ratio(found, fast, slow, size), 3)
+            for size in batch_sizes
+            for fast, slow in combinations(contestants, 2)
+        }
+        cases[f"setting {number + 1}"] = {"contestants": found, "ratios": ratios}
+        same = all(one["reference_text"] for sizes in found.values() for one in sizes.values())
+        print(number + 1, ratios, "same text" if same else "TEXTS DIFFER", flush=True)
+    return cases
+
+
 def main(
     checkout: str | None = None,
     released: str | None = None,
@@ -147,42 +170,30 @@ def main(
         num_prompts: Prompts of a setting; above 20, the first ones come again.
         output: Where to write the JSON.
     """
+    if not (checkout or released) or bool(released) != bool(released_python):
+        raise SystemExit("expected --checkout, or --released with --released_python; give what to compare with.")
     started = time.perf_counter()
     contestants = {THIS: Contestant("ours", sys.executable, ROOT / "src")}
     if checkout:
         contestants[OTHER] = Contestant("ours", sys.executable, Path(checkout).resolve() / "src")
-    if released:
-        assert released_python, "released_python: expected an interpreter with transformers 4.52.4, got none"
+    if released and released_python:
         contestants[RELEASED] = Contestant("released", released_python, Path(released).resolve())
-    reference = golden_runs("clean")
-    cases: dict[str, Any] = {}
-    pairs = [(fast, slow) for i, fast in enumerate(contestants) for slow in list(contestants)[i + 1 :]]
-    for number, setting in enumerate(reference["settings"]):
-        own = [run for run in reference["runs"] if run["setting"] == number]
-        runs = list(islice(cycle(own), num_prompts))
-        prompts = [run["prompt"] for run in runs]
-        requests = {size: {"setting": setting, "prompts": prompts, "batch_size": size} for size in batch_sizes}
-        found = measured(contestants, runs, requests, rounds)
-        ratios = {
-            f"{fast} / {slow}, batch {size}": round(ratio(found, fast, slow, size), 3)
-            for size in batch_sizes
-            for fast, slow in pairs
-        }
-        cases[f"setting {number + 1}"] = {"contestants": found, "ratios": ratios}
-        same = all(one["reference_text"] for sizes in found.values() for one in sizes.values())
-        print(number + 1, ratios, "same text" if same else "TEXTS DIFFER", flush=True)
-    for contestant in contestants.values():
-        contestant.stop()
-    names = next(iter(cases.values()))["ratios"]
-    means = {name: statistics.geometric_mean(case["ratios"][name] for case in cases.values()) for name in names}
+    try:
+        about = {name: {"commit": commit_of(one.path), **one.answer()} for name, one in contestants.items()}
+        cases = compared(contestants, rounds, batch_sizes, num_prompts)
+    finally:
+        for contestant in contestants.values():
+            contestant.stop()
+    means = {
+        name: round(statistics.geometric_mean(case["ratios"][name] for case in cases.values()), 3)
+        for name in next(iter(cases.values()))["ratios"]
+    }
     aims = [
-        aim(f"additions-clean, mean of six settings, batch {size}: times the {slow}",
-            means[f"{THIS} / {slow}, batch {size}"], bound, at_least=True)
+        aim(f"additions-clean, mean of six settings, batch {size}: times the {slow}", mean, bound, at_least=True)
         for (slow, size), bound in AIMS.items()
-        if f"{THIS} / {slow}, batch {size}" in means
-    ]  # fmt: skip
-    about = {name: {"commit": commit_of(one.path), **one.versions} for name, one in contestants.items()}
-    results = {"contestants": about, "aims": aims, "mean": {k: round(v, 3) for k, v in means.items()}, "cases": cases}
+        if (mean := means.get(f"{THIS} / {slow}, batch {size}")) is not None
+    ]
+    results = {"contestants": about, "aims": aims, "mean": means, "cases": cases}
     config = {"rounds": rounds, "batch_sizes": batch_sizes, "num_prompts": num_prompts}
     write("versions", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
