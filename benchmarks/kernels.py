@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from benchmarks.common import Work, interleaved, time_ratio, write
+from benchmarks.common import RESULTS, Work, interleaved, time_ratio, write
 from jsonargparse import auto_cli
 
 from refusion_lit.modeling.fused import rows
@@ -99,13 +99,19 @@ def shared_heads(repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, 
     return {"shapes": HEADS, "num_keys": NUM_KEYS, "calls": CALLS}, {"cases": cases}
 
 
-def main(parts: tuple[Part, ...] = ("linear", "shared_heads"), repeats: int = 9, threads: int = 1) -> None:
+def main(
+    parts: tuple[Part, ...] = ("linear", "shared_heads"),
+    repeats: int = 9,
+    threads: int = 1,
+    directory: str = str(RESULTS),
+) -> None:
     """Measure kernels.
 
     Args:
         parts: What to measure.
         repeats: Rounds of the interleaved timing.
         threads: Threads of torch.
+        directory: Where to write the JSON of each part.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -113,7 +119,8 @@ def main(parts: tuple[Part, ...] = ("linear", "shared_heads"), repeats: int = 9,
         started = time.perf_counter()
         config, results = {"linear": linear, "shared_heads": shared_heads}[part](repeats, threads)
         config |= {"repeats": repeats, "threads": threads}
-        write(part, config, results, output=None, seconds=time.perf_counter() - started, seed=0)
+        output = f"{directory}/{part}.json"
+        write(part, config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from benchmarks.common import (
+    RESULTS,
     SMALL,
     aim,
     alone,
@@ -163,6 +164,7 @@ def main(
     lengths: tuple[int, ...] = (2048, 4096, 8192),
     longest_matrix: int = 4096,
     device: Literal["cpu", "cuda"] = "cpu",
+    directory: str = str(RESULTS),
 ) -> None:
     """Measure.
 
@@ -171,17 +173,20 @@ def main(
         lengths: Tokens of the row of a step, before it is doubled; at least three.
         longest_matrix: Longer rows are measured without the matrix, which takes gigabytes.
         device: Where the loss is computed; steps are measured on the CPU.
+        directory: Where to write the JSON of each part.
     """
     started = time.perf_counter()
     if "step" in parts:
         config = {"lengths": lengths, "longest_matrix": longest_matrix, "sample": SAMPLE, "model": SMALL}
         results = compared_steps(lengths, longest_matrix)
-        write("training_memory", config, results, output=None, seconds=time.perf_counter() - started, seed=0)
+        output = f"{directory}/training_memory.json"
+        write("training_memory", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
         started = time.perf_counter()
     if "loss" in parts:
         config = {"shape": LOSS_SHAPE, "device": device}
         results = compared_losses(device)
-        write("loss_memory", config, results, output=None, seconds=time.perf_counter() - started, seed=0)
+        output = f"{directory}/loss_memory.json"
+        write("loss_memory", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":
