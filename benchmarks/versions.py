@@ -127,8 +127,12 @@ def measured(
 
 def ratio(found: dict[str, Any], fast: str, slow: str, size: int) -> float:
     """Return how many times as fast one contestant is as another; the released program has one batch size only."""
-    quick, long = ((one := found[name]).get(str(size), next(iter(one.values())))["seconds"] for name in (fast, slow))
-    return statistics.median(b / a for a, b in zip(quick, long, strict=True))
+
+    def seconds(name: str) -> list[float]:
+        sizes = found[name]
+        return sizes.get(str(size), next(iter(sizes.values())))["seconds"]
+
+    return statistics.median(s / f for f, s in zip(seconds(fast), seconds(slow), strict=True))
 
 
 def compared(
