@@ -126,4 +126,4 @@ def main(model: str, text: str, repeats: int = 7, output: str | None = None) -> 
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    auto_cli(main, as_positional=False)
