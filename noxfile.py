@@ -72,21 +72,18 @@ def bench(session: nox.Session) -> None:
     install(session, ".", "matplotlib")
     parts = session.posargs or [
         "decode",
+        "batches",
         "forwards",
+        "overhead",
+        "host_time",
+        "growth",
         "long_prompts",
         "shared_prefixes",
         "many_prompts",
-        "host_time",
-        "batches",
-        "linear",
-        "shared_heads",
-        "forward_cost",
-        "overhead",
-        "startup",
+        "kernels",
         "training",
         "training_memory",
-        "growth",
-        "loss_memory",
+        "startup",
     ]
     for part in (*parts, "table"):
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)
