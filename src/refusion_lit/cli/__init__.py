@@ -25,7 +25,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   evaluate     run tasks of the lm-evaluation-harness
   export       turn a checkpoint into a Hugging Face directory
   import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
-  sweep        run a grid, a list or a random sample of options, and gather the results
+  sweep        run a grid or a list of options, and gather the results
   init         copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
