@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from refusion_lit.decoding import DecodingOutput
-from refusion_lit.objectives.batch import LossOutput
+from refusion_lit.learning.batch import LossOutput
 
 _NUM_BINS = 512
 _FIRST_BIN = 1e-5  # seconds

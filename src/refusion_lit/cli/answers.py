@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.generate import template_of
 from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.decoding import Generation, GenerationCallback, check_model, check_prompts
+from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import decoded_text, read_text
@@ -111,7 +111,7 @@ def _check_model(model: TextModel, options: Namespace, prompts: Sequence[Prompt]
     """
     paired = model.model_for(options.decoder)
     if not options.allow_mismatch:
-        check_model(paired, options.decoder)
+        model.check_decoder(options.decoder)
     check_prompts(paired, options.decoder, prompts, sampling, options.max_cache_tokens)
     options.decoder.begin(prompts[0], sampling, paired.special_tokens)  # SelfSpeculative looks for its drafter here
 

@@ -111,7 +111,7 @@ class Chat:
         self.sampling = sampling_of(options)
         self.turns: list[tuple[str, str]] = []
         self.last: Trace | None = None
-        from refusion_lit.decoding.admission import KeptCache
+        from refusion_lit.engine.admission import KeptCache
 
         self._kept = KeptCache() if options.share_prefixes else None
 
@@ -121,10 +121,8 @@ class Chat:
         Raises:
             ValueError: With the reasons.
         """
-        from refusion_lit.decoding import check_model
-
         if not self.options.allow_mismatch:
-            check_model(self.model.model_for(self.options.decoder), self.options.decoder)
+            self.model.check_decoder(self.options.decoder)
 
     def take(self, line: str) -> bool:
         """Run one line of input, a command or a question; return whether the conversation continues.

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
+import refusion_lit.decoding  # noqa: F401 - families register their checkpoint formats
 from refusion_lit.cli.check import loaded
 from refusion_lit.decoding import Decoder
-from refusion_lit.modeling.layouts import LAYOUTS
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require, require_at_least
 
@@ -125,7 +126,7 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    layouts = "published layout of a directory whose config does not tell: " + ", ".join(LAYOUTS)
+    layouts = "published layout of a directory whose config does not tell: " + ", ".join(FORMATS)
     parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
