@@ -20,7 +20,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   generate     answer prompts from a checkpoint, a directory or a hub id
   chat         talk to a model and see in which order it decodes
   trace        watch a decode, forward by forward; writes an HTML page
-  report       compare finished tests: a page, plots, tables for papers
+  report       compare finished tests: a page, plots, a table
   score        score a predictions file again       refusion-lit score FILE --task Gsm8k --task.test DATA
   evaluate     run tasks of the lm-evaluation-harness
   export       turn a checkpoint into a Hugging Face directory
