@@ -20,16 +20,6 @@ from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
 
-_PREDICTIONS = {
-    "mask": "the token at each mask",
-    "mask_shifted": "the token at each mask, from the position before it",
-    "isolated_mask": "the token at each mask that sees no other mask",
-    "visible": "the token that belongs at each visible place",
-    "next_token": "the token after each token",
-    "verifier": "the token after each token, by a second model",
-    "next_token_in_slot": "the token after each token of a slot",
-}
-
 
 def model_card(
     name: str,
@@ -71,15 +61,12 @@ def model_card(
         "model_card.md.jinja",
         data,
         name,
-        pattern=_pattern(traits),
-        predictions=" and ".join(_PREDICTIONS[each] for each in traits.predictions or ()),
+        traits=traits,
         adapters=adapters,
-        base_arguments=_base_arguments(adapters) if adapters else "",
         decoder=type(made).__name__,
         decoder_options=", ".join(options),
         is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
         has_own_decoder=has_own_decoder(traits),
-        transformers_loading=_transformers_loading(name),
         training=_training(config) if config else {},
         tests=[_figures(test) for test in tests],
         environment=described_environment(environment),
@@ -106,15 +93,13 @@ def drafter_card(name: str, origin: DrafterOrigin) -> str:
         data,
         name,
         base=base,
-        quoted_base=repr(base),
         options=origin.options,
-        transformers_loading=_transformers_loading(base),
     )
 
 
 def _rendered(template: str, data: ModelCardData, name: str, **values: object) -> str:
     path = str(Path(__file__).with_name(template))
-    values |= {"name": name, "quoted_name": repr(name), "title": Path(name).name, "version": __version__}
+    values |= {"name": name, "title": Path(name).name, "version": __version__, "quoted": repr}
     return str(ModelCard.from_template(data, template_path=path, **values))
 
 
@@ -139,32 +124,6 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                     metric_name=f"{title} with {decoder}",
                     metric_value=round(float(figures[figure]), 4),
                 )
-
-
-def _pattern(traits: ModelTraits) -> str:
-    """Return what a position sees, as a sentence without its full stop."""
-    pattern = {
-        "causal": "Every position sees the positions before it",
-        "bidirectional": "Every position sees the whole text",
-        "block_causal": f"Every position sees its own block of {traits.block_size} positions and all blocks before it",
-    }[traits.attention]
-    return pattern + "; the prompt is one block" * traits.prompt_is_block
-
-
-def _transformers_loading(name: str) -> str:
-    """Return lines of Python that load a model and encode a prompt with transformers alone."""
-    return f"""from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({name!r})
-input_ids = tokenizer("...", return_tensors="pt").input_ids"""
-
-
-def _base_arguments(adapters: Adapters) -> str:
-    """Return the arguments that load the model below adapters."""
-    options = {"revision": adapters.revision} if adapters.revision is not None else {}
-    options |= adapters.config_overrides
-    return ", ".join([repr(adapters.base), *(f"{option}={value!r}" for option, value in options.items())])
 
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:

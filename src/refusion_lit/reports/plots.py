@@ -28,7 +28,8 @@ _MAX_NAME_LENGTH = 60
 _MAX_LABEL_LENGTH = 28
 
 # Methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers.
-_MARKERS = "os^Dv" + "PX*"
+_MARKERS = "os^DvPX*p"  # one more than colours, so that 72 methods differ
+_NUM_COLOURS = 8
 _LIGHT = {
     "paper": "#ffffff", "ink": "#1b2430", "soft": "#5b6570", "line": "#dfe3e8", "front": "#8a929b",
     "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#c05a92",
@@ -272,7 +273,7 @@ def _place(m: MeasuredRow) -> tuple[float, float]:
 
 
 def _colour(number: int) -> str:
-    return _LIGHT[f"c{number % len(_MARKERS)}"]
+    return _LIGHT[f"c{number % _NUM_COLOURS}"]
 
 
 def _shown(text: str, max_length: int = _MAX_NAME_LENGTH) -> str:

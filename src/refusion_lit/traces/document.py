@@ -163,6 +163,7 @@ _ROUND = {
     "accepted": [_POSITION],
 }
 _TRACE = {
+    "rounds": [_ROUND],
     "decoder": str,
     "prompt": str,
     "response": str,
@@ -171,7 +172,6 @@ _TRACE = {
     "slot_size": _COUNT,
     "finish_reason": str,
     "seconds": _Range(0.0, 1e12),
-    "rounds": [_ROUND],
 }
 """The kinds of a file's values by name: text, numbers in a range, lists of one kind, objects."""
 
