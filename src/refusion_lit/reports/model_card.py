@@ -97,7 +97,7 @@ def drafter_card(name: str, origin: DrafterOrigin) -> str:
     )
 
 
-def _rendered(template: str, data: ModelCardData, name: str, **values: object) -> str:
+def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
     path = str(Path(__file__).with_name(template))
     values |= {"name": name, "title": Path(name).name, "version": __version__, "quoted": repr}
     return str(ModelCard.from_template(data, template_path=path, **values))

@@ -59,7 +59,7 @@ STYLE = f"""
 """
 """Style of all plots, for light and dark pages."""
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "refusion-lit", "text.parse_math": False, "font.size": 12,
     "font.family": "DejaVu Sans", "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -202,7 +202,8 @@ def _draw_labels(figure: Figure, ax: Axes, rows: Sequence[MeasuredRow]) -> None:
         text = _shown(", ".join(m.row.options.values()) or m.row.name, _MAX_LABEL_LENGTH)
         width = _CHARACTER_WIDTH * len(text)
         for dx, dy in ((14, -4), (-14 - width, -4), (-width / 2, 13), (-width / 2, -23)):
-            box = Bbox.from_bounds(*(pixels[id(m)] + (dx, dy)), width, 14)
+            x, y = pixels[id(m)]
+            box = Bbox.from_bounds(x + dx, y + dy, width, 14)
             is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
             if is_inside and not box.count_overlaps(taken):
                 taken.append(box)

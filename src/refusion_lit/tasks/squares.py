@@ -219,6 +219,6 @@ def _all_squares(size: int, fits: Callable[[_Square, str], bool]) -> list[_Squar
     return squares
 
 
-def _columns_differ(above: Square, row: str) -> bool:
+def _columns_differ(above: _Square, row: str) -> bool:
     """Return whether a row repeats no digit of the same column in the rows above."""
     return all(cell != other for earlier in above for cell, other in zip(row, earlier, strict=True))
