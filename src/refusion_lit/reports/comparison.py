@@ -138,7 +138,8 @@ def _measure(row: Row, num_expected: int, bootstrap: Bootstrap) -> MeasuredRow:
     scores, speed = _values(row, list(row.predictions))
     has_intervals = sum(speed[1]) > 0
     if has_intervals:
-        score, tokens_per_forward = bootstrap.score(scores), bootstrap.ratio(*speed)
+        score = bootstrap.score(scores)
+        tokens_per_forward = bootstrap.ratio(*speed)
     else:
         figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
         score, tokens_per_forward = (Interval(estimate=value, low=value, high=value) for value in figures)
@@ -176,7 +177,8 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
     shared = [i for i in row.predictions if i in baseline.predictions]
     score = speed = None
     if shared:
-        (scores, counts), (base_scores, base_counts) = _values(row, shared), _values(baseline, shared)
+        scores, counts = _values(row, shared)
+        base_scores, base_counts = _values(baseline, shared)
         score = bootstrap.score_difference(scores, base_scores)
         speed = bootstrap.paired_difference(counts, base_counts)
     return Difference(
@@ -195,7 +197,8 @@ def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
     cells: dict[str, dict[tuple[str, str], list[MeasuredRow]]] = {}
     axes: dict[str, list[str]] = {}
     for m in measured:
-        names, options = varied[m.row.run.source], m.row.run.options
+        names = varied[m.row.run.source]
+        options = m.row.run.options
         if len(names) != 2 or not options:
             continue
         axes[m.row.method] = names

@@ -93,7 +93,8 @@ class Bootstrap:
         ones = [1.0] * len(first)
         if not (_at_edge(first) and _at_edge(second)):
             return self.paired_difference((first, ones), (second, ones))
-        a, b = _edge_interval(first, self.level), _edge_interval(second, self.level)
+        a = _edge_interval(first, self.level)
+        b = _edge_interval(second, self.level)
         return Interval(
             estimate=a.estimate - b.estimate,
             low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),

@@ -146,7 +146,9 @@ def heat_map(grid: Grid) -> str:
         ax.set_ylim(len(labels), 0)
         for y, (y_value, values) in enumerate(zip(grid.y_values, grid.values, strict=True)):
             for x, (x_value, value) in enumerate(zip(grid.x_values, values, strict=True)):
-                text, fill, ink = "no point", "none", _LIGHT["soft"]
+                text = "no point"
+                fill = "none"
+                ink = _LIGHT["soft"]
                 if value is not None:
                     fraction = (value - min(known)) / span
                     fill = colormaps["viridis"](fraction)
@@ -165,7 +167,8 @@ def describe(measured: MeasuredRow, option_names: Mapping[str, str]) -> str:
     """Return what a point is, in one line."""
     options = ", ".join(f"{option_names[name]} {value}" for name, value in measured.row.options.items())
     name = f"{measured.row.name} ({options})" if options else measured.row.name
-    score, speed = measured.score, measured.tokens_per_forward
+    score = measured.score
+    speed = measured.tokens_per_forward
     ranges = [f" ({v.low:.1f} to {v.high:.1f})" if measured.has_intervals else "" for v in (score, speed)]
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
     is_short = measured.num_prompts < measured.num_expected

@@ -126,7 +126,8 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
         files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS), key=_sweep_order(folder))
-        found, errors = [], []
+        found = []
+        errors = []
         for path in files:
             try:
                 run = _read_run(path, folder, source)
@@ -182,7 +183,8 @@ def _read_run(path: Path, argument: Path, source: str) -> Run | None:
     results = read_results(path)
     if results is None:
         return None
-    folder, config = path.parent, results.get("config")
+    folder = path.parent
+    config = results.get("config")
     relative = folder.relative_to(argument)
     return Run(
         path=folder,
@@ -298,7 +300,8 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
     score = float(values["score"] or 0.0)  # a missing score counts as 0, as in the metrics
-    num_tokens, num_forwards = int(values["num_tokens"]), int(values["num_forwards"])
+    num_tokens = int(values["num_tokens"])
+    num_forwards = int(values["num_forwards"])
     # Counts are summed as float64, which is exact below 2**53.
     if not (0 <= score <= 1 and 0 <= num_tokens < 2**53 and 0 <= num_forwards < 2**53):
         raise ValueError("out of range")

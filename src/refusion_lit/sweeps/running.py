@@ -23,7 +23,7 @@ from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
 from refusion_lit.utils.locks import try_lock
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 
 
@@ -40,7 +40,7 @@ class SweepResult:
     """
 
     directory: Path
-    rows: list[Row]
+    rows: list[TableRow]
     failed: tuple[str, ...]
     num_reused: int
     file: Path
@@ -194,7 +194,7 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[Row]:
+def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[TableRow]:
     """Return the rows of the table: the point, its status and swept options, and the figures of one decoder.
 
     Args:
@@ -229,7 +229,7 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def write_table(directory: Path, rows: Sequence[Row]) -> Path:
+def write_table(directory: Path, rows: Sequence[TableRow]) -> Path:
     """Write ``results.csv``, with lists and mappings as JSON texts; return its path."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")

@@ -92,10 +92,12 @@ class Sheet(GeneratedTask):
         for digit in digits(key, len(_PAIRS), self.num_terms):
             small, large = _PAIRS[digit]
             if rng.random() < 0.5:
-                question, result = f"{large}-{small}=", large - small
+                question = f"{large}-{small}="
+                result = large - small
             else:
                 first, second = (small, large) if rng.random() < 0.5 else (large, small)
-                question, result = f"{first}+{second}=", first + second
+                question = f"{first}+{second}="
+                result = first + second
             questions.append(f"{question}...;")
             answers.append(f"{question}{result:03d};")
         return "".join(questions), "".join(answers)

@@ -180,7 +180,8 @@ class HumanEval(CodeTask):
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the prompt with the response, and the problem's check."""
-        prompt, name = example.meta["prompt"], example.meta["entry_point"]
+        prompt = example.meta["prompt"]
+        name = example.meta["entry_point"]
         code = extract_code(self._protocol.answer_in(response))
         if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
             program = f"{prompt}\n{code}\n"  # the prompt alone is valid: a function with only a docstring
@@ -215,7 +216,8 @@ class Mbpp(CodeTask):
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
         assert row.values is not None
-        number, tests = row.values.get("task_id"), row.values.get("test_list")
+        number = row.values.get("task_id")
+        tests = row.values.get("test_list")
         if not isinstance(number, int):
             raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; correct it.")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):

@@ -69,7 +69,8 @@ class InstructionFiles(Task):
                 f"got {self.response_field!r}; remove it (query_field names the field of the turns)."
             )
         in_range = 0 <= self.validation_fraction < 1
-        option, value = "task.validation_fraction", self.validation_fraction
+        option = "task.validation_fraction"
+        value = self.validation_fraction
         require(in_range, option, "a number in [0, 1)", value, "set it to 0.05, for example")
 
     def examples(self, split: Split) -> Sequence[Example]:

@@ -47,7 +47,8 @@ class Gsm8k(InstructionFiles):
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split, asked by the protocol's template if there is one."""
-        protocol, found = self._protocol, super().examples(split)
+        protocol = self._protocol
+        found = super().examples(split)
         if protocol.template is None:
             return found
         return [replace(example, query=protocol.query("{query}", {"query": example.query})) for example in found]

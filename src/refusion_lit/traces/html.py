@@ -22,7 +22,8 @@ def page(trace: Trace) -> str:
     text of the trace is in one JSON block, which is escaped so that no text can end it; the script inserts it as text
     nodes only.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css")
+    script = _asset("page.js")
     return Template(_asset("page.html")).substitute(
         style=style,
         script=script,

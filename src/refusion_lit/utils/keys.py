@@ -36,7 +36,8 @@ def permute(index: int, size: int, seed: str) -> int:
     mask = (1 << half) - 1
     value = index
     while True:
-        left, right = value >> half, value & mask
+        left = value >> half
+        right = value & mask
         for number in range(_NUM_FEISTEL_ROUNDS):
             digest = hashlib.blake2b(f"{seed}:{number}:{right:x}".encode()).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
