@@ -71,7 +71,7 @@ def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
             arguments = list(command)
             if subcommand == "test" and "fit" in point["commands"]:
                 try:
-                    arguments.append(f"--ckpt_path={find_checkpoint(place / 'fit', point['test_checkpoint'])}")
+                    arguments.append(f"--ckpt_path={_last_checkpoint(place / 'fit')}")
                 except ValueError as error:
                     return str(error)
             done = subprocess.run(
@@ -82,32 +82,17 @@ def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
     return None
 
 
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """Return a checkpoint of a fit.
-
-    Args:
-        folder: The fit's directory.
-        which: ``last``, or ``best`` by the value that the run's ModelCheckpoint monitors.
+def _last_checkpoint(fit: Path) -> Path:
+    """Return the last checkpoint in a fit's directory.
 
     Raises:
         ValueError: If there is none.
     """
-    directory = folder / "checkpoints"
-    files = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    directory = fit / "checkpoints"
+    files = sorted(directory.glob("*.ckpt"), key=lambda path: (path.name == "last.ckpt", path.stat().st_mtime))
     if not files:
         raise ValueError(f"fit left no checkpoint in {directory}; add a ModelCheckpoint to trainer.callbacks.")
-    newest = next((path for path in files if path.name == "last.ckpt"), files[-1])
-    if which == "last":
-        return newest
-    import torch  # takes seconds to import, so only where it is needed
-
-    states = torch.load(newest, map_location="cpu", weights_only=True).get("callbacks", {})
-    for name, state in states.items():
-        if "ModelCheckpoint" in name and state.get("best_model_path"):
-            best = directory / Path(state["best_model_path"]).name
-            if best.is_file():
-                return best
-    raise ValueError(f"test_checkpoint: fit recorded no best checkpoint in {newest}; use last.")
+    return files[-1]
 
 
 def tail(path: Path) -> str:

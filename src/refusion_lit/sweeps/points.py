@@ -41,11 +41,10 @@ class Sweep:
     Attributes:
         base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options of
             the command line, the named decoders of all files are kept.
-        subcommands: ``[test]``, or ``[fit, test]`` to test the checkpoint of each fit.
+        subcommands: ``[test]``, or ``[fit, test]`` to test the last checkpoint of each fit.
         options: Options that all points share.
         grid: For each option the list of its values; all combinations are run.
         entries: A list of sets of options that change together.
-        test_checkpoint: Whether to test the ``last`` or the ``best`` checkpoint of a fit.
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
     """
@@ -55,7 +54,6 @@ class Sweep:
     options: dict[str, Any] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
-    test_checkpoint: Literal["last", "best"] = "last"
     launcher: Launcher = field(default_factory=Local)
     directory: str | None = None
 
@@ -152,10 +150,7 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
             set_option(config, name, _resolve_paths(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
-    identity: Config = {"configs": configs}
-    if "fit" in configs:
-        identity["test_checkpoint"] = sweep.test_checkpoint
-    text = json.dumps(identity, sort_keys=True, default=str)
+    text = json.dumps(configs, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
 
 

@@ -84,7 +84,7 @@ def run(
     if lock is None:
         raise ValueError(f"directory: expected no running sweep in {directory}, got one; wait for it to end.")
     try:
-        points_to_run = _prepare_points(directory, points, sweep, command, console)
+        points_to_run = _prepare_points(directory, points, sweep.swept, command, console)
         try:
             _launch(sweep, points_to_run, console)
         finally:  # write the table of the finished points even if interrupted
@@ -134,13 +134,13 @@ def _folder(directory: Path, point: Point) -> Path:
 
 
 def _prepare_points(
-    directory: Path, points: Sequence[Point], sweep: Sweep, command: Sequence[str], console: Console
+    directory: Path, points: Sequence[Point], swept: Sequence[str], command: Sequence[str], console: Console
 ) -> dict[Path, Point]:
     """Write what the unfinished points need; return these by their directories."""
-    write_json_atomically(directory / "sweep.json", {"swept": sweep.swept, "points": [point.id for point in points]})
+    write_json_atomically(directory / "sweep.json", {"swept": swept, "points": [point.id for point in points]})
     unfinished = [point for point in points if not is_finished(directory, point)]
     for point in unfinished:
-        _prepare(directory, point, sweep, command)
+        _prepare(directory, point, command)
     names = {point.id for point in points}
     others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
     if others:
@@ -150,7 +150,7 @@ def _prepare_points(
     return {_folder(directory, point): point for point in unfinished}
 
 
-def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]) -> None:
+def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
     folder = _folder(directory, point)
     if folder.exists():
@@ -163,7 +163,6 @@ def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]
         "id": point.id,
         "options": point.options,
         "seed": point.seed,
-        "test_checkpoint": sweep.test_checkpoint,
         "commands": commands(directory, point, command),
     }
     write_json_atomically(folder / POINT, values)
