@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,6 +183,18 @@ def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journa
     assert len(result.failed) == 1
     assert "exit code -9" in result.rows[0]["error"]
     assert "last words" in result.rows[0]["error"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_point_that_ends_has_a_line(tmp_path: Path, command: list[str], journal: Path, is_terminal: bool) -> None:
+    shown = io.StringIO()
+    sweep = Sweep(options={"journal": str(journal), "broken": 2}, grid={"x": [1, 2]})
+    console = Console(file=shown, force_terminal=is_terminal, width=200)
+    run(sweep, directory=tmp_path / "sweep", resolve=resolve, command=command, console=console)
+    assert re.search(r"\[1/2\] finished in \d\.\d s: x=1\b", shown.getvalue())
+    assert re.search(r"\[2/2\] failed in \d\.\d s: x=2\b", shown.getvalue())
+    assert "exit code 1:\nworking on 2\nx is broken" in shown.getvalue()
+    assert ("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in shown.getvalue()) == is_terminal
 
 
 def test_description_lists_points_with_their_commands(tmp_path: Path, command: list[str], journal: Path) -> None:

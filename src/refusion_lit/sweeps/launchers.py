@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from refusion_lit.sweeps.point_process import PROCESS, run_point
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.require import require_at_least
 
+_PROGRAM = "import sys; from refusion_lit.sweeps.point_process import run_point; sys.exit(not run_point(sys.argv[1]))"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
@@ -90,14 +92,10 @@ class Local(Launcher):
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     """Start a point in its own process group, and record the group."""
-    from refusion_lit.sweeps import point_process  # imported late: it runs as a script of its own
-
     process = subprocess.Popen(
-        [sys.executable, "-m", point_process.__name__, str(folder)],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        [sys.executable, "-c", _PROGRAM, str(folder)], stdin=subprocess.DEVNULL, start_new_session=True
     )
-    write_json_atomically(folder / point_process.PROCESS, {"group": process.pid})
+    write_json_atomically(folder / PROCESS, {"group": process.pid})
     return process
 
 
@@ -158,8 +156,6 @@ class Slurm(Launcher):
         if not folders:
             return
         import submitit
-
-        from refusion_lit.sweeps.point_process import run_point
 
         executor = submitit.AutoExecutor(folder=folders[0].parent.parent / "jobs", cluster=self.cluster)
         settings: dict[str, Any] = {"name": "refusion_lit", "timeout_min": self.minutes}

@@ -1,7 +1,4 @@
-"""The process of one point: runs its subcommands in order, then writes its outcome.
-
-Started as ``python -m refusion_lit.sweeps.point_process FOLDER``.
-"""
+"""The process of one point: runs its subcommands in order, then writes its outcome."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -128,7 +124,3 @@ def kill_orphan(folder: Path) -> None:
             )
         time.sleep(0.05)
     lock.release()
-
-
-if __name__ == "__main__":
-    sys.exit(0 if run_point(sys.argv[1]) else 1)
