@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.keys import uniform_scalar
@@ -160,10 +159,20 @@ def _predict(model: LanguageModel, rows: list[list[int]], read_at: int, mask: in
     if model.traits.attention == "causal":  # known tokens first, then the masks, both in text order
         sequence = (tokens == mask).long().argsort(dim=1, stable=True)
         tokens, positions = tokens.gather(1, sequence), positions.gather(1, sequence)
-    order = pattern_order(model.traits, positions)
-    visible = order_mask(order, torch.full((len(rows),), tokens.shape[1]))
+    order = _order(model.traits, positions)
+    visible = order[:, None, :] <= order[:, :, None]
     device = model.device
     hidden = model.hidden_states(tokens.to(device), positions.to(device), visible.to(device))
     index = (positions == read_at).long().argmax(dim=1)
     logits = model.logits(hidden[torch.arange(len(rows), device=device), index.to(device)])
     return logits.double().softmax(-1).cpu()
+
+
+def _order(traits: ModelTraits, positions: Int[Tensor, "row token"]) -> Int[Tensor, "row token"]:
+    """Return the order of tokens under the model's attention pattern: a token sees those of the same or a lower one."""
+    if traits.attention == "bidirectional":
+        return torch.zeros_like(positions)
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        return positions // traits.block_size
+    return torch.arange(positions.shape[1]).expand_as(positions)

@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refusion_lit.decoding
-from decoder_cases import DECODERS, LastState, check_output, hash_models, prompts, setups, temperatures, traits_for
+from decoder_cases import (
+    DECODERS,
+    LastState,
+    check_output,
+    hash_models,
+    prompts,
+    setups,
+    temperatures,
+    traits_for,
+    weighs_rows,
+)
 from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     APD,

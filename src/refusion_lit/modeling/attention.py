@@ -1,4 +1,4 @@
-"""Attention masks: those of each attention pattern, and the conversions that the attention kernels need."""
+"""Conversions of what a token sees to the masks that the attention kernels take, and attention by ranges on CPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -14,45 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.modeling.transfer import to_device
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask, ranges_mask
-from refusion_lit.types import ModelTraits
 
 _BLOCK = 128
 """Queries and keys of a block of flex attention's mask."""
 
 _CHUNK = 128
 """Number of queries whose mask is in memory at once on CPUs."""
-
-
-def order_mask(order: Int[Tensor, "batch token"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch token token"]:
-    """Build the mask in which a token sees every real token of the same or a lower order.
-
-    Causal attention has order 0, 1, 2, ...; bidirectional attention has the same order everywhere; block-causal
-    attention has the block's number.
-
-    Args:
-        order: Order of every token.
-        lengths: Number of real tokens of each row. The padding after them is visible to itself only (a query
-            without visible keys would give NaN).
-    """
-    index = torch.arange(order.shape[1], device=order.device)
-    real = index[None] < lengths[:, None]
-    allowed = (order[:, None, :] <= order[:, :, None]) & real[:, None, :]
-    return allowed | torch.eye(order.shape[1], dtype=torch.bool, device=order.device)
-
-
-def pattern_order(traits: ModelTraits, position_ids: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
-    """Return the order (see :func:`order_mask`) that a model's attention pattern gives to tokens.
-
-    Args:
-        traits: The model's traits.
-        position_ids: Positions in the text. Causal attention follows the *sequence*, not these.
-    """
-    if traits.attention == "bidirectional":
-        return torch.zeros_like(position_ids)
-    if traits.attention == "block_causal":
-        assert traits.block_size is not None
-        return position_ids // traits.block_size
-    return torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
 
 
 def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> Tensor:

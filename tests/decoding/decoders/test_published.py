@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from decoder_cases import LastState
+from orders import order_mask, pattern_order
 from published import published_model, reference
 from refusion_lit.decoding import BlockDiffusion, Decoder, DecodingOutput, FastDLLM, LLaDA, decode
-from refusion_lit.modeling.attention import order_mask, pattern_order
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 BATCH_SIZES = [1, 16]

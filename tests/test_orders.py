@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.modeling.attention import order_mask, pattern_order
+from orders import order_mask, pattern_order
 from refusion_lit.types import ModelTraits
 
 
