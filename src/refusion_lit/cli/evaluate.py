@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, as_list, load_model_of
+from refusion_lit.cli.parser import (
+    OneLineParser,
+    add_decoder_option,
+    add_decoding_options,
+    add_loading_options,
+    as_list,
+    decoding_of,
+    load_model_of,
+)
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require, require_number
 
@@ -23,7 +31,7 @@ def build_parser() -> OneLineParser:
     add_decoder_option(parser)
     parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
     parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
+    add_decoding_options(parser, "batch_size", "allow_mismatch")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
     parser.add_argument("--limit", type=int | None, default=None, help="only the first N documents of a task")
     parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
@@ -59,8 +67,9 @@ def run(args: list[str]) -> int:
             f"tasks: expected names of the harness's tasks or of those below --include_path, got "
             f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
         )
-    names = ("decoder", "likelihood", "num_draws", "batch_size", "seed", "allow_mismatch")
-    model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
+    names = ("decoder", "likelihood", "num_draws", "seed")
+    chosen = {name: options[name] for name in names} | decoding_of(options)
+    model = RefusionLitModel(load_model_of(options), **chosen)
     results = evaluate(
         model,
         tasks,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from argparse import Action
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.check import loaded
+from refusion_lit.cli.messages import PARSER_ERRORS, brief, explained, loaded
 from refusion_lit.decoding import Decoder
 from refusion_lit.modeling.layouts import LAYOUTS
 from refusion_lit.types import SamplingParams
@@ -17,72 +19,58 @@ from refusion_lit.utils.require import require, require_at_least
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
 
+_DECODING = {
+    "batch_size": (int, 16, "prompts decoded concurrently; changes no token"),
+    "max_tokens_per_forward": (
+        int | None, None, "maximum number of positions a forward computes, padding included; changes no token"
+    ),
+    "max_cache_tokens": (int | None, None, "maximum number of cache entries (prompts and answers) of all prompts in flight"),
+    "share_prefixes": (bool, True, "compute what prompts have in common at their beginning once"),
+    "allow_mismatch": (bool, False, "only warn if the model does not fit"),
+}  # fmt: skip
+"""Options of how prompts are decoded, with type, default and help."""
 
-PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
-"""What a parser raises for wrong arguments; PyYAML's errors for numbers and dates that are none pass through it."""
+
+class PlainHelp(DefaultHelpFormatter):
+    """jsonargparse's help without the marks of docstrings and the modules of our classes."""
+
+    def _expand_help(self, action: Action) -> str:
+        text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action))
+        return re.sub(r"\brefusion_lit\.(\w+\.)+(?=[A-Z])", "", text).replace("``", "`")
 
 
 class OneLineErrors:
-    """Raises a parser's errors in one line: the option and the reason, without usage and dumps of types."""
+    """Raises a parser's errors, of which :func:`~refusion_lit.cli.messages.explained` makes one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the error instead of printing it."""
-        raise ValueError(brief(message)) from ex
-
-
-def brief(message: str) -> str:
-    """Return the option and the reason out of the paragraphs of a message of jsonargparse."""
-    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
-    start = lines.index("Errors:") + 1 if "Errors:" in lines else len(lines) - 1
-    while lines[start].startswith("Does not validate against") and "Errors:" in lines[start:]:  # a union in a union
-        start = lines.index("Errors:", start) + 1
-    reason = " ".join(lines[start : start + (2 if lines[start].endswith(":") else 1)])
-    is_option = start > 0 and lines[0].startswith("Parser key ")
-    return f"{lines[0].removeprefix('Parser key ')} {reason}" if is_option else reason
+        """Raise the error instead of printing it with the usage."""
+        raise ValueError(message) from ex
 
 
 class OneLineParser(OneLineErrors, ArgumentParser):
-    """jsonargparse's parser, with help and errors of our own."""
+    """jsonargparse's parser with errors of one line."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
+        super().__init__(formatter_class=PlainHelp, **options)
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments and create the components that they name.
 
         Raises:
             ValueError: Naming the wrong option, what was expected and what was got.
-            SystemExit: After printing the help.
         """
-        if any(arg == "-h" or arg.split("=")[0].endswith("help") for arg in args):
-            from refusion_lit.cli.help import print_help_of
-
-            print_help_of(self, args)
-            raise SystemExit(0)
-        args = self._joined(args)
         names = {arg.partition("=")[0] for arg in args}
-        if any(name.startswith("--decoder.") for name in names) and "--decoder" not in names:
-            # options without a class are those of the decoder for drafters, else ReFusion's
+        if "--decoder" not in names and any(name.startswith("--decoder.") for name in names - {"--decoder.help"}):
+            # Options without a class are those of the decoder for drafters, else of ReFusion.
             args = [f"--decoder={'SelfSpeculative' if '--draft' in names else 'ReFusion'}", *args]
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
-            from refusion_lit.cli.check import explain
-
-            raise explain(self, args, error) from error
+            raise explained(self, args, error, str(self.prog).rpartition(" ")[2]) from error
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(brief(str(error))) from error
-
-    def _joined(self, args: Sequence[str]) -> list[str]:
-        """Join options with values that start with a dash, such as a prompt ``-5+3``; argparse would refuse them."""
-        known, joined = self._option_string_actions, list[str]()
-        for arg in args:
-            before = known.get(joined[-1]) if joined else None
-            is_value = len(arg) > 1 and arg[0] == "-" != arg[1] and arg.partition("=")[0] not in known
-            if is_value and before is not None and before.nargs is None:
-                joined[-1] += f"={arg}"
-            else:
-                joined.append(arg)
-        return joined
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -113,6 +101,13 @@ def add_decoder_option(parser: OneLineParser) -> None:
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 
 
+def add_decoding_options(parser: OneLineParser, *names: str) -> None:
+    """Add options of how prompts are decoded, all of them by default."""
+    for name in names or _DECODING:
+        kind, default, text = _DECODING[name]
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
+
 def add_loading_options(parser: OneLineParser) -> None:
     """Add the options that say how ``--ckpt_path`` is loaded."""
     dtypes = Literal["float32", "float64", "bfloat16", "float16"]
@@ -130,7 +125,6 @@ def add_loading_options(parser: OneLineParser) -> None:
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
-    parser.add_argument("--allow_mismatch", type=bool, default=False, help="only warn if the model does not fit")
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 
@@ -141,9 +135,6 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
-    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
-        if options.get(name) is not None:
-            require_at_least(name, options[name], 1)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_entropy", "seed")
     stop = as_list(options.stop)
     is_list = len(stop) == 1 and isinstance(loaded(stop[0]), list)  # else it would have been taken as one
@@ -155,17 +146,35 @@ def sampling_of(options: Namespace) -> SamplingParams:
 
 
 def decoding_of(options: Namespace) -> dict[str, Any]:
-    """Return the options of ``generate`` that say how prompts are decoded, after :func:`load_model_of`."""
-    names = (
-        "decoder", "batch_size", "max_tokens_per_forward", "max_cache_tokens", "share_prefixes", "allow_mismatch",
-    )  # fmt: skip
-    return {name: options[name] for name in names}
+    """Return the options of how prompts are decoded that a command has.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    found = {name: options[name] for name in _DECODING if name in options}
+    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
+        if found.get(name) is not None:
+            require_at_least(name, found[name], 1)
+    return found
+
+
+def template_of(options: Namespace) -> str | None:
+    """Return the text of the template that the options name, if they name one.
+
+    Raises:
+        ValueError: If it cannot be read, or is wrong.
+    """
+    if options.template is None:
+        return None
+    from refusion_lit.data.templates import Template, read_template
+
+    text = read_template(options.template)
+    Template.parse(text)
+    return text
 
 
 def load_model_of(options: Namespace) -> TextModel:
     """Load the model that the options name.
-
-    Where no decoder is named, the model's own, fitted to ``max_new_tokens``, becomes ``options.decoder``.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -178,7 +187,9 @@ def load_model_of(options: Namespace) -> TextModel:
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
     own = {name: options[name] for name in ("layout", "attention", "block_size", "batch_invariant")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
-    model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
-    if "max_new_tokens" in options and options.decoder is None:
-        options.decoder = model.default_decoder.fitted(sampling_of(options))
-    return model
+    return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
+
+
+def decoder_of(options: Namespace, model: TextModel, sampling: SamplingParams) -> Decoder:
+    """Return the decoder that the options name, by default the model's own, fitted to the length limit."""
+    return options.decoder or model.default_decoder.fitted(sampling)

@@ -15,10 +15,8 @@ from typing import Any, NoReturn, cast
 import yaml
 from jsonargparse import Namespace
 
-from refusion_lit.cli.check import check_config
-from refusion_lit.cli.parser import OneLineParser, brief
-from refusion_lit.cli.suggestions import nearest
-from refusion_lit.cli.trainer_options import read_description
+from refusion_lit.cli.messages import brief, nearest
+from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.require import require
@@ -148,7 +146,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
-    parser = parse_only().parser
+    cli = parse_only()
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
     kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -156,13 +154,15 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         strategies.add_argument(f"--{name}", type=kind)
 
     def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-        check_config(config, read_description(subcommand), subcommand)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-            parsed = parser.parse_args([subcommand, f"--config={file}"])
+            try:
+                parsed = cli.parse(cli.parser, [subcommand, f"--config={file}"])
+            except ValueError as error:
+                raise ValueError(str(error).removeprefix(f"{file}: ")) from error
         parsed[subcommand].pop("config", None)
-        resolved = yaml.safe_load(parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
+        resolved = yaml.safe_load(cli.parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
         if resolved["trainer"].get("logger") not in (None, True):
             raise ValueError(
                 "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "
