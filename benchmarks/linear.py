@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from benchmarks.common import Work, interleaved, time_ratio, write
 
-from refusion_lit.modeling.lean.linear import Linear, PackedWeights
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 
 HIDDEN, INTERMEDIATE, KEYS, NUM_LAYERS, VOCAB = 576, 1536, 192, 30, 49_152
 SHAPES = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN), (INTERMEDIATE, HIDDEN),

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from refusion_lit.modeling.layouts import LAYOUTS, Layout
+from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 
 _SIZES = {
     "hidden_size": 2048,
@@ -39,7 +39,7 @@ _SIZES = {
 _NUM_SHARDS = 4
 
 
-def weights_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
     config = AutoConfig.for_model(layout.base, **_SIZES)
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def weights_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return layout.published_options(json.loads(config.to_json_string(use_diff=False))), weights
 
 
-def save(layout: Layout, directory: Path) -> int:
+def save(layout: CheckpointFormat, directory: Path) -> int:
     """Write a model in a layout; return the size of its weights in bytes."""
     config, weights = weights_of(layout)
     words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
@@ -93,7 +93,7 @@ def main() -> None:
         load(*options.load)
         return
     started, layouts = time.perf_counter(), {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in FORMATS.items():
         with tempfile.TemporaryDirectory() as folder:
             num_bytes = save(layout, Path(folder))
             command = [sys.executable, "-m", "benchmarks.load_memory", "--load", folder, name]

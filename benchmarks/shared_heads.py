@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 from benchmarks.common import Work, interleaved, time_ratio, write
 
-from refusion_lit.modeling.lean import rows
-from refusion_lit.modeling.lean.rows import attend_rows
+from refusion_lit.modeling.fused import rows
+from refusion_lit.modeling.fused.rows import attend_rows
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}
 """Query heads, key/value heads and their size."""

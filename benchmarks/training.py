@@ -21,11 +21,11 @@ from jsonargparse import auto_cli
 
 from refusion_lit.data.bin_packing import pack_samples
 from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
-from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.packing import pack
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {

@@ -21,11 +21,11 @@ from benchmarks.common import SMALL, aim, random_model, write
 from benchmarks.memory import peak_resident_bytes, reset_peak, resident_bytes
 from jsonargparse import auto_cli
 
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Hybrid, Masked, Objective
-from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.packing import pack
 
 Way = Literal["ranges", "matrix"]
 OBJECTIVES: dict[str, Objective] = {

@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +23,7 @@ TRAINER = "Customize every aspect of training via flags:"
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by name: one for each command, and ``trainer`` with the options of the Trainer."""
+    """Return the pages by name: one for each command, ``shared`` by those of the Trainer, and ``trainer``."""
     os.environ["COLUMNS"] = "120"
     from refusion_lit.cli import OWN
     from refusion_lit.cli.lightning import parse_only
@@ -34,12 +35,21 @@ def pages() -> dict[str, str]:
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             getattr(import_module(f"refusion_lit.cli.{module}"), function)(["--help"])
         found[command] = shown.getvalue()
-    for command, parser in parse_only().parsers.items():
-        groups = re.split(r"\n\n(?=\S)", parser.format_help().rstrip())
-        hint = f"Options of the Trainer: refusion-lit {command} --help=all"
-        found["trainer"] = "\n" + "\n\n".join(group for group in groups if group.startswith(TRAINER)) + "\n"
-        found[command] = "\n\n".join([*(group for group in groups if not group.startswith(TRAINER)), hint]) + "\n"
+    groups = {
+        command: re.split(r"\n\n(?=\S)", parser.format_help().rstrip())
+        for command, parser in parse_only().parsers.items()
+    }
+    shared = [group for group in groups["fit"] if all(group in others for others in groups.values())]
+    for command, own in groups.items():
+        found[command] = _page(group for group in own if group not in shared)
+    found["trainer"] = _page(group for group in shared if group.startswith(TRAINER))
+    hint = "Options of the Trainer: add --help=all"
+    found["shared"] = _page([*(group for group in shared if not group.startswith(TRAINER)), hint])
     return found
+
+
+def _page(groups: Iterable[str]) -> str:
+    return "".join(f"{group}\n\n" for group in groups)
 
 
 def main(directory: str = str(PAGES)) -> None:

@@ -17,7 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import strategies as st
 
-import refusion_lit.decoding.decoders
+import refusion_lit.families
+import refusion_lit.refusion
 from fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from refusion_lit.decoding import (
     APD,
@@ -35,14 +36,16 @@ from refusion_lit.decoding import (
     TokenEditing,
     WeDLM,
     decode,
-    engine,
 )
-from refusion_lit.decoding.executor import Executor
+from refusion_lit.engine import engine
+from refusion_lit.engine.executor import Executor
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from subclasses import concrete_subclasses
 
-for module in pkgutil.iter_modules(refusion_lit.decoding.decoders.__path__):
-    importlib.import_module(f"refusion_lit.decoding.decoders.{module.name}")
+for room in (refusion_lit.refusion, refusion_lit.families):
+    for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+        if not module.name.endswith(".export"):  # programs for transformers alone
+            importlib.import_module(module.name)
 
 DECODERS = concrete_subclasses(Decoder)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refusion_lit.modeling.fused.rows import Rows
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.lean.rows import Rows
 from refusion_lit.modeling.visibility import Span, Visibility
 
 HEADS, KEY_HEADS, DIM = 4, 2, 6

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from refusion_lit.decoding import Decoder, Generation, decode
-from refusion_lit.decoding.requests import Reading
+from refusion_lit.engine.requests import Reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from fakes import MASK, OracleModel, oracle_text
 from refusion_lit.decoding import Decoder, Generation, ModelRequirements, RowState, decode
-from refusion_lit.decoding.base import Steps
-from refusion_lit.decoding.requests import Branch, Draw, Forward
+from refusion_lit.engine.decoder import Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ORDER = ModelTraits(predictions=("next_token",))

@@ -19,7 +19,7 @@ def modules_with_shapes() -> list[str]:
     """Return the modules that import jaxtyping, but for the lean body: torch.compile cannot trace the checks."""
     paths = (path for path in SOURCE.rglob("*.py") if "from jaxtyping import" in path.read_text(encoding="utf-8"))
     names = (".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in paths)
-    return sorted(name for name in names if not name.startswith("refusion_lit.modeling.lean."))
+    return sorted(name for name in names if not name.startswith("refusion_lit.modeling.fused."))
 
 
 def check_shapes() -> None:

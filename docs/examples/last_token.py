@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 

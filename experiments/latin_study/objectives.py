@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
-from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.types import SpecialTokens
 
 

@@ -23,8 +23,9 @@ import torch
 from table import BASE, HERE, read_prompts
 
 import refusion_lit
-from refusion_lit.decoding import SelfSpeculative, decode, reading
-from refusion_lit.decoding.sampling import draw_tokens, filter_logits
+from refusion_lit.decoding import SelfSpeculative, decode
+from refusion_lit.engine import reading
+from refusion_lit.engine.sampling import draw_tokens, filter_logits
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Prompt, SamplingParams

@@ -12,9 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt, prompt_of
 from refusion_lit.data.templates import candidates
-from refusion_lit.decoding import Decoder, DecodingOutput, Generation, SelfSpeculative, decode, default_decoder
-from refusion_lit.decoding.arguments import check_arguments, check_options
-from refusion_lit.decoding.lengths import choose_lengths
+from refusion_lit.decoding import (
+    Decoder,
+    DecodingOutput,
+    Generation,
+    SelfSpeculative,
+    check_model,
+    decode,
+    default_decoder,
+)
+from refusion_lit.engine.arguments import check_arguments, check_options
+from refusion_lit.engine.lengths import choose_lengths
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
@@ -115,6 +123,8 @@ class TextModel:
         """
         check_options("decode", options, ())
         check_arguments(decoder, sampling, options.get("callbacks", ()))
+        if not options.get("allow_mismatch"):
+            self.check_decoder(decoder)
         was_training = self.backbone.training
         self.backbone.eval()
         try:
@@ -129,6 +139,25 @@ class TextModel:
             )
         finally:
             self.backbone.train(was_training)
+
+    def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
+        """Refuse a decoder that the model was not trained for, and name one that fits.
+
+        Args:
+            decoder: The strategy.
+            allow_mismatch: Only warn.
+
+        Returns:
+            The reasons, if allowed.
+
+        Raises:
+            ModelMismatchError: With the reasons.
+        """
+        traits = self.backbone.traits
+        own = default_decoder(traits)
+        fits = type(own) is not type(decoder) and not own.requirements().mismatches(traits)
+        hint = f"{type(own).__name__} fits." if fits else ""
+        return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch, hint=hint)
 
     def model_for(self, decoder: Decoder) -> LanguageModel:
         """Return the backbone, or for decoders that need two models the pair of it and the verifier.

@@ -1,6 +1,6 @@
 """Values that the layers share: what a model was trained for, examples, prompts and sampling parameters.
 
-Training's batches and losses are in :mod:`refusion_lit.objectives.batch`.
+Training's batches and losses are in :mod:`refusion_lit.learning.batch`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from cli.conftest import REPOSITORY
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
-from refusion_lit.modeling.layouts import LAYOUTS
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.objectives import Objective
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.types import ModelTraits
@@ -183,6 +183,6 @@ def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeyp
     (decoder,) = module.decoders.values()
     decoder.check(module.sampling)
     name = PUBLISHED[path.stem]
-    traits = ModelTraits() if name is None else LAYOUTS[name].traits({})
+    traits = ModelTraits() if name is None else FORMATS[name].traits({})
     assert decoder.requirements().mismatches(traits) == []
     assert f"configs/published/{path.name}" in (REPOSITORY / "docs" / "published.md").read_text()

@@ -15,7 +15,7 @@ from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.run_directory import with_resume
-from refusion_lit.cli.running import _how_to_resume
+from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.locks import release_lock, try_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit import objectives
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.types import SpecialTokens
 from shadow_device import SHADOW, ShadowDevice
 from subclasses import concrete_subclasses

@@ -23,8 +23,8 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.decoding import admission as admission_module
-from refusion_lit.decoding.admission import Admission, KeptCache, common_length
+from refusion_lit.engine import admission as admission_module
+from refusion_lit.engine.admission import Admission, KeptCache, common_length
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)

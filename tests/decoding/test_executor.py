@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fakes import MASK, PAD, VOCAB, HashModel
-from refusion_lit.decoding import reading as reading_module
-from refusion_lit.decoding.executor import Executor, Row
-from refusion_lit.decoding.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
+from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.executor import Executor, Row
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
 from refusion_lit.types import SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())

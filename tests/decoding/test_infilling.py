@@ -25,9 +25,9 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.decoding.base import max_length
-from refusion_lit.decoding.lengths import choose_lengths, most_probable, probe
-from refusion_lit.decoding.output import TraceRound
+from refusion_lit.engine.decoder import max_length
+from refusion_lit.engine.lengths import choose_lengths, most_probable, probe
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.types import Prompt, SamplingParams
 
 TEXT = oracle_text(None)

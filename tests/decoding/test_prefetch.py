@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from decoder_cases import DECODERS, decode_with_prefetch, hash_models, prompts, setups, temperatures, traits_for
 from fakes import HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import Decoder, DecodingOutput, RecomputeKV, ReFusion, SelfSpeculative, decode
-from refusion_lit.decoding.reading import LogitReader
+from refusion_lit.engine.reading import LogitReader
 from refusion_lit.modeling import backbone
 from refusion_lit.types import Prompt, SamplingParams
 from shadow_device import SHADOW, ShadowDevice

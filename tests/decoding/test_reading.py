@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
-from refusion_lit.decoding import reading as reading_module
-from refusion_lit.decoding.proposals import Proposal
-from refusion_lit.decoding.reading import LogitReader, Read
-from refusion_lit.decoding.requests import Draw, Reading
+from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.proposals import Proposal
+from refusion_lit.engine.reading import LogitReader, Read
+from refusion_lit.engine.requests import Draw, Reading
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 

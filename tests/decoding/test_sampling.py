@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit.decoding import sampling as sampling_module
-from refusion_lit.decoding.requests import Branch, Draw
-from refusion_lit.decoding.sampling import draw_tokens, filter_logits, first_argmax, keep_or_draw, noise_keys
+from refusion_lit.engine import sampling as sampling_module
+from refusion_lit.engine.requests import Branch, Draw
+from refusion_lit.engine.sampling import draw_tokens, filter_logits, first_argmax, keep_or_draw, noise_keys
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from refusion_lit.modeling.custom_generate import self_speculative
+from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.reports.drafter_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams

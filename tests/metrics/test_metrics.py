@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from refusion_lit.decoding import DecodingOutput, Generation
+from refusion_lit.learning.batch import LossOutput
 from refusion_lit.metrics import DecodingMetrics, TermMeans
-from refusion_lit.objectives.batch import LossOutput
 from refusion_lit.reports.tables import FIGURES, decoder_table
 
 TERMS = {"ar": 1.0, "mdm": 0.5}

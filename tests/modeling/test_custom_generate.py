@@ -15,8 +15,9 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import ReFusion
-from refusion_lit.modeling.custom_generate import refusion, self_speculative
+from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.saving import save_model
+from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from fakes import VOCAB, tiny_backbone
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.fused.compiled import StaticKVCache
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.lean.compiled import StaticKVCache
 
 # Norms and rotary angles are computed in float32 even in a float64 model.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

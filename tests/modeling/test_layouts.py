@@ -20,7 +20,7 @@ from refusion_lit.api import TextModel
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import BlockDiffusion, Decoder, LLaDA, ReFusion, WeDLM
 from refusion_lit.modeling.attention import order_mask, pattern_order
-from refusion_lit.modeling.layouts import LAYOUTS
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.types import ModelTraits
@@ -311,7 +311,7 @@ def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
     written(unknown, {**config_in(unknown), "model_type": "somebodys"})
     with pytest.raises(ValueError, match=r"^backbone\.source: .*got model_type 'somebodys'") as caught:
         refusion_lit.load(unknown)
-    assert all(name in str(caught.value) for name in LAYOUTS)
+    assert all(name in str(caught.value) for name in FORMATS)
     assert "\n" not in str(caught.value)
 
 

@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.attention import block_mask
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.range_mask import RangeMask, ranges_mask, sdpa_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, DualStream, Hybrid, Masked, Objective
-from refusion_lit.objectives.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.packing import pack
 from refusion_lit.types import ModelTraits, SpecialTokens
 from tiny import TINY_QWEN
 

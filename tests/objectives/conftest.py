@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.types import SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2

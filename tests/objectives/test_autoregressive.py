@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive
-from refusion_lit.objectives.batch import ResponseBatch
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 LENGTHS = [(3, 9), (1, 1), (0, 17), (5, 4)]

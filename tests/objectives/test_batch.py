@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 
 
 def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:

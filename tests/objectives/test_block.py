@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Masked
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from refusion_lit.objectives import Hybrid, cross_entropy
-from refusion_lit.objectives.batch import IGNORE_INDEX, LossOutput
-from refusion_lit.objectives.cross_entropy import chunked_cross_entropy
-from refusion_lit.objectives.liger import check_liger
+from refusion_lit.learning import cross_entropy
+from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput
+from refusion_lit.learning.cross_entropy import chunked_cross_entropy
+from refusion_lit.learning.liger import check_liger
+from refusion_lit.objectives import Hybrid
 
 VOCAB, HIDDEN = 11, 6
 

@@ -9,9 +9,9 @@ import torch
 
 from fakes import SPECIAL, tiny_backbone
 from refusion_lit.decoding import D2F, decode
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DiffusionForcing
-from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 EOS, MASK = 1, 2

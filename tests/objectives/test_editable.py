@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from refusion_lit.families.block_diffusion.editable import other_tokens
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, EditableBlockMasked
-from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
-from refusion_lit.objectives.editable import other_tokens
 from refusion_lit.types import SpecialTokens
 
 MASK = 2

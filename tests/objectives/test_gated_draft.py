@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fakes import tiny_backbone
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import GatedDraft
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.types import ModelTraits
 
 SIZES = [(3, 9), (1, 2), (5, 12)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.objectives.hybrid import SlotLayout, draw_slot_sizes
+from refusion_lit.refusion.objective import SlotLayout, draw_slot_sizes
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, MASK = 0, 2

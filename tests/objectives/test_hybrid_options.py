@@ -9,10 +9,10 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
-from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.slot_weights import place_weights
+from refusion_lit.refusion.slot_weights import place_weights
 from refusion_lit.types import SpecialTokens
 
 SIZES, BORDERS = (2, 4, 8, 16, 32, 64), (0.06, 0.2, 0.4, 0.6, 0.8, 1.0)

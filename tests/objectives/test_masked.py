@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from refusion_lit.families.llada.objective import cart_weights
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Masked
-from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
-from refusion_lit.objectives.masked import cart_weights
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, EOS, MASK = 0, 1, 2

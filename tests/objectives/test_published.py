@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from published import published_model, reference
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
+from refusion_lit.families.block_diffusion.schedule import mask_schedule
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
-from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.block import three_part_ranges
-from refusion_lit.objectives.schedule import mask_schedule
 from refusion_lit.types import SpecialTokens
 
 

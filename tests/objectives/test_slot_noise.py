@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
-from refusion_lit.objectives.batch import ResponseBatch
-from refusion_lit.objectives.slot_noise import grouped_slots
+from refusion_lit.refusion.slot_noise import grouped_slots
 from refusion_lit.types import SpecialTokens
 
 GROUPS = ("suffix", "prefix", "middle", "random")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from refusion_lit.families.set_diffusion.objective import staggered_times
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import StaggeredSets
-from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
-from refusion_lit.objectives.staggered_sets import staggered_times
 from refusion_lit.types import SpecialTokens
 
 EOS, MASK = 1, 2

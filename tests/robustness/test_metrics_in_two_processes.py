@@ -12,8 +12,8 @@ import torch
 from torch import distributed, multiprocessing
 
 from refusion_lit.decoding import DecodingOutput, Generation
+from refusion_lit.learning.batch import LossOutput
 from refusion_lit.metrics import DecodingMetrics, TermMeans
-from refusion_lit.objectives.batch import LossOutput
 
 NUM_BATCHES = 7
 TERMS = {"ar": 1.0, "mdm": 0.5}

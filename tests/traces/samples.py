@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from refusion_lit.decoding.output import TraceRound
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.traces import Trace
 
 PROMPT_LENGTH = 3

@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.objectives import DiffusionForcing
-from refusion_lit.objectives.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine
 from tiny import TINY_QWEN

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.families.block_diffusion.schedule import clipped_intervals
+from refusion_lit.learning.batch import IGNORE_INDEX
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
-from refusion_lit.objectives.batch import IGNORE_INDEX
-from refusion_lit.objectives.schedule import clipped_intervals
 from refusion_lit.tasks import Additions
 from tiny import TINY_QWEN
 

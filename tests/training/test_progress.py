@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.training import progress as training
 from refusion_lit.training.progress import TrainingProgress
 

@@ -95,11 +95,11 @@ def _run(command: str, rest: list[str]) -> int:
     if command == "--version":
         print(f"refusion-lit {__version__}")
         return 0
-    page = _HELP / f"{command}.txt"
-    if command in (*OWN, *_TRAINER) and page.is_file() and not {"-h", "--help", "--help=all"}.isdisjoint(rest):
-        print(page.read_text(encoding="utf-8"), end="")
-        if "--help=all" in rest and command in _TRAINER:
-            print((_HELP / "trainer.txt").read_text(encoding="utf-8"), end="")
+    if command in (*OWN, *_TRAINER) and not {"-h", "--help", "--help=all"}.isdisjoint(rest):
+        pages = [command]
+        if command in _TRAINER:
+            pages += ["shared", "trainer"] if "--help=all" in rest else ["shared"]
+        print("".join((_HELP / f"{page}.txt").read_text(encoding="utf-8") for page in pages), end="")
         return 0
     if command in OWN:
         module, _, function = OWN[command].partition(".")

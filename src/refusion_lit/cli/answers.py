@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import decoder_of, decoding_of, load_model_of, sampling_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.data.templates import candidates
-from refusion_lit.decoding import Decoder, Generation, GenerationCallback, check_model, check_prompts
+from refusion_lit.decoding import Decoder, Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import Prompt, SamplingParams
@@ -123,7 +123,7 @@ def _check_model(
     """
     paired = model.model_for(decoder)
     if not decoding["allow_mismatch"]:
-        check_model(paired, decoder)
+        model.check_decoder(decoder)
     check_prompts(paired, decoder, prompts, sampling, decoding["max_cache_tokens"])
     decoder.begin(prompts[0], sampling, paired.special_tokens)  # SelfSpeculative looks for its drafter here
 

@@ -20,8 +20,8 @@ from refusion_lit.cli.parser import (
     load_model_of,
     sampling_of,
 )
-from refusion_lit.decoding import Decoder, GenerationCallback, RowState, check_model
-from refusion_lit.decoding.admission import KeptCache
+from refusion_lit.decoding import Decoder, GenerationCallback, RowState
+from refusion_lit.engine.admission import KeptCache
 from refusion_lit.traces import Trace, check_replaceable, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
@@ -72,7 +72,7 @@ def run(args: list[str]) -> int:
     expected = f"less than the model's context of {context} tokens"
     require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
     if not options.allow_mismatch:
-        check_model(model.model_for(decoder), decoder)
+        model.check_decoder(decoder)
     chat = Chat(model, decoder, sampling, options, Console())
     if not model.tokenizer.chat_template:
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")

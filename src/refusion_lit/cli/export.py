@@ -53,11 +53,11 @@ def run(args: list[str]) -> int:
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
     from refusion_lit.modeling.drafter import save_drafter
-    from refusion_lit.modeling.layouts import layout_named
+    from refusion_lit.modeling.formats import format_named
     from refusion_lit.modeling.saving import save_adapters, save_model
 
     if options.layout is not None:
-        layout_named(options.layout, "layout")
+        format_named(options.layout, "layout")
         require(not options.adapter_only, "layout", "none with adapter_only", options.layout, "drop one of them")
     model = _load(options)
     backbone = model.backbone

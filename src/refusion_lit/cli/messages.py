@@ -27,7 +27,6 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionEr
 """What a parser raises for wrong arguments; PyYAML lets conversion errors (``!!int x``, 2001-99-99) through."""
 
 _LEAST_SIMILAR = 0.75
-_A_CLASS = "the name or import path of a class, or a YAML file"
 _WORDS = {
     "<class 'int'>": "an integer",
     "<class 'float'>": "a number",
@@ -35,12 +34,14 @@ _WORDS = {
     "<class 'str'>": "text",
     "<class 'NoneType'>": "null",
     "<class 'list'>": 'a list (["a", "b"])',
+    "list": 'a list (["a", "b"])',
     "<class 'dict'>": "a mapping",
+    "dict": "a mapping",
 }
-_UNKNOWN = re.compile(r"Option '([^']+)' is not accepted|does not accept option '([^']+)'|arguments: --([\w.+-]+)")
+_UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
 _NO_CLASS = re.compile(
-    r"Expected a dot import path string: (.+)|Problem with given class_path '(.+)':\s*(.+)"
-    r"|Import path (.+) does not correspond to a subclass of (\w+)"
+    r"Expected a dot import path string: (?P<name>.+)|Problem with given class_path '(?P<path>.+)':\s*(?P<reason>.+)"
+    r"|Import path (?P<other>.+) does not correspond to a subclass of (?P<base>\w+)"
 )
 _PACKAGE = str(Path(__file__).parents[1])
 _COLOURS = {"warning": "33", "error": "31"}
@@ -191,29 +192,23 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         given = options_given(args)
     except ValueError as unreadable:
         return unreadable
-    refusal = _Refusal(parser, given, message, command)
-    unknown, no_class = _UNKNOWN.search(message), _NO_CLASS.search(message)
-    required = re.search(r"arguments are required: (.+)", message)
-    if required:
-        return ValueError(_missing(required[1].replace(f"{command}.", ""), parser))
-    if match := re.search(r"argument (?:-\w, )?--(.+?): expected (?:one|at least one) argument", message):
-        return ValueError(f"{match[1]}: expected a value, got none; write --{match[1]}=VALUE.")
-    if match := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
-        return ValueError(
-            f"expected options, which start with -- as in --config FILE, got {match[1]!r}; remove it or write --NAME "
-            "before it."
-        )
-    if unknown:
-        return ValueError(refusal.of_an_unknown_option(next(filter(None, unknown.groups()))))
-    if no_class and not refusal.takes_plain_values:
-        return ValueError(refusal.of_a_class(*no_class.groups()))
+    if found := re.search(r"arguments are required: (.+)", message):
+        return ValueError(_missing(found[1].replace(f"{command}.", ""), parser))
+    if found := re.search(r"argument (?:-\w, )?--(.+?): expected (?:one|at least one) argument", message):
+        return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
+    if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
+        expected = "expected options, which start with -- as in --config FILE"
+        return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
+    refusal = _Refusal(parser, given, message)
+    if found := _UNKNOWN.search(message):
+        return ValueError(refusal.of_an_option(found[1] or found[2], command))
+    if (found := _NO_CLASS.search(message)) and not refusal.is_of_a_scalar:
+        return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
-    if not isinstance(error, ValueError):
-        return ValueError(
-            f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config."
-        )
-    return ValueError(brief(message))
+    if isinstance(error, ValueError):
+        return ValueError(brief(message))
+    return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
 
 
 def _missing(names: str, parser: Any) -> str:  # noqa: ANN401
@@ -227,166 +222,155 @@ class _Refusal:
     """What a message of jsonargparse is about.
 
     Attributes:
-        expected: Types of the innermost option that the message names, as jsonargparse writes them.
+        expected: Types that the innermost option takes, as jsonargparse writes them.
     """
 
-    def __init__(self, parser: Any, given: Sequence[Given], message: str, command: str) -> None:  # noqa: ANN401
-        self._given, self._message, self._command = given, message, command
-        self._actions = {a.dest: a for a in parser._actions if a.option_strings and "help" not in a.dest.split(".")}
-        keys = re.findall(r'Parser key "([^"]+)"', message)
-        self._outer, self._inner = (keys[0], keys[-1]) if keys else ("", "")
+    def __init__(self, parser: Any, given: Sequence[Given], message: str) -> None:  # noqa: ANN401
+        self._given = given
+        self._actions = {each.dest: each for each in parser._actions if "help" not in each.dest.split(".")}
+        keys = re.findall(r'Parser key "([^"]+)"', message) or [""]
         nested = re.search(r"NestedArg\(key='([^']+)'", message)
-        self._path = ".".join(filter(None, (self._outer, nested[1] if nested else "")))
-        block = message.rpartition('Parser key "')[2]
-        value = re.search(r"(?:Got|Given) value: (.*)", block)
-        self._value = "" if value is None else value[1]
-        types = re.findall(r"Expected a (.+?)(?=$|\. Got value:)", block[: value.end()] if value else block, re.M)
-        self.expected = [name for name in dict.fromkeys(types) if " " not in name or name[0] == "<" or "[" in name]
+        self._top = keys[0]
+        self._leaf = _leaf(keys[-1])
+        self._path = f"{keys[0]}.{nested[1]}" if nested else keys[0]
+        innermost = message.rpartition('Parser key "')[2]
+        value = re.search(r"(?:Got|Given) value: (.*)", innermost)
+        self._value = value[1] if value else ""
+        innermost = innermost[: value.end()] if value else innermost
+        types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
+        self.expected = list(dict.fromkeys(types))
 
     @property
-    def takes_plain_values(self) -> bool:
-        """Whether the option takes numbers or words, and a class besides at most."""
+    def is_of_a_scalar(self) -> bool:
+        """Whether the option takes numbers, and a class besides at most."""
         return any(_WORDS.get(name) in ("an integer", "a number", "true or false") for name in self.expected)
 
-    def of_an_unknown_option(self, name: str) -> str:
-        leaf = name.rpartition(".")[2]
-        candidates = [
-            each for each in self._given if each.name.rpartition(".")[2].replace("-", "_") == leaf.replace("-", "_")
-        ]
-        if self._path.endswith(f".{leaf}"):
-            candidates = [each for each in candidates if each.name == self._path]
-        candidates = [each for each in candidates if each.name.endswith(name) and not self._is_known(each.name)]
-        option = candidates[-1] if candidates else Given(self._path or name, None)
-        reason = removal_of(option.name)
-        if reason is not None:
-            return f"{option.where}unknown option {option.name!r}: it was removed; {reason}."
-        above, known = self._siblings(option.name)
-        listing = f"; known are {', '.join(each.removeprefix(f'{above}.') for each in known)}"
-        if not above:
-            listing = f"; `refusion-lit {self._command} --help` lists them"
-        elif not known:
-            listing = f": {above} has no options of its own; remove it."
-        return f"{option.where}unknown option {option.name!r}{nearest(option.name, known) or listing}"
+    def of_an_option(self, name: str, command: str) -> str:
+        """Return the line for an unknown option."""
+        same = [each for each in self._given if _leaf(each.name) == _leaf(name) and each.name.endswith(name)]
+        unknown = [each for each in same if each.name not in self._siblings(each.name)]
+        option = self._chosen_of(unknown, Given(self._path or name, None))
+        begin = f"{option.where}unknown option {option.name!r}"
+        if reason := removal_of(option.name):
+            return f"{begin}: it was removed; {reason}."
+        known = self._siblings(option.name)
+        above = option.name.rpartition(".")[0]
+        if self._component(above) is None:
+            return f"{begin}{nearest(option.name, known) or f'; `refusion-lit {command} --help` lists them'}"
+        listing = f"; known are {', '.join(map(_leaf, known))}" if known else f": {above} has no options; remove it."
+        return f"{begin}{nearest(option.name, known) or listing}"
 
-    def of_a_class(
-        self, name: str | None, path: str | None, reason: str | None, other: str | None, base: str | None
-    ) -> str:
-        got = str(name or path or other)
-        candidates = [each for each in self._given if each.value == got and each.name.startswith(self._outer)]
-        option = candidates[-1] if candidates else Given(self._path, got)
-        above = option.name.removesuffix(".class_path")
-        begin = f"{option.where}{above}: expected"
+    def of_a_class(self, found: re.Match[str]) -> str:
+        """Return the line for a class that does not exist, or cannot be imported, or is of another kind."""
+        got = found["name"] or found["path"] or found["other"]
+        option = self._chosen_of([each for each in self._given if each.value == got], Given(self._path, got))
+        name = option.name.removesuffix(".class_path")
+        begin = f"{option.where}{name}: expected"
         if is_yaml_file(got):
             return f"{begin} a class or a YAML file, got {got}, which does not exist; correct it."
-        if path:
-            return (
-                f"{begin} a class that can be imported, got {path} ({reason}); install the module or correct its name."
-            )
-        removed = removal_of(got)
-        if removed is not None:
-            return f"{begin} {_A_CLASS}, got {got!r}, which was removed; {removed}."
-        known = sorted(cls.__name__ for cls in self._classes(above))
-        what = f"a subclass of {base}" if base else _A_CLASS
-        suggestion = nearest(got, known) or f"; choose one of {', '.join(known)}"
-        return f"{begin} {what}, got {got!r}{suggestion}"
+        if reason := removal_of(got):
+            return f"{begin} a class that exists, got {got!r}, which was removed; {reason}."
+        if reason := found["reason"]:
+            return f"{begin} a class that can be imported, got {got} ({reason}); install it or correct its name."
+        known = sorted(cls.__name__ for cls in self._classes(name))
+        what = (
+            f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"
+        )
+        return f"{begin} {what}, got {got!r}{nearest(got, known) or '; choose one of ' + ', '.join(known)}"
 
     def of_a_value(self) -> str:
-        leaf = self._inner.rpartition(".")[2]
-        candidates = [
-            each
-            for each in self._given
-            if each.name.startswith(self._outer)
-            and each.name.rpartition(".")[2] == leaf
-            and str(each.value) == self._value
-        ]
-        option = candidates[-1] if candidates else Given(self._path or self._inner, self._value)
+        """Return the line for a value of another type."""
+        same = [each for each in self._given if _leaf(each.name) == self._leaf and str(each.value) == self._value]
+        option = self._chosen_of(same, Given(self._path, self._value))
         words = list(dict.fromkeys(word for name in self.expected for word in _in_words(name)))
         listing = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
         default = getattr(self._actions.get(option.name), "default", None)
-        shown = isinstance(default, int | float | str) and default not in ("", "==SUPPRESS==")
-        example = f", for example {default} (the default)" if shown else ""
-        return (
-            f"{option.where}{option.name}: expected {listing}, got {option.value!r}; set it to such a value{example}."
-        )
+        is_example = isinstance(default, int | float | str) and default != ""
+        fix = "set it to such a value" + (f", for example {default} (the default)" if is_example else "")
+        return f"{option.where}{option.name}: expected {listing}, got {option.value!r}; {fix}."
 
-    def _is_known(self, name: str) -> bool:
-        return name in self._siblings(name)[1]
+    def _chosen_of(self, options: Sequence[Given], default: Given) -> Given:
+        """Return the last of some options that are below the one that the message names; the exact one if given."""
+        below = [each for each in options if each.name.startswith(self._top)]
+        exact = [each for each in below if each.name == self._path]
+        return [default, *below, *exact][-1]
 
-    def _siblings(self, name: str) -> tuple[str, list[str]]:
-        """Return the component that an option belongs to, empty if to none, and the names of the options there."""
+    def _siblings(self, name: str) -> list[str]:
+        """Return the options beside one: those of the component that it belongs to, or of the command."""
         above = name.rpartition(".")[0]
-        top = self._action_above(above)
-        if top is None:
-            return "", list(self._actions)
-        chosen = self._chosen(above)
-        classes = [cls for cls in self._classes(above) if chosen in (None, cls.__name__)]
-        known = dict.fromkeys(each for cls in classes for each in inspect.signature(cls).parameters)
-        return above, [f"{above}.{each}" for each in known]
+        if self._component(above) is None:
+            return list(self._actions)
+        names = [each.value for each in self._given if each.name in (above, f"{above}.class_path")]
+        names = [str(self._default_class(above)), *(_leaf(name) for name in names if isinstance(name, str))]
+        classes = self._classes(above)
+        chosen = [cls for cls in classes if cls.__name__ == names[-1]] or classes
+        return list(dict.fromkeys(f"{above}.{each}" for cls in chosen for each in inspect.signature(cls).parameters))
 
-    def _action_above(self, name: str) -> Any:  # noqa: ANN401
-        """Return the action of a component that holds a dotted name, if there is one."""
+    def _component(self, name: str) -> Any:  # noqa: ANN401
+        """Return the action of the component at or above a dotted name; ``None`` for names of groups."""
         parts = name.split(".")
-        for count in range(len(parts), 0, -1):
-            action = self._actions.get(".".join(parts[:count]))
-            if action is not None:
-                return action if type(action).__name__ == "ActionTypeHint" else None
-        return None
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        action = next((self._actions[each] for each in names if each in self._actions), None)
+        return action if hasattr(action, "_typehint") else None
 
-    def _chosen(self, name: str) -> str | None:
-        """Return the name of the class that a component is of."""
-        for each in reversed(self._given):
-            if each.name in (name, f"{name}.class_path") and isinstance(each.value, str):
-                return each.value.rpartition(".")[2]
+    def _default_class(self, name: str) -> str | None:
         default = getattr(self._actions.get(name), "default", None)
-        path = default.get("class_path") if hasattr(default, "get") else None
-        return None if path is None else str(path).rpartition(".")[2]
+        return _leaf(str(default["class_path"])) if hasattr(default, "get") and "class_path" in default else None
 
     def _classes(self, name: str) -> list[type]:
-        action = self._action_above(name)
-        return [] if action is None else [cls for base in bases_of(action._typehint) for cls in concrete_classes(base)]
+        action = self._component(name)
+        return [] if action is None else [cls for base in _bases_of(action._typehint) for cls in _concrete(base)]
 
 
 def _in_words(name: str) -> list[str]:
+    """Return the values of a type, as jsonargparse writes it, in words."""
     if "Literal[" in name:
         return [word.strip(" '") for word in name.partition("[")[2].rstrip("]").split(",")]
-    return [_WORDS.get(name, name)]
+    return [_WORDS.get(name.partition("[")[0], name)]
 
 
-def bases_of(hint: Any) -> list[type]:  # noqa: ANN401 - a type hint
+def _bases_of(hint: Any) -> list[type]:  # noqa: ANN401 - a type hint
     """Return the classes of the components that a type hint takes."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Callable:
-        return bases_of(arguments[-1])
+    arguments = get_args(hint)
+    if get_origin(hint) is Callable:
+        arguments = arguments[-1:]  # a class that is instantiated later
     if arguments:
-        return [base for argument in arguments for base in bases_of(argument)]
+        return [base for argument in arguments for base in _bases_of(argument)]
     return [hint] if inspect.isclass(hint) and hint.__module__ not in ("builtins", "pathlib", "datetime") else []
 
 
-def concrete_classes(base: type) -> list[type]:
+def _concrete(base: type) -> list[type]:
     """Return a class and those that inherit from it, without abstract and private ones."""
-    below = [cls for inheriting in base.__subclasses__() for cls in concrete_classes(inheriting)]
-    own = [] if inspect.isabstract(base) or base.__name__.startswith("_") else [base]
-    return list(dict.fromkeys([*own, *below]))
+    below = [cls for inheriting in base.__subclasses__() for cls in _concrete(inheriting)]
+    is_one = not inspect.isabstract(base) and not base.__name__.startswith("_")
+    return list(dict.fromkeys([base, *below] if is_one else below))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the known name most similar to a word, or nothing if none is.
+    """Return ``; did you mean ...?`` for the known name most similar to a word, or nothing if none is similar.
 
     Last parts are compared (``precision`` is near ``trainer.precision``), without regard to case and dashes; of equal
     ones, the whole names are.
+
+    Args:
+        word: What was given.
+        known: Names that exist.
     """
 
     def similarity(name: str) -> tuple[float, float]:
-        pairs = [(_plain(word), _plain(name))]
-        pairs.insert(0, (pairs[0][0].rpartition(".")[2], pairs[0][1].rpartition(".")[2]))
-        return tuple(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        given = word.lower().replace("-", "_")
+        right = name.lower()
+        return (
+            SequenceMatcher(None, _leaf(given), _leaf(right)).ratio(),
+            SequenceMatcher(None, given, right).ratio(),
+        )
 
-    best = max(((similarity(name), name) for name in known), default=((0.0, 0.0), ""))
-    return f"; did you mean {best[1]!r}?" if best[0][0] >= _LEAST_SIMILAR else ""
+    best = max(known, key=similarity, default="")
+    return f"; did you mean {best!r}?" if similarity(best)[0] >= _LEAST_SIMILAR else ""
 
 
-def _plain(word: str) -> str:
-    return word.lower().replace("-", "_")
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def brief(message: str) -> str:

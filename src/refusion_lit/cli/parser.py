@@ -6,13 +6,14 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.messages import PARSER_ERRORS, brief, explained, loaded
-from refusion_lit.decoding import Decoder
-from refusion_lit.modeling.layouts import LAYOUTS
+from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require, require_at_least
 
@@ -21,13 +22,11 @@ if TYPE_CHECKING:
 
 _DECODING = {
     "batch_size": (int, 16, "prompts decoded concurrently; changes no token"),
-    "max_tokens_per_forward": (
-        int | None, None, "maximum number of positions a forward computes, padding included; changes no token"
-    ),
-    "max_cache_tokens": (int | None, None, "maximum number of cache entries (prompts and answers) of all prompts in flight"),
+    "max_tokens_per_forward": (int | None, None, "maximum number of positions a forward computes; changes no token"),
+    "max_cache_tokens": (int | None, None, "maximum number of cache entries of all prompts in flight"),
     "share_prefixes": (bool, True, "compute what prompts have in common at their beginning once"),
     "allow_mismatch": (bool, False, "only warn if the model does not fit"),
-}  # fmt: skip
+}
 """Options of how prompts are decoded, with type, default and help."""
 
 
@@ -35,8 +34,10 @@ class PlainHelp(DefaultHelpFormatter):
     """jsonargparse's help without the marks of docstrings and the modules of our classes."""
 
     def _expand_help(self, action: Action) -> str:
-        text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action))
-        return re.sub(r"\brefusion_lit\.(\w+\.)+(?=[A-Z])", "", text).replace("``", "`")
+        text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action)).replace("``", "`")
+        text, known, classes = text.partition(", known subclasses: ")
+        own = sorted(re.findall(r"refusion_lit[\w.]*\.(\w+)", classes))  # others depend on what is installed
+        return f"{text}{known}{', '.join(own)})" if own else f"{text})" if known else text
 
 
 class OneLineErrors:
@@ -81,15 +82,10 @@ def as_list(value: str | list[str]) -> list[str]:
 def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> None:
     """Add the options of model, decoder and sampling, named as in ``generate``."""
     add_decoder_option(parser)
-    parser.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="maximum length of a response")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling, with a temperature above 0")
-    parser.add_argument("--top_k", type=int | None, default=None, help="number of most probable tokens to sample from")
+    parser.add_class_arguments(SamplingParams, skip={"stop", "entropy_window"})
+    parser.set_defaults(max_new_tokens=max_new_tokens)
     stop = "string that ends a response; several as [A, B]"
     parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)
-    low = "end a response whose last 256 tokens have a lower entropy, in nats"
-    parser.add_argument("--min_entropy", type=float | None, default=None, help=low)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     add_loading_options(parser)
 
 
@@ -120,7 +116,7 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    layouts = "published layout of a directory whose config does not tell: " + ", ".join(LAYOUTS)
+    layouts = "published layout of a directory whose config does not tell: " + ", ".join(FORMATS)
     parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
@@ -135,7 +131,7 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_entropy", "seed")
+    names = [field.name for field in fields(SamplingParams) if field.name in options and field.name != "stop"]
     stop = as_list(options.stop)
     is_list = len(stop) == 1 and isinstance(loaded(stop[0]), list)  # else it would have been taken as one
     require(not is_list, "stop", "a string or a list of strings", stop and stop[0], "quote numbers, as in '[\"2\"]'")

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from refusion_lit.data.collate import EncodedExample, collate_responses
-from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.utils.keys import stable_key
 
 _GROUP = 4096

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.utils.keys import stable_key
 
 

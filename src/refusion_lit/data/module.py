@@ -22,7 +22,7 @@ from refusion_lit.data.lazy import LazyExamples
 from refusion_lit.data.sampler import LengthGroupedBatches, TrainingLoader
 from refusion_lit.data.store import EncodedStore, encode_all
 from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
-from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task, examples_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_at_least

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
+from refusion_lit.modeling.formats import CheckpointFormat, format_of
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.modeling.layouts import Layout, layout_of
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
@@ -153,7 +153,7 @@ class PretrainedTokenizer(TokenizerSource):
             warn_of_remote_code(self.source)
         check_source(self.source, "tokenizer.source")
         values = stored_config(self.source, self.revision)
-        layout = layout_of(values, self.layout)
+        layout = format_of(values, self.layout)
         try:
             tokenizer = self._load(layout)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -185,7 +185,7 @@ class PretrainedTokenizer(TokenizerSource):
         add_eos_tokens(tokenizer, [*_configured_eos_ids(self.source, self.revision, values), *named])
         return _without_truncation(tokenizer)
 
-    def _load(self, layout: Layout | None) -> PreTrainedTokenizerBase:
+    def _load(self, layout: CheckpointFormat | None) -> PreTrainedTokenizerBase:
         """Load the tokenizer; that of a known layout without the Python code that comes with it."""
         stored = get_tokenizer_config(self.source, revision=self.revision)
         # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.

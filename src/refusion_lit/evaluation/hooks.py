@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.api import TextModel, load
 from refusion_lit.data.evaluation import collate_prompts
-from refusion_lit.decoding import Decoder, check_model, check_prompts
+from refusion_lit.decoding import Decoder, check_prompts
 from refusion_lit.evaluation.fingerprints import described
 from refusion_lit.evaluation.loop import DecodingSetup, Evaluation
 from refusion_lit.evaluation.options import DecodingOptions
@@ -77,8 +77,7 @@ class EvaluationHooks(L.LightningModule):
         self._load_verifier()
         model, allow = self.text_model(), self.decoding.allow_mismatch
         self.mismatches = {
-            name: check_model(model.model_for(decoder), decoder, allow_mismatch=allow)
-            for name, decoder in self.decoders.items()
+            name: model.check_decoder(decoder, allow_mismatch=allow) for name, decoder in self.decoders.items()
         }
         self._evaluation = self._start(self.decoders, "predictions_{}.jsonl", counted=True)
 
@@ -118,7 +117,7 @@ class EvaluationHooks(L.LightningModule):
         """Check the decoder and open the predictions file."""
         self._load_verifier()
         name, decoder = next(iter(self.decoders.items()))
-        check_model(self.text_model().model_for(decoder), decoder, allow_mismatch=self.decoding.allow_mismatch)
+        self.text_model().check_decoder(decoder, allow_mismatch=self.decoding.allow_mismatch)
         self._evaluation = self._start({name: decoder}, "predictions.jsonl", counted=False)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002

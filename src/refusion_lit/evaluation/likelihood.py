@@ -11,9 +11,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives.block import three_part_ranges
 from refusion_lit.utils.keys import stable_key
 
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torchmetrics import Metric
 
-from refusion_lit.objectives.batch import LossOutput
+from refusion_lit.learning.batch import LossOutput
 
 
 class TermMeans(Metric):

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from refusion_lit.modeling.formats import CheckpointFormat, format_of, supported_formats
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.modeling.layouts import Layout, layout_of, supported_layouts
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -61,7 +61,7 @@ def config_of_source(
     layout: str | None = None,
     revision: str | None,
     trust_remote_code: bool,
-) -> tuple[Any, Layout | None]:
+) -> tuple[Any, CheckpointFormat | None]:
     """Load the config of a directory or hub id.
 
     Args:
@@ -84,7 +84,7 @@ def config_of_source(
             "the checkpoint again without --adapter_only."
         )
     values = stored_config(source, revision)
-    found = layout_of(values, layout)
+    found = format_of(values, layout)
     if found is not None:
         return _published_config(found, values, overrides), found
     if trust_remote_code:
@@ -98,7 +98,7 @@ def config_of_source(
             is_code = "auto_map" in values
             raise ValueError(
                 f"backbone.source: expected an architecture of transformers or one of the layouts "
-                f"{supported_layouts()}, got model_type {values.get('model_type')!r}"
+                f"{supported_formats()}, got model_type {values.get('model_type')!r}"
                 f"{' in Python code that comes with' if is_code else ' in'} {source!r}. "
                 f"{'Set trust_remote_code: true if you trust its authors.' if is_code else 'Check the directory.'}"
             ) from error
@@ -123,7 +123,7 @@ def stored_config(source: str, revision: str | None) -> dict[str, Any]:
     return values
 
 
-def _published_config(layout: Layout, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _published_config(layout: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return transformers' config of a published one."""
     try:
         config = AutoConfig.for_model(**layout.library_options(values))

@@ -13,13 +13,13 @@ from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.checks import check_compilable, check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.forward_cost import measure_forward_cost
+from refusion_lit.modeling.fused.architectures import is_known
+from refusion_lit.modeling.fused.body import FusedBody
+from refusion_lit.modeling.fused.compiled import compiled_cache
+from refusion_lit.modeling.fused.invariant import NUM_KEYS
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
-from refusion_lit.modeling.lean.architectures import is_known
-from refusion_lit.modeling.lean.body import LeanBody
-from refusion_lit.modeling.lean.compiled import compiled_cache
-from refusion_lit.modeling.lean.invariant import NUM_KEYS
-from refusion_lit.modeling.lean.linear import Linear, PackedWeights
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
@@ -34,10 +34,10 @@ class Backbone(nn.Module, LanguageModel):
         model: A model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its special ids.
-        lean: Decode with :class:`~refusion_lit.modeling.lean.body.LeanBody` where the architecture is known, which is
+        lean: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known, which is
             faster. Other architectures, and training, use the library's forward.
         batch_invariant: Decode so that a token's logits do not depend on what else is in a forward.
-        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.lean.compiled.CompiledBody`.
+        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.fused.compiled.CompiledBody`.
 
     Raises:
         ValueError: If the head is not one plain linear map, a layer's attention cannot take explicit masks, or
@@ -229,7 +229,7 @@ class Backbone(nn.Module, LanguageModel):
             )
         return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
-    def _lean_body(self) -> LeanBody | None:
+    def _lean_body(self) -> FusedBody | None:
         body = self.body
         if not (self.lean and is_known(body)):
             return None
@@ -237,7 +237,7 @@ class Backbone(nn.Module, LanguageModel):
             require(
                 self.device.type == "cpu", "batch_invariant", "a model on the CPU", str(self.device), "leave it out"
             )
-        return LeanBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
+        return FusedBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
 
     def _library_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: KVCache | None

@@ -20,13 +20,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from refusion_lit.modeling.custom_generate import self_speculative
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require, require_at_least, require_number
 
-OPTIONS_FILE, WEIGHTS_FILE = "drafter.json", "drafter.safetensors"
+OPTIONS_FILE = "drafter.json"
+WEIGHTS_FILE = "drafter.safetensors"
+_PROGRAM = Path(__file__).parents[1] / "families" / "speculative" / "export.py"
+"""The decoder for transformers alone that a saved drafter holds: a file to copy, which imports nothing of ours."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a block that are adapted."""
 
@@ -160,7 +162,7 @@ def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
     (directory / "custom_generate").mkdir()
-    shutil.copyfile(self_speculative.__file__, directory / "custom_generate" / "generate.py")
+    shutil.copyfile(_PROGRAM, directory / "custom_generate" / "generate.py")
 
 
 def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Drafter:

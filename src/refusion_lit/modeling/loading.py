@@ -15,8 +15,8 @@ from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.checks import check_compilable
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
-from refusion_lit.modeling.layouts import Layout
-from refusion_lit.modeling.layouts.weights import load_published
+from refusion_lit.modeling.format_weights import load_published
+from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.vocabulary import fit_vocabulary, special_tokens_of
 from refusion_lit.types import ModelTraits
@@ -40,7 +40,7 @@ class BackboneConfig:
             ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``) among overrides.
         random_init: Take only the source's architecture and initialise the weights at random.
         revision: Pinned revision of a hub id.
-        layout: Published layout of the source (see :data:`~refusion_lit.modeling.layouts.LAYOUTS`); ``None`` takes the
+        layout: Published layout of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`); ``None`` takes the
             one that its ``model_type`` names, or transformers' own.
         attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
@@ -119,7 +119,7 @@ class BackboneConfig:
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
         """
-        layout: Layout | None = None
+        layout: CheckpointFormat | None = None
         if self.source is None:
             config = config_of_type(self.config, tokenizer)
         else:
@@ -171,7 +171,7 @@ class BackboneConfig:
         except ImportError as error:
             raise self._missing_package(error) from error
 
-    def _load_weights(self, config: Any, layout: Layout | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
+    def _load_weights(self, config: Any, layout: CheckpointFormat | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
         if layout is not None:
             options: dict[str, Any] = {

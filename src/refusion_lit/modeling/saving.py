@@ -12,13 +12,14 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.custom_generate import refusion
-from refusion_lit.modeling.layouts import Layout, layout_named
+from refusion_lit.modeling.formats import CheckpointFormat, format_named
 from refusion_lit.modeling.lora import merged, quiet_peft
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
 
 _TEMPLATE = "prompt_template"
+_PROGRAM = Path(__file__).parents[1] / "refusion" / "export.py"
+"""The decoder for transformers alone that a saved hybrid model holds: a file to copy, which imports nothing of ours."""
 
 
 def save_model(
@@ -61,7 +62,7 @@ def save_model(
             model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
             model.generation_config._from_model_config = False  # otherwise loading derives it from the config
             (path / "custom_generate").mkdir(parents=True)
-            shutil.copyfile(refusion.__file__, path / "custom_generate" / "generate.py")
+            shutil.copyfile(_PROGRAM, path / "custom_generate" / "generate.py")
         model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -71,9 +72,9 @@ def has_own_decoder(traits: ModelTraits) -> bool:
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
-def _checked_layout(backbone: Backbone, name: str) -> Layout:
+def _checked_layout(backbone: Backbone, name: str) -> CheckpointFormat:
     """Return a layout by its name; refuse a model of another architecture or with other traits."""
-    layout = layout_named(name, "layout")
+    layout = format_named(name, "layout")
     values = backbone.config.to_dict()
     published = layout.published_options(values)
     kind, expected = values["model_type"], layout.base_type(published)
@@ -93,7 +94,7 @@ def _checked_layout(backbone: Backbone, name: str) -> Layout:
 
 def _save_published(
     model: Any,  # noqa: ANN401 - a class of transformers
-    layout: Layout,
+    layout: CheckpointFormat,
     block_size: int | None,
     path: Path,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from refusion_lit.decoding.defaults import default_decoder
+from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.environment import described_environment

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from refusion_lit.decoding import Generation
-from refusion_lit.decoding.output import TraceRound
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from refusion_lit.decoding.output import TraceRound
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.traces.document import Trace
 
 Status = Literal["drafted", "rejected", "accepted"]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import lightning as L
 import torch
 
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
-from refusion_lit.objectives.batch import CorruptedBatch, LossOutput
 from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import require
 

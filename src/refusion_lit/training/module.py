@@ -27,15 +27,15 @@ from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import check_decoder_name
 from refusion_lit.evaluation.options import DecodingOptions
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.liger import check_liger
+from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Hybrid, Objective
-from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.objectives.liger import check_liger
-from refusion_lit.objectives.packing import pack
 from refusion_lit.training.divergence import check_finite
 from refusion_lit.training.interval_search import search_interval
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn_of_lost_updates

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.utils.require import require
 
 

@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit.evaluation.hooks import EvaluationHooks
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.metrics import TermMeans
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.objectives.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import PromptBatch, SpecialTokens
 

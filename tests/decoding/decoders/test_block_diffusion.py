@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Generation, ModelMismatchError, decode
-from refusion_lit.decoding.decoders.block_diffusion import SubBlockState
-from refusion_lit.decoding.requests import Forward, Reading
+from refusion_lit.engine.requests import Forward, Reading
+from refusion_lit.families.block_diffusion.decoder import SubBlockState
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
-from refusion_lit.objectives.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import pytest
 
 from reference_masked import EOS, PROMPTS, draw, fed, forward, model, unmasked
 from refusion_lit.decoding import LLaDA, decode
-from refusion_lit.decoding.requests import Reading
+from refusion_lit.engine.requests import Reading
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.keys import uniform_scalar
 from slow_decoding import cut

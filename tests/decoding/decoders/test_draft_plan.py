@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.decoding.decoders.draft_plan import Plan, draft_plan
+from refusion_lit.families.speculative.draft_plan import Plan, draft_plan
 from refusion_lit.types import ForwardCost
 
 

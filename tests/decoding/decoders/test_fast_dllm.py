@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmasked
 from refusion_lit.decoding import FastDLLM, LLaDA
-from refusion_lit.decoding.requests import Reading
+from refusion_lit.engine.requests import Reading
 from slow_decoding import cut
 
 CACHES = ("none", "prefix", "dual")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fakes import tiny_backbone
 from reference_masked import EOS, PROMPTS, REFERENCE, draw, dream, fed, forward, llada, model, run, unmasked
 from refusion_lit.decoding import Generation, GenerationCallback, LLaDA, ModelMismatchError, RowState, decode
-from refusion_lit.decoding.decoders.llada import most_certain, step_quota
-from refusion_lit.decoding.requests import Reading
+from refusion_lit.engine.requests import Reading
+from refusion_lit.families.llada.decoder import most_certain, step_quota
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import cut
 

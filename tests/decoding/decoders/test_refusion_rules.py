@@ -10,8 +10,8 @@ import pytest
 from fakes import MASK, SPECIAL, HashModel
 from refusion_cases import prompt_of
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
-from refusion_lit.decoding.decoders.refusion import ReFusionState
-from refusion_lit.decoding.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.refusion.decoder import ReFusionState
 from refusion_lit.types import SamplingParams
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from decoder_cases import prompts
 from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, tiny_backbone, tiny_qwen
 from refusion_lit.decoding import BlockDiffusion, Generation, decode
-from refusion_lit.modeling.layouts import LAYOUTS
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
 
@@ -124,8 +124,8 @@ def test_a_block_costs_its_steps_and_one_forward_that_stores_it(threshold: float
 
 
 def test_the_published_default_is_the_dynamic_rule() -> None:
-    traits = LAYOUTS["sdar"].traits({})
-    options = LAYOUTS["sdar"].default_decoder(traits)["init_args"]
+    traits = FORMATS["sdar"].traits({})
+    options = FORMATS["sdar"].default_decoder(traits)["init_args"]
     assert BlockDiffusion(**options) == BlockDiffusion(block_size=4, threshold=0.85, confidence="filtered", fused=False)
     # Without num_steps a step commits at least one token, as with as many steps as tokens.
     prompt, sampling = Prompt(token_ids=(3, 4, 5), id="p"), SamplingParams(max_new_tokens=30)

@@ -24,7 +24,7 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
-from refusion_lit.decoding.decoders.self_speculative import SpeculativeState
+from refusion_lit.families.speculative.decoder import SpeculativeState
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed
@@ -32,7 +32,7 @@ from slow_decoding import best_allowed
 NEXT = ModelTraits(predictions=("next_token",))
 MASKED = ModelTraits(attention="bidirectional", predictions=("mask",))
 UNABLE = replace(SPECIAL, draft_token_ids=())
-LAYOUTS = ("auto", "single_forward", "two_forwards")
+FORMATS = ("auto", "single_forward", "two_forwards")
 
 
 def texts(output: DecodingOutput) -> list[tuple[list[int], str]]:
@@ -43,7 +43,7 @@ def texts(output: DecodingOutput) -> list[tuple[list[int], str]]:
 def options(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "num_drafts": draw(st.none() | st.integers(0, 6)),
-        "layout": draw(st.sampled_from(LAYOUTS)),
+        "layout": draw(st.sampled_from(FORMATS)),
         "forward_cost": draw(st.sampled_from([0, 8, 200])),
     }
 
@@ -112,7 +112,7 @@ def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
         assert row.token_ids == slot_by_slot(slow, prompt.token_ids, slot_size, length)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperature: float) -> None:
     model = tiny_backbone(NEXT)

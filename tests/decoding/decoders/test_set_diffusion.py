@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from decoder_cases import prompts, traits_for
 from fakes import MASK, SPECIAL, HashModel, tiny_backbone
 from refusion_lit.decoding import SetDiffusion, decode
+from refusion_lit.families.set_diffusion import objective as staggered_sets
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import StaggeredSets, staggered_sets
-from refusion_lit.objectives.batch import ResponseBatch
+from refusion_lit.objectives import StaggeredSets
 from refusion_lit.types import Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
+from refusion_lit.modeling.fused import attention, segments
+from refusion_lit.modeling.fused.attention import PaddedAttention, attention_for
+from refusion_lit.modeling.fused.rows import Rows, attend_rows
+from refusion_lit.modeling.fused.segments import SegmentedAttention, segmented
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.lean import attention, segments
-from refusion_lit.modeling.lean.attention import PaddedAttention, attention_for
-from refusion_lit.modeling.lean.rows import Rows, attend_rows
-from refusion_lit.modeling.lean.segments import SegmentedAttention, segmented
 from refusion_lit.modeling.visibility import Span, Visibility
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))

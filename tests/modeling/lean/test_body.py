@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fakes import SPECIAL, VOCAB
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.fused import body as lean_module
+from refusion_lit.modeling.fused.architectures import is_known
+from refusion_lit.modeling.fused.body import FusedBody
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.lean import body as lean_module
-from refusion_lit.modeling.lean.architectures import is_known
-from refusion_lit.modeling.lean.body import LeanBody
 from refusion_lit.types import ModelTraits
 
 SMALL: dict[str, Any] = {
@@ -101,7 +101,7 @@ def test_it_writes_and_reads_the_same_cache(
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
     pairs = [(one, one.make_cache(3)) for one in (backbone(other, lean=True), backbone(model, lean=False))]
-    assert isinstance(pairs[0][1].body, LeanBody)
+    assert isinstance(pairs[0][1].body, FusedBody)
     assert pairs[1][1].body is None
     for step in range(6):
         rows = chance.sample(range(3), chance.randint(1, 3)) if step % 2 else [0, 1, 2]
@@ -221,7 +221,7 @@ def test_adapters_are_refused() -> None:
 
 def test_no_matrix_is_copied() -> None:
     model = library("qwen2", head_dim=6)
-    lean = LeanBody(model.model)
+    lean = FusedBody(model.model)
     layer, kept = model.model.layers[0], lean._layers[0]
     assert kept.query.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
     assert kept.down.weight.data_ptr() == layer.mlp.down_proj.weight.data_ptr()

@@ -19,8 +19,8 @@ from meeting_points import MeetingPoints
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.lean import compiled as compiled_module
-from refusion_lit.modeling.lean.compiled import CompiledBody
+from refusion_lit.modeling.fused import compiled as compiled_module
+from refusion_lit.modeling.fused.compiled import CompiledBody
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams

@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from meeting_points import MeetingPoints
 from ragged import by_hand, prepared, ragged, states
-from refusion_lit.modeling.lean import flex
-from refusion_lit.modeling.lean.attention import attention_for
-from refusion_lit.modeling.lean.flex import FlexAttention
+from refusion_lit.modeling.fused import flex
+from refusion_lit.modeling.fused.attention import attention_for
+from refusion_lit.modeling.fused.flex import FlexAttention
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 

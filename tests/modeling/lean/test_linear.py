@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.lean import linear
-from refusion_lit.modeling.lean.linear import Linear, PackedWeights
+from refusion_lit.modeling.fused import linear
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 TYPES = [torch.float32, torch.bfloat16]

@@ -1,0 +1,86 @@
+"""Decoders and the engine that runs them.
+
+Importing this package is light: torch is loaded with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
+from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.families.autoregressive.decoder import Autoregressive
+from refusion_lit.families.block_diffusion.d2f import D2F
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
+from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.card.decoder import CARD
+from refusion_lit.families.defaults import default_decoder
+from refusion_lit.families.llada.apd import APD
+from refusion_lit.families.llada.decoder import LLaDA
+from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.set_diffusion.decoder import SetDiffusion
+from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.wedlm.decoder import WeDLM
+from refusion_lit.refusion.decoder import ReFusion
+from refusion_lit.refusion.first_hitting import FirstHitting
+from refusion_lit.refusion.recompute_kv import RecomputeKV
+from refusion_lit.refusion.search import SlotSearch
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
+    from refusion_lit.engine.engine import decode
+
+__all__ = [
+    "APD",
+    "CARD",
+    "D2F",
+    "Autoregressive",
+    "BlockDiffusion",
+    "Branch",
+    "Decoder",
+    "DecodingOutput",
+    "Draw",
+    "FastDLLM",
+    "FirstHitting",
+    "Forward",
+    "Generation",
+    "GenerationCallback",
+    "LLaDA",
+    "ModelMismatchError",
+    "ModelRequirements",
+    "MoreDrafts",
+    "ReFusion",
+    "Reading",
+    "RecomputeKV",
+    "RowState",
+    "SelfSpeculative",
+    "SetDiffusion",
+    "SlotSearch",
+    "Steps",
+    "TokenEditing",
+    "TraceRound",
+    "WeDLM",
+    "check_context",
+    "check_model",
+    "check_prompts",
+    "cut_at_stop",
+    "decode",
+    "default_decoder",
+    "most_certain",
+]
+
+_LAZY = {
+    "ModelMismatchError": "refusion_lit.engine.checks",
+    "check_context": "refusion_lit.engine.checks",
+    "check_model": "refusion_lit.engine.checks",
+    "check_prompts": "refusion_lit.engine.checks",
+    "decode": "refusion_lit.engine.engine",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,0 @@
-"""Decoders, one file a family."""

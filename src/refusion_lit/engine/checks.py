@@ -1,0 +1,138 @@
+"""Checks that run before any decoding: whether the model fits the decoder, and the prompts fit the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.require import require, require_at_least
+
+
+class ModelMismatchError(ValueError):
+    """Error for a decoder that does not fit the model's training."""
+
+
+def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "") -> list[str]:
+    """Refuse a model that a decoder cannot run on or that was not trained for it.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        allow_mismatch: Only warn if the model was trained for something else.
+        hint: A sentence for the error, such as the name of a decoder that fits.
+
+    Returns:
+        The reasons, if allowed.
+
+    Raises:
+        ModelMismatchError: With the reasons.
+    """
+    name, needs = type(decoder).__name__, decoder.requirements()
+    if needs.mask_token and model.special_tokens.mask_token_id is None:
+        raise ModelMismatchError(
+            f"{name} needs a mask token, and the model's tokenizer has none; add one and train it."
+        )
+    reasons = needs.mismatches(model.traits)
+    if reasons:
+        message = f"{name} does not fit this model: {'; '.join(reasons)}."
+        if not allow_mismatch:
+            raise ModelMismatchError(f"{message} {hint}{' ' * bool(hint)}{decoder.mismatch_fix(model.traits)}")
+        warnings.warn(message, stacklevel=2)
+    return reasons
+
+
+def check_context(
+    model: LanguageModel, lengths: Mapping[str, int], max_new_tokens: int, max_cache_tokens: int | None = None
+) -> None:
+    """Refuse prompts that leave no room for the response in the model's context or in a bounded cache.
+
+    Args:
+        model: The model.
+        lengths: Number of tokens of each prompt, by its id.
+        max_new_tokens: Maximum length of the response.
+        max_cache_tokens: Maximum number of cache entries, which must hold one prompt and its response; ``None``: no
+            bound.
+
+    Raises:
+        ValueError: Naming the longest prompt.
+    """
+    if max_cache_tokens is not None:
+        require_at_least("max_cache_tokens", max_cache_tokens, 1)
+    if not lengths:
+        return
+    longest, length = max(lengths.items(), key=lambda item: item[1])
+    context = model.max_positions
+    fits = context is None or max_new_tokens < context
+    require(fits, "max_new_tokens", f"less than the model's context of {context} tokens", max_new_tokens, "lower it")
+    if context is not None and length + max_new_tokens > context:
+        raise ValueError(
+            f"prompt {longest}: expected at most {context - max_new_tokens} tokens (a context of {context} "
+            f"less max_new_tokens {max_new_tokens}), got {length}; shorten it or lower max_new_tokens."
+        )
+    if max_cache_tokens is not None:
+        needed = length + max_new_tokens
+        expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
+        fix = "raise it, shorten the prompt or lower max_new_tokens"
+        require(max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
+
+
+def check_prompts(
+    model: LanguageModel,
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    max_cache_tokens: int | None = None,
+) -> None:
+    """Refuse prompts that are empty or too long, and given tokens that cannot be kept in place.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        prompts: The prompts, with or without given tokens of the response.
+        sampling: Length limit and sampling options.
+        max_cache_tokens: Bound on the cache; see :func:`check_context`.
+
+    Raises:
+        ValueError: Naming the prompt and the reason.
+    """
+    for prompt in prompts:
+        require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
+        if prompt.num_given:
+            _check_given(model, decoder, prompt, sampling)
+    lengths: dict[str, int] = {}
+    for prompt in prompts:  # the candidates of a template, for one, have the same id
+        lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_uncounted)
+    check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
+    if model.learns_positions:
+        _check_canvas(model, decoder, prompts, sampling)
+
+
+def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
+    limit, fix = model.max_positions, "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
+    for prompt in prompts:
+        reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
+        holds = limit is None or reach <= limit
+        expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
+        require(holds, f"prompt {prompt.id}", expected, f"{reach} with {decoder}", fix)
+
+
+def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
+    """Refuse given tokens that a decoder cannot keep, and holes that it may not fill."""
+    name = f"the template of prompt {prompt.id}"
+    reason = decoder.refusal(prompt)
+    if reason is not None:
+        raise ValueError(
+            f"decoder: {type(decoder).__name__} cannot keep {name} in place: {reason}; use one that can, such as "
+            "ReFusion or LLaDA, with a model that fits it."
+        )
+    ends = [place for place, token in enumerate(prompt.given) if token in model.special_tokens.eos_token_ids]
+    expected = f"an end of sequence only at the end of {name}"
+    holds = ends in ([], [len(prompt.given) - 1])
+    require(holds, "template", expected, f"one at place {min(ends, default=0)}", "end it there, or remove the token")
+    expected = f"at least {prompt.num_holes}, the number of tokens to fill in in {name}"
+    holds = prompt.num_holes <= sampling.max_new_tokens
+    require(holds, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")

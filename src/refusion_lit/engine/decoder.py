@@ -1,0 +1,263 @@
+"""The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from refusion_lit.engine.requests import Steps
+from refusion_lit.types import (
+    ASSUMED_COST,
+    AttentionKind,
+    ForwardCost,
+    ModelTraits,
+    Prediction,
+    Prompt,
+    SamplingParams,
+    SpecialTokens,
+)
+
+State = TypeVar("State", bound="RowState")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequirements:
+    """Traits that a model must have for a decoder to run on it.
+
+    Attributes:
+        attention: Attention pattern of the decoder's forwards.
+        predictions: Meanings of logits that the decoder relies on.
+        mask_token: Whether the decoder feeds mask tokens.
+        block_size: Tokens per block, for block-causal attention; ``None``: of any size.
+        prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
+    """
+
+    attention: AttentionKind
+    predictions: tuple[Prediction, ...]
+    mask_token: bool = True
+    block_size: int | None = None
+    prompt_is_block: bool = False
+
+    def mismatches(self, traits: ModelTraits) -> list[str]:
+        """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
+        reasons = []
+        if traits.attention != self.attention:
+            own, trained = (kind.replace("_", "-") for kind in (self.attention, traits.attention))
+            reasons.append(f"it uses {own} attention, the model was trained with {trained} attention")
+        elif self.block_size != traits.block_size and self.block_size is not None:
+            reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
+        if self.attention == traits.attention and self.prompt_is_block != traits.prompt_is_block:
+            own, trained = ("the response" if value else "position 0"
+                            for value in (self.prompt_is_block, traits.prompt_is_block))  # fmt: skip
+            reasons.append(f"its blocks are counted from {own}, the model was trained with blocks from {trained}")
+        if traits.predictions is not None:
+            known = {*traits.predictions} | ({"next_token_in_slot"} if "next_token" in traits.predictions else set())
+            missing = [name for name in self.predictions if name not in known]
+            if missing:
+                trained = ", ".join(traits.predictions) or "none"
+                reasons.append(f"it needs the predictions {', '.join(missing)}, the model was trained for {trained}")
+        return reasons
+
+
+@dataclass(kw_only=True)
+class RowState:
+    """Decoding state of one prompt: its canvas and counters. Created for each call, never shared.
+
+    Attributes:
+        prompt: The prompt.
+        sampling: Length limit and sampling options.
+        special_tokens: The model's special ids.
+        tokens: The canvas: response tokens in text order; values at masked places are undefined.
+        is_masked: Which places of the canvas are not final. Never derived from token ids. Given tokens are final from
+            the start, and never committed.
+        committed: Places of the canvas in the order in which they were committed.
+        commit_rounds: Number of the forward that committed each place; 0 while masked, and for given tokens.
+        finished: Set by the decoder when nothing is left to do.
+        num_forwards: Forwards in which the prompt took part; counted by the engine.
+        schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
+        schedule_length: Bound of that schedule.
+        forward_cost: Measured cost of the model's forwards, if the decoder's option is ``measure``. Set by the engine.
+        num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
+            indices equal to their positions. The decoder does not feed them. Set by the engine.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    special_tokens: SpecialTokens
+    tokens: list[int]
+    is_masked: list[bool]
+    committed: list[int] = field(default_factory=list)
+    commit_rounds: list[int] = field(default_factory=list)
+    finished: bool = False
+    num_forwards: int = 0
+    schedule_step: int = 0
+    schedule_length: int = 0
+    forward_cost: ForwardCost = ASSUMED_COST
+    num_shared: int = 0
+
+    def __post_init__(self) -> None:
+        """Start with nothing committed."""
+        self.commit_rounds = [0] * len(self.tokens)
+
+    @classmethod
+    def blank(
+        cls: type[State],
+        prompt: Prompt,
+        sampling: SamplingParams,
+        special_tokens: SpecialTokens,
+        length: int | None = None,
+        **fields: Any,  # noqa: ANN401 - fields of the subclass
+    ) -> State:
+        """Create a state with a canvas of ``length`` tokens, by default :func:`max_length`: masks and given tokens."""
+        length = max_length(prompt, sampling, special_tokens) if length is None else length
+        given = [*prompt.given[:length], *[None] * (length - len(prompt.given))]
+        return cls(
+            prompt=prompt,
+            sampling=sampling,
+            special_tokens=special_tokens,
+            tokens=[special_tokens.pad_token_id if token is None else token for token in given],
+            is_masked=[token is None for token in given],
+            **fields,
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Maximum length of the response."""
+        return max_length(self.prompt, self.sampling, self.special_tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt; the canvas starts at this position."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def known(self) -> list[tuple[int, int]]:
+        """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
+        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
+                 if token is not None]  # fmt: skip
+        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
+
+    @property
+    def num_committed(self) -> int:
+        """Committed places of the canvas."""
+        return len(self.committed)
+
+    @property
+    def mask_token_id(self) -> int:
+        """The mask token; the engine refuses models without one before a decoder that needs it runs."""
+        mask = self.special_tokens.mask_token_id
+        assert mask is not None, "the decoder feeds mask tokens, but its requirements do not say so"
+        return mask
+
+    def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
+        """Make tokens final.
+
+        Args:
+            places: Indices into the canvas (position minus prompt length), all masked.
+            tokens: Their tokens.
+        """
+        for place, token in zip(places, tokens, strict=True):
+            assert self.is_masked[place], f"canvas place {place} committed twice"
+            self.tokens[place] = token
+            self.is_masked[place] = False
+            self.committed.append(place)
+            self.commit_rounds[place] = self.num_forwards
+
+    def first_eos(self, tokens: Sequence[int]) -> int | None:
+        """Return the index of the first end of sequence among tokens, if there is one."""
+        return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
+
+    def final_prefix(self) -> list[int]:
+        """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`."""
+        length = self.is_masked.index(True) if True in self.is_masked else len(self.is_masked)
+        prefix = self.tokens[: min(length, self.max_length)]
+        eos = self.first_eos(prefix)
+        return prefix if eos is None else prefix[: eos + 1]
+
+    @property
+    def prefix_ends(self) -> bool:
+        """Whether the final prefix is the whole response."""
+        prefix = self.final_prefix()
+        is_full = len(prefix) == min(self.max_length, len(self.tokens))
+        return is_full or (bool(prefix) and prefix[-1] in self.special_tokens.eos_token_ids)
+
+
+def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> int:
+    """Return the maximum length of a response: ``max_new_tokens`` and the given tokens, or up to a given EOS."""
+    given = prompt.given
+    if given and given[-1] in special_tokens.eos_token_ids:
+        return len(given)
+    return sampling.max_new_tokens + prompt.num_uncounted
+
+
+class Decoder(ABC):
+    """A decoding strategy: immutable options, no state, no model.
+
+    A decoder handles one prompt and plain Python numbers. The engine runs many prompts at once: it batches their
+    forwards, counts, streams and cuts, so rows cannot influence each other. Subclasses are frozen, keyword-only
+    dataclasses that check their options on construction.
+    """
+
+    requires: ClassVar[ModelRequirements]
+    forward_cost: int | Literal["measure"] = 0  # an option of decoders that weigh forwards against positions
+
+    def cost_of_forwards(self, state: RowState) -> ForwardCost:
+        """Return the cost of forwards, from the option ``forward_cost`` or as measured."""
+        return state.forward_cost if self.forward_cost == "measure" else ForwardCost(self.forward_cost)
+
+    def requirements(self) -> ModelRequirements:
+        """Return what this decoder, with its options, needs of a model."""
+        return self.requires
+
+    def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
+        """Return what to do about a model with other traits than required: a sentence that ends its error message."""
+        return "Set allow_mismatch to true to run it anyway."
+
+    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
+        """Refuse sampling options that the decoder cannot work with.
+
+        Raises:
+            ValueError: Naming the option, what was expected and what was got.
+        """
+
+    def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
+        """Return the decoder with options adapted to a length limit; used for default decoders only."""
+        return self
+
+    def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
+        """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
+
+        Decoders that do not override this method refuse all templates. A decoder that keeps given tokens creates a
+        canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits masked places only.
+        The engine draws no end of sequence in a hole.
+        """
+        return f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+        """Return how many leading prompt tokens may be copied from the cache of another prompt.
+
+        A decoder may return more than 0 if three conditions hold. From the first forward to the last, the cache holds
+        the prompt's tokens at indices equal to their positions. Their keys and values depend on the tokens before them
+        only. :meth:`step` feeds the prompt from ``state.num_shared`` on, in the same number of forwards as without
+        sharing. Bidirectional decoders share nothing: every token's keys and values depend on the whole text.
+
+        Args:
+            prompt_length: Tokens of the prompt.
+            num_common: Leading tokens that both prompts have.
+        """
+        return 0
+
+    @abstractmethod
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create the state of one prompt, usually by :meth:`RowState.blank`."""
+
+    @abstractmethod
+    def step(self, state: RowState) -> Steps[None]:
+        """Commit at least one token, or advance ``schedule_step`` within its bound; set ``finished`` at the end."""
+
+
+def most_certain(confidences: Sequence[float], count: int | None = None) -> list[int]:
+    """Return the indices of the ``count`` highest confidences (all by default), best first, ties to the lower index."""
+    return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]

@@ -1,0 +1,149 @@
+"""Results of decoding: one record for each prompt, totals of the call, and callbacks during the call."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from refusion_lit.types import SamplingParams
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.decoder import RowState
+
+
+class GenerationCallback:
+    """Observes a generation; override the events of interest."""
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        """Prompt ``index`` has newly committed tokens."""
+
+    def on_finished(self, index: int, generation: Generation) -> None:
+        """Prompt ``index`` is finished."""
+
+
+@dataclass(kw_only=True)
+class TraceRound:
+    """One forward of one prompt, as shown in a trace.
+
+    Attributes:
+        phase: Purpose of the forward.
+        shape: Rows and length of the prompt's share of the call.
+        positions: Text positions of the drafted tokens.
+        tokens: The drafts.
+        probabilities: Their probabilities.
+        scores: Probabilities that a verification gave to tokens.
+        accepted: Positions committed before the next forward.
+    """
+
+    phase: str
+    shape: tuple[int, int]
+    positions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One prompt's response with its counts, timing and trace.
+
+    Attributes:
+        id: The prompt's id.
+        token_ids: Response tokens up to and including the end of sequence, given ones included.
+        text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
+        finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
+            remain before the end, which no correct decoder leaves).
+        num_given: Number of given tokens in ``token_ids``.
+        num_forwards: Forwards in which the prompt took part.
+        num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
+            count too.
+        seconds: Time from the prompt's admission to its end.
+        round_ratios: Committed tokens per forward of each round that committed any; only for the paper's TPF figure.
+        forward_shapes: Rows and length of its share of each forward.
+        trace: One entry per forward; empty unless a trace was requested.
+    """
+
+    id: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = "unfinished"
+    num_given: int = 0
+    num_forwards: int = 0
+    num_positions: int = 0
+    seconds: float = 0.0
+    round_ratios: list[float] = field(default_factory=list)
+    forward_shapes: list[tuple[int, int]] = field(default_factory=list)
+    trace: list[TraceRound] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens: up to and including the end of sequence, without given tokens."""
+        return len(self.token_ids) - self.num_given
+
+
+@dataclass(kw_only=True)
+class DecodingOutput:
+    """Result of one call of :func:`~refusion_lit.decoding.decode`.
+
+    Attributes:
+        rows: One generation for each prompt, in the prompts' order.
+        num_calls: Calls of the model, of any batch size.
+        num_positions: Token positions computed, padding included.
+        num_shared: Prompt tokens whose keys and values were copied from other prompts instead of computed.
+        cache_bytes: Peak memory of the key/value cache.
+        cache_bytes_per_token: Memory of one cache entry; 0 if nothing was cached.
+        seconds: Wall-clock seconds of the whole call, device synchronised.
+        mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
+    """
+
+    rows: list[Generation]
+    num_calls: int
+    num_positions: int
+    seconds: float
+    num_shared: int = 0
+    cache_bytes: int = 0
+    cache_bytes_per_token: float = 0.0
+    mismatches: list[str] = field(default_factory=list)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Cut a text before the first stop string in it."""
+    ends = [index for index in (text.find(string) for string in stop) if index >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def stop_length(
+    tokens: list[int], sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None
+) -> int | None:
+    """Return how many tokens of a response remain if a stop string or a low entropy ends it, else ``None``."""
+    lengths = (_repetition_start(tokens, sampling), _shown_length(tokens, sampling.stop, detokenize))
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None:
+    """Return the start of the last window of tokens if the entropy of its token counts is too low, else ``None``."""
+    window = sampling.entropy_window
+    if sampling.min_entropy is None or len(tokens) <= window:
+        return None
+    counts = Counter(tokens[-window:]).values()
+    entropy = math.log(window) - sum(count * math.log(count) for count in counts) / window
+    return len(tokens) - window if entropy < sampling.min_entropy else None
+
+
+def _shown_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str] | None) -> int | None:
+    """Return the fewest leading tokens whose text contains a stop string, if the whole text contains one."""
+    if not stop:
+        return None
+    assert detokenize is not None
+    for length in (len(tokens), *range(1, len(tokens) + 1)):
+        text = detokenize(tokens[:length])
+        is_shown = any(string in text for string in stop)
+        if is_shown and length < len(tokens):
+            return length
+        if not is_shown and length == len(tokens):
+            return None
+    return len(tokens)

@@ -1,0 +1,212 @@
+"""Request types that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
+
+The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
+transfer per forward is enough; the distributions of proposals stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from refusion_lit.types import SamplingParams
+from refusion_lit.utils.require import require_choice
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.proposals import Proposal
+
+T = TypeVar("T")
+ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
+
+_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy", "kept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One token sequence of a forward; the branches of a forward share the cached context and do not see each other.
+
+    Attributes:
+        tokens: Token ids in sequence order.
+        positions: Position of each token in the text, counted from the start of the prompt.
+        order: A token sees the branch's tokens of the same or a lower order. ``None``: causal; zeros: bidirectional.
+        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
+            the same forward may write entries in them: that is how a branch sees part of another one.
+        write_at: Cache index of the first token's keys and values; the other tokens follow.
+        shift: Predicted position minus the position whose logits are read: 0 where masks predict themselves, 1 where
+            tokens predict the next one.
+        draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
+        score_at: Pairs of an offset and a token id whose probability under the logits at the offset is read.
+        proposals: Drafts by offset: where one of ``draft_at`` has one, it is kept or replaced by rejection sampling.
+        prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may request: one group for each ``draft_at``,
+            all of equal length, or any groups if nothing is drafted.
+        num_prefetch: Number of groups to prefetch, those of the most probable drafts first. Used on accelerators to
+            save a device-to-host transfer; changes no token.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    order: Sequence[int] | None = None
+    visible: tuple[tuple[int, int], ...] = ()
+    write_at: int = 0
+    shift: int = 0
+    draft_at: Sequence[int] = ()
+    score_at: Sequence[tuple[int, int]] = ()
+    proposals: Mapping[int, Proposal] = field(default_factory=dict)
+    prefetch_at: Sequence[Sequence[int]] = ()
+    num_prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Options for drawing tokens from logits.
+
+    Attributes:
+        sampling: Temperature, top-p, top-k and seed.
+        round: Number of the draw within its prompt; keys the noise together with the position.
+        forbidden: Ids that are never drawn, besides those that no decoder draws.
+        guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
+            conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
+        confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
+        statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
+            ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
+            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters), ``kept``
+            (probability before temperature of the ids that top-k and top-p keep). Ids that no decoder draws stay in
+            these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at temperature 1.
+        top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
+        confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
+            or the type of the logits if it is wider, and float64 for statistics.
+        with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
+        proposes: Whether readings hand out the drafts as proposals. Their noise is independent of that of other draws
+            at the same position. Needs a temperature above 0.
+    """
+
+    sampling: SamplingParams
+    round: int = 0
+    forbidden: tuple[int, ...] = ()
+    guidance: float | None = None
+    confidence_forbidden: tuple[int, ...] = ()
+    statistics: tuple[str, ...] = ()
+    top_p_first: bool = False
+    confidence_dtype: str | None = None
+    with_probability: bool = True
+    proposes: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse unknown statistics; a draw is made for each forward, so one without statistics checks nothing."""
+        assert self.sampling.temperature > 0 or not self.proposes, "a greedy draft has no distribution"
+        for name in self.statistics:
+            require_choice("statistics", name, _STATISTICS)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a greedy choice without guidance and extra figures: the fast path."""
+        is_bare = self.guidance is None and not (self.confidence_forbidden or self.statistics or self.confidence_dtype)
+        return is_bare and self.sampling.temperature == 0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Key of the draw: draws with equal keys are read together."""
+        sampling = self.sampling
+        if self.is_plain:
+            return (self.forbidden,)
+        return (self.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, self.guidance,
+                self.confidence_forbidden, self.statistics, self.top_p_first, self.confidence_dtype,
+                self.proposes)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Cache entries of a prompt that are kept when its cache is compacted; all others are discarded.
+
+    Attributes:
+        num_leading: Number of leading entries that stay in place.
+        indices: Indices of the entries that are moved after them, in this order.
+    """
+
+    num_leading: int
+    indices: Sequence[int]
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries that are kept."""
+        return self.num_leading + len(self.indices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """One call of the model, as seen by one prompt.
+
+    Attributes:
+        phase: Purpose (``plan``, ``verify``, ...), shown in traces.
+        branches: The sequences.
+        draw: How drafts are drawn.
+        cached: Whether keys and values are stored; if not, ``visible`` must be empty.
+        packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
+            the layout, not what a branch sees.
+        keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
+        twin_at: Offset of the unconditional logits of ``draw.guidance`` in the first sequence of the prompt's previous
+            forward. They are read from there on, one for each ``draft_at``, which must be consecutive. ``None``: the
+            second branch gives the unconditional logits.
+    """
+
+    phase: str
+    branches: tuple[Branch, ...]
+    draw: Draw
+    cached: bool = True
+    packed: bool = False
+    keep: Compaction | None = None
+    twin_at: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length of the prompt's share of the call."""
+        lengths = [len(branch.tokens) for branch in self.branches]
+        return (1, sum(lengths)) if self.packed else (len(lengths), max(lengths))
+
+    def starts(self, length: int) -> list[int]:
+        """Return the first index of each branch in the prompt's rows of ``length`` tokens, laid end to end."""
+        if not self.packed:
+            return [i * length for i in range(len(self.branches))]
+        return list(accumulate((len(branch.tokens) for branch in self.branches[:-1]), initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreDrafts:
+    """Request for further drafts from the hidden states of the prompt's last forward; runs the head, but not the body.
+
+    Attributes:
+        draft_at: Offsets for each branch of that forward.
+        draw: How they are drawn.
+    """
+
+    draft_at: tuple[Sequence[int], ...]
+    draw: Draw
+
+
+Request = Forward | MoreDrafts
+
+
+@dataclass(slots=True)
+class Reading:
+    """Tokens, probabilities and statistics read from one branch's logits.
+
+    Attributes:
+        tokens: The drawn token of each ``draft_at``.
+        probabilities: Its probability under the softmax of the unfiltered logits (after guidance), in [0, 1]; empty if
+            the draw requests no probabilities and no trace is recorded.
+        statistics: One list for each requested statistic.
+        scores: The probability for each ``score_at``.
+        proposals: The drafts with their distributions, if the draw proposes them.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    statistics: dict[str, list[float]] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
+
+
+Steps = Generator[Request, list[Reading], T]
+"""A generator that yields requests, is sent one reading for each branch, and returns a ``T``."""

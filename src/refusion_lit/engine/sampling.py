@@ -1,0 +1,194 @@
+"""Draws tokens from logits; the only module that applies temperature, top-k, top-p and Gumbel noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from refusion_lit.engine.requests import Branch, Draw
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import SamplingParams
+from refusion_lit.utils.keys import stable_key
+
+_BLOCK = 256
+
+
+def filter_logits(
+    logits: Float[Tensor, "position vocab"], sampling: SamplingParams, *, top_p_first: bool = False
+) -> Float[Tensor, "position vocab"]:
+    """Apply temperature, then top-k, then top-p.
+
+    Top-k keeps all tokens that tie with the last one it keeps. Top-p keeps the most probable tokens up to and
+    including the one that crosses ``top_p``; at least one token is kept.
+
+    Args:
+        logits: Finite, or -inf for banned ids; at least one is finite.
+        sampling: Sampling options; temperature 0 filters as 1 does, for confidences.
+        top_p_first: Apply top-p before top-k.
+    """
+    if sampling.temperature > 0:
+        # Subtract the maximum, which keeps the result finite at any temperature.
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if top_p_first:
+        return _top_k(_top_p(logits, sampling.top_p), sampling.top_k)
+    return _top_p(_top_k(logits, sampling.top_k), sampling.top_p)
+
+
+def _top_k(logits: Tensor, top_k: int | None) -> Tensor:
+    if top_k is None or top_k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
+
+
+def _top_p(logits: Tensor, top_p: float) -> Tensor:
+    if top_p >= 1:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= top_p)
+    return logits.masked_fill(dropped, -math.inf)
+
+
+def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
+    """Return the index of each row's highest value, the lowest index among ties; NaN counts as the highest.
+
+    On CPUs torch finds an index ten times slower than a value, so large vocabularies are searched for the best block
+    of ids first.
+    """
+    vocab, size = logits.shape[-1], _BLOCK
+    if logits.device.type != "cpu" or vocab < 32 * size:
+        return logits.argmax(-1)
+    num_blocks = vocab // size
+    highest = logits[:, : num_blocks * size].unflatten(-1, (num_blocks, size)).amax(-1)
+    if num_blocks * size < vocab:
+        highest = torch.cat((highest, logits[:, num_blocks * size :].amax(-1, keepdim=True)), -1)
+    # Pad the block with copies of the last value: they never win a tie.
+    index = (highest.argmax(-1, keepdim=True) * size + torch.arange(size)).clamp_max_(vocab - 1)
+    return index.gather(-1, logits.gather(-1, index).argmax(-1, keepdim=True))[:, 0]
+
+
+def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
+    """Return the key of each draw's noise: a function of seed, prompt, round and predicted position alone.
+
+    Args:
+        branch: The branch that is read.
+        offsets: Offsets into it whose logits are drawn from.
+        draw: How they are drawn; greedy draws have no noise and get no keys.
+        prompt_id: Id of the prompt.
+    """
+    if draw.sampling.temperature == 0:
+        return []
+    parts = ("proposal" if draw.proposes else "draw", draw.sampling.seed, prompt_id, draw.round)
+    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in offsets]
+
+
+def draw_tokens(
+    logits: Float[Tensor, "position vocab"],
+    sampling: SamplingParams,
+    noise_keys: Int[Tensor, " key"],
+    *,
+    top_p_first: bool = False,
+) -> Int[Tensor, " position"]:
+    """Draw one token at every position.
+
+    At temperature 0 the most probable token is taken; ties go to the lower id. Above, Gumbel noise in float64 is added
+    to the filtered logits, which draws from their softmax (lower precision would lower the effective temperature).
+
+    Args:
+        logits: Logits with banned ids at -inf.
+        sampling: Sampling options.
+        noise_keys: Key of each position's noise; empty at temperature 0.
+        top_p_first: Apply top-p before top-k.
+    """
+    if sampling.temperature == 0:
+        return first_argmax(logits)
+    return _with_gumbel_noise(filter_logits(logits, sampling, top_p_first=top_p_first), noise_keys)
+
+
+def _with_gumbel_noise(
+    logits: Float[Tensor, "position vocab"], noise_keys: Int[Tensor, " position"]
+) -> Int[Tensor, " position"]:
+    """Draw from the softmax of logits."""
+    bits = KeyedNoise(noise_keys).bits("gumbel", logits.shape[-1])
+    # The largest value would round to 1, whose noise is infinite, and -inf + inf is NaN.
+    uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
+    return (logits.double() - (-uniform.log()).log()).argmax(-1)
+
+
+def keep_or_draw(
+    probabilities: Float[Tensor, "position vocab"],
+    noise_keys: Int[Tensor, " position"],
+    drafts: Int[Tensor, " position"],
+    proposed: Float[Tensor, "position vocab"],
+) -> Int[Tensor, " position"]:
+    """Draw one token at every position by rejection sampling (Leviathan et al., arXiv 2211.17192, appendix A.1).
+
+    A draft d, drawn from q, is kept with probability min(1, p(d) / q(d)). Otherwise the token is drawn from
+    max(p - q, 0), normalised. The token's distribution is p.
+
+    Args:
+        probabilities: The distributions p, after temperature and filters.
+        noise_keys: Key of each position's noise, another one than that of the draft.
+        drafts: A draft for each position; any id where there is none.
+        proposed: The distributions q of the drafts; zeros where there is none.
+    """
+    residual = (probabilities - proposed).clamp_(min=0)
+    # Where p and q are equal but for rounding, nothing may be left to draw from.
+    residual = residual.where(residual.sum(-1, keepdim=True) > 0, probabilities)
+    drawn, noise = _with_gumbel_noise(residual.log(), noise_keys), KeyedNoise(noise_keys).uniform("keep", 1)
+    p, q = (distribution.gather(-1, drafts[:, None]) for distribution in (probabilities, proposed))
+    is_kept = (noise * q < p) & (q > 0)
+    return drafts.where(is_kept[:, 0], drawn)
+
+
+def draft_statistics(
+    names: Sequence[str],
+    logits: Float[Tensor, "position vocab"],
+    filtered: Float[Tensor, "position vocab"],
+    tokens: Int[Tensor, " position"],
+    dtype: str | None = None,
+) -> Float[Tensor, "statistic position"]:
+    """Compute figures of the drafts' distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
+
+    Args:
+        names: Names of the figures.
+        logits: The logits before temperature and filters.
+        filtered: The filtered logits.
+        tokens: The drawn tokens.
+        dtype: Type to compute them in; float64 by default.
+    """
+    if not names:
+        return filtered.new_zeros(0, len(tokens))
+    probability = lowered(filtered, dtype or "float64").softmax(-1)
+    values: list[Tensor] = []
+    for name in names:
+        if name == "margin":
+            top = probability.topk(2).values
+            values.append(top[:, 0] - top[:, 1])
+        elif name == "negative_entropy":
+            values.append((probability * (probability + 1e-10).log()).sum(-1))
+        elif name == "kept":
+            is_kept = filtered > -math.inf
+            values.append((lowered(logits, dtype or "float64").softmax(-1) * is_kept).sum(-1))
+        elif name == "filtered":
+            values.append(probability.gather(-1, tokens[:, None])[:, 0])
+        else:
+            assert name == "entropy", "Draw refuses other names"
+            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
+    return torch.stack(values)
+
+
+def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:
+    """Convert logits to another type; finite values beyond its range are clamped, banned ids stay at -inf."""
+    if dtype is None:
+        return logits
+    target = getattr(torch, dtype)
+    limits = torch.finfo(target)
+    if limits.max < torch.finfo(logits.dtype).max:
+        logits = logits.clamp(limits.min, limits.max).where(logits > -math.inf, logits)
+    return logits.to(target)

@@ -1,0 +1,58 @@
+"""Next-token training on responses: the baseline of all other objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import Objective, response_positions
+from refusion_lit.learning.text_order import shift_left
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoregressive(Objective):
+    """Predicts each response token from all tokens before it; corrupts nothing.
+
+    The prompt's last token predicts the first response token; without a prompt, that token has no target. The only
+    term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
+    """
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Causal attention; every token predicts the next."""
+        return ModelTraits(attention="causal", predictions=("next_token",))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The next-token term."""
+        return {"ar": 1.0}
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,  # noqa: ARG002 - part of the interface
+        special_tokens: SpecialTokens,  # noqa: ARG002
+        *,
+        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002
+    ) -> CorruptedBatch:
+        """Label each position with the response token after it; noise and mask ratios have no effect."""
+        positions, in_response = response_positions(batch)
+        labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        is_labelled = labels != IGNORE_INDEX
+        return CorruptedBatch(
+            input_ids=batch.input_ids,
+            position_ids=positions.expand_as(labels),
+            labels=labels,
+            weights=is_labelled.float(),
+            terms=torch.zeros_like(labels),
+            counts=is_labelled.sum()[None].float(),
+            is_masked=torch.zeros_like(in_response),
+            is_real=positions < (batch.prompt_lengths + batch.response_lengths)[:, None],
+        )

@@ -1,0 +1,172 @@
+"""D2F, discrete diffusion forcing: decodes a pipeline of blocks; later ones start before earlier ones are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.families.block_diffusion.state import (
+    BlockState,
+    right_context_refusal,
+    shareable_blocks,
+    whole_blocks,
+)
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require_at_least, require_probability
+
+
+@dataclass(kw_only=True)
+class PipelineState(BlockState):
+    """State of D2F.
+
+    Attributes:
+        blocks: Positions of each block that was opened, from left to right.
+    """
+
+    blocks: list[range]
+
+    def share(self, number: int) -> float:
+        """Return the share of a block's tokens that are known, given ones too; 1 for the text before the blocks."""
+        if number < 0:
+            return 1.0
+        block = self.blocks[number]
+        return 1 - len(self.masked(block.start, block.stop)) / len(block)
+
+    @property
+    def first_open(self) -> int:
+        """Number of the first block with masks; the number of blocks if there is none."""
+        return next((i for i in range(len(self.blocks)) if self.share(i) < 1), len(self.blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class D2F(Decoder):
+    """Decodes several blocks at once: a block is opened as soon as enough of the one before it is known.
+
+    A forward feeds the complete blocks that are not cached yet and all open ones. Attention is block-causal: a block
+    sees itself and all blocks before it, masks included. In each block it commits all masks more probable than
+    ``threshold``. If a block has no such mask, it commits its most probable one, provided that it is *fully activated*:
+    a share of at least ``activate_threshold`` of the block before it is known. At most one block with masks is opened
+    before each forward; blocks whose tokens are all given take no forward of their own. Once a block and all blocks
+    before it are complete, the next forward stores its keys and values, which are exact. With ``num_open_blocks: 1``
+    and ``prompt_is_block: false``, unshifted, it equals :class:`BlockDiffusion`.
+
+    Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
+    the defaults. Deliberate differences: no block is opened after any committed end of sequence, not only after one in
+    the last block; blocks are decoded whole, and tokens beyond ``max_new_tokens`` are not returned.
+
+    Attributes:
+        block_size: Tokens per block, at least 1; need not be the trained one (the paper trains with 16 and decodes with
+            32) if ``prompt_is_block``.
+        threshold: Commit every mask whose token is more probable (tau_conf), in [0, 1]; the comparison is strict.
+        add_threshold: Open the next block once this share of the last one is known (tau_add), in [0, 1].
+        activate_threshold: A block always commits a token once this share of the block before it is known (tau_act), in
+            [0, 1].
+        num_open_blocks: Maximum number of blocks from the first one with masks to the last one; ``None``: no bound.
+        shifted: The mask at position i is predicted at i - 1 (Dream). The last token of a cached block is then fed
+            again, to predict the first one of the next block.
+        prompt_is_block: The prompt is one block, and blocks are counted from the response on, as D2F is trained.
+            ``False``: from position 0, prompt included, for models of :class:`~refusion_lit.objectives.BlockMasked`,
+            which never saw masks in an earlier block.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them when it fills that token, so the generated text may not fit them.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(
+        attention="block_causal", predictions=("mask",), prompt_is_block=True
+    )
+
+    block_size: int = 32
+    threshold: float = 0.9
+    add_threshold: float = 0.1
+    activate_threshold: float = 0.95
+    num_open_blocks: int | None = None
+    shifted: bool = False
+    prompt_is_block: bool = True
+    ignore_right_context: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_at_least("block_size", self.block_size, 1)
+        for name in ("threshold", "add_threshold", "activate_threshold"):
+            require_probability(name, getattr(self, name))
+        if self.num_open_blocks is not None:
+            require_at_least("num_open_blocks", self.num_open_blocks, 1)
+
+    def requirements(self) -> ModelRequirements:
+        """Return block-causal attention, and shifted predictions if ``shifted``."""
+        size = None if self.prompt_is_block else self.block_size
+        needs = replace(self.requires, block_size=size, prompt_is_block=self.prompt_is_block)
+        return replace(needs, predictions=("mask_shifted",)) if self.shifted else needs
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context:
+            return None
+        return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block, shifted=self.shifted)
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole common blocks but the prompt's last one; 0 if the prompt is one block."""
+        return 0 if self.prompt_is_block else shareable_blocks(prompt_length, num_common, self.block_size)
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
+        num_known, size = len(prompt.token_ids), self.block_size
+        start = num_known if self.prompt_is_block else num_known // size * size
+        end = num_known + max_length(prompt, sampling, special_tokens)
+        length = start + whole_blocks(end - start, size) - num_known
+        return PipelineState.blank(prompt, sampling, special_tokens, length, blocks=[range(start, start + size)])
+
+    def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
+        """Run one forward over all open blocks and commit tokens in each of them."""
+        self._open(state)
+        state.context_length = max(state.context_length, state.num_shared)
+        first = state.first_open
+        masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
+        read = [position for positions in masked.values() for position in positions]
+        draw = Draw(sampling=state.sampling, round=state.num_forwards)
+        reading = (yield Forward(phase="denoise", branches=(self._branch(state, read),), draw=draw))[0]
+        state.context_length = state.blocks[first].start
+        found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
+        activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
+        for positions, is_activated in zip(masked.values(), activated, strict=True):
+            chosen = self._choose(positions, [found[p][1] for p in positions], is_activated=is_activated)
+            state.commit([p - state.prompt_length for p in chosen], [found[p][0] for p in chosen])
+        state.finished = state.prefix_ends
+
+    def _open(self, state: PipelineState) -> None:
+        """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""
+        while self._is_due(state):
+            start = state.blocks[-1].stop
+            state.blocks.append(range(start, start + self.block_size))
+            if state.share(len(state.blocks) - 1) < 1:
+                return
+
+    def _is_due(self, state: PipelineState) -> bool:
+        """Whether enough of the last block is known to open the next one, and the response continues after it."""
+        num_open, last = len(state.blocks) - state.first_open, len(state.blocks) - 1
+        if state.num_forwards == 0 and num_open > 0:
+            return False  # the first forward has one block with masks for any threshold
+        is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
+        is_last = state.blocks[last].stop >= state.prompt_length + len(state.tokens)
+        ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
+        return state.share(last) >= self.add_threshold and not (is_full or is_last or ends)
+
+    def _branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
+        """Return the text from the end of the cache to that of the last block; each block sees those before it."""
+        shift, stop = int(self.shifted), state.blocks[-1].stop
+        start = max(min(state.context_length, read[0] - shift), 0)
+        first = state.blocks[0].start
+        origin = first % self.block_size  # blocks left of the first one have negative numbers
+        order = [(p - origin) // self.block_size for p in range(start, stop)]
+        if self.prompt_is_block:
+            order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]
+        return state.branch(start, stop, order, read, shift=shift)
+
+    def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:
+        """Return the masked positions of a block that are committed."""
+        above = [p for p, probability in zip(positions, probabilities, strict=True) if probability > self.threshold]
+        best = most_certain(probabilities, 1) if is_activated and not above else []
+        return above or [positions[i] for i in best]

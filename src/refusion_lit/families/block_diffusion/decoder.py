@@ -1,0 +1,251 @@
+"""Block diffusion: decodes blocks left to right over an exact cache, with parallel unmasking inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
+from refusion_lit.families.block_diffusion.state import (
+    BlockState,
+    right_context_refusal,
+    shareable_blocks,
+    whole_blocks,
+)
+from refusion_lit.families.llada.decoder import step_quota
+from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import uniform_scalar
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+
+_NUM_STEPS = {
+    "threshold": "an integer of at least 1, or null",
+    "first_hitting": "null",
+    "ancestral": "an integer of at least 1",
+}
+"""What ``num_steps`` may be, by sampling rule."""
+
+
+@dataclass(kw_only=True)
+class SubBlockState(BlockState):
+    """State of block diffusion.
+
+    Attributes:
+        span_step: Steps done in the current sub-block, of ``num_steps``.
+        cached_block: Start of the block whose noisy tokens are cached as a whole; -1 if none is.
+    """
+
+    span_step: int = 0
+    cached_block: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion(Decoder):
+    """Decodes block by block; inside a block, masked tokens are drawn in parallel with bidirectional attention.
+
+    Blocks are counted from position 0, prompt included, as in training. If the prompt ends inside a block, its last
+    tokens are the start of the first decoded block. The cache of clean blocks is exact, since they do not depend on
+    later blocks. Blocks are always decoded whole; tokens beyond ``max_new_tokens`` are not returned. A prompt is
+    finished once no mask is left before its first EOS or its end.
+
+    Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (arXiv 2509.26328) is
+    ``block_size=32, sub_block_size=8, shifted=True``; SDAR's ``low_confidence_dynamic`` (arXiv 2510.06303) is
+    ``block_size=4, num_steps=4, threshold=0.85, confidence="filtered", fused=False``, and its
+    ``low_confidence_static`` that with ``threshold=1``.
+
+    Deliberate differences. BD3-LM: no sliding window; its stop at a low entropy is an option of the sampling
+    (``min_entropy``); top-p keeps the crossing token; the ancestral schedule belongs to each (sub-)block and ends
+    without masks; and temperature 0 is deterministic, so the place, too, is the most certain one (``first_hitting``
+    then equals ``threshold=1``; ``ancestral`` takes the expected number, rounded up). Fast-dLLM v2: any number of new
+    tokens is given, where the released program makes whole blocks and one token more. SDAR: the last block is not
+    cached, which saves its last forward.
+
+    Attributes:
+        block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
+        sampling_rule: What a forward commits. ``threshold``: tokens with a probability above ``threshold``, and always
+            the most probable one. ``first_hitting``: one token at a uniformly drawn place. ``ancestral``: with
+            ``num_steps`` steps per sub-block, each masked place at step i (from 0) with probability
+            1 / (num_steps - i), the reverse process of a linear mask schedule; steps that choose no place need no
+            forward.
+        threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token per forward.
+        num_steps: Steps per sub-block. ``ancestral`` needs it. With ``threshold``, each step commits at least its equal
+            share of the sub-block, most certain tokens first (``denoising_steps`` in SDAR); ``None``: at least one.
+        confidence: What the threshold is compared with: the token's probability under the ``unfiltered`` softmax, or
+            under the ``filtered`` one, after temperature, top-k and top-p, as in the programs of SDAR and Fast-dLLM v2.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+        sub_block_size: Tokens per sub-block; sub-blocks are decoded left to right inside a block. Divides
+            ``block_size``. ``None``: one sub-block.
+        shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
+            last token of the clean block before it, in the forward that caches that block.
+        sub_block_cache: Approximate (``use_block_cache`` in Fast-dLLM v2): compute the whole block while a sub-block's
+            first token is a mask, then the sub-block alone, with keys and values of the rest of the block as they were.
+            Needs ``sub_block_size`` and ``shifted``.
+        fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
+            forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
+            first forward is saved, if the prompt ends inside a block.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them when it fills that token, so the generated text may not fit them.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
+
+    block_size: int = 8
+    sampling_rule: Literal["threshold", "first_hitting", "ancestral"] = "threshold"
+    threshold: float = 0.9
+    num_steps: int | None = None
+    confidence: Literal["unfiltered", "filtered"] = "unfiltered"
+    confidence_dtype: ConfidenceDtype | None = None
+    sub_block_size: int | None = None
+    shifted: bool = False
+    sub_block_cache: bool = False
+    fused: bool = True
+    ignore_right_context: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_at_least("block_size", self.block_size, 1)
+        require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
+        require_probability("threshold", self.threshold)
+        require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
+        for name in ("num_steps", "sub_block_size"):
+            if getattr(self, name) is not None:
+                require_at_least(name, getattr(self, name), 1)
+        expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
+        holds = self.sampling_rule != ("ancestral" if self.num_steps is None else "first_hitting")
+        require(holds, "num_steps", expected, self.num_steps, "change num_steps or the rule")
+        size = self.sub_block_size
+        holds = size is None or self.block_size % size == 0
+        expected = f"a divisor of block_size {self.block_size}, or null"
+        require(holds, "sub_block_size", expected, size, "choose one that fills the block exactly")
+        holds = not self.sub_block_cache or (size is not None and self.shifted)
+        require(holds, "sub_block_cache", "false without sub_block_size and shifted", self.sub_block_cache, "set both")
+
+    def requirements(self) -> ModelRequirements:
+        """Return block-causal attention with this block size, and shifted predictions if ``shifted``."""
+        predictions: tuple[Prediction, ...] = ("mask_shifted",) if self.shifted else ("mask",)
+        return ModelRequirements(attention="block_causal", predictions=predictions, block_size=self.block_size)
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
+        num_known = len(prompt.token_ids)
+        end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
+        num_spans = -(-end // self._span_size) - num_known // self._span_size
+        length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
+        return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context:
+            return None
+        return right_context_refusal(prompt, self.block_size, shifted=self.shifted)
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
+        return shareable_blocks(prompt_length, num_common, self.block_size)
+
+    @property
+    def _span_size(self) -> int:
+        return self.sub_block_size or self.block_size
+
+    def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
+        """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
+        state.context_length = max(state.context_length, state.num_shared)
+        first = state.prompt_length + state.is_masked.index(True)
+        block_start = first // self.block_size * self.block_size
+        if self.shifted and first == block_start:
+            yield from self._store(state, block_start, predicts=True)
+        else:
+            span_end = (first // self._span_size + 1) * self._span_size
+            drawn = self._positions_to_draw(state, state.masked(first, span_end))
+            if drawn:
+                if not self.fused and state.context_length < block_start:
+                    yield from self._store(state, block_start, predicts=False)
+                yield from self._denoise(state, block_start, drawn)
+            state.schedule_step += self.sampling_rule == "ancestral"
+            state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
+        state.finished = state.prefix_ends
+
+    def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
+        """Return the positions whose logits are read: all masked ones, or those drawn beforehand.
+
+        In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
+        """
+        seed, prompt_id = state.sampling.seed, state.prompt.id
+        if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
+            return masked
+        if self.sampling_rule == "first_hitting":
+            uniform = uniform_scalar("first_hitting", seed, prompt_id, state.num_forwards)
+            return [masked[int(uniform * len(masked))]]
+        probability = 1 / self._steps_left(state)
+        step = state.schedule_step
+        return [p for p in masked if uniform_scalar("ancestral", seed, prompt_id, step, p) < probability]
+
+    def _steps_left(self, state: SubBlockState) -> int:
+        assert self.num_steps is not None
+        return self.num_steps - state.span_step
+
+    def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
+        """Return how many drawn tokens are committed, most probable first; at least 1."""
+        if self.sampling_rule == "threshold":
+            quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
+            return max(1, quota, sum(probability > self.threshold for probability in probabilities))
+        if self.sampling_rule == "first_hitting":
+            return 1
+        if state.sampling.temperature == 0:
+            return -(-len(probabilities) // self._steps_left(state))
+        return len(probabilities)
+
+    def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
+        """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
+        branch = self._noisy_branch(state, block_start, drawn)
+        statistics = ("filtered",) if self.confidence == "filtered" else ()
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistics=statistics,
+            confidence_dtype=self.confidence_dtype,
+        )
+        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        state.context_length = block_start
+        reading = readings[0]
+        confidences = reading.statistics["filtered"] if statistics else reading.probabilities
+        chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
+        state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
+
+    def _noisy_branch(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Branch:
+        """Return the whole block after clean ones that are not cached yet, or the sub-block alone."""
+        stop, shift = block_start + self.block_size, int(self.shifted)
+        span_start = drawn[0] // self._span_size * self._span_size
+        is_cached = self.sub_block_cache and state.cached_block == block_start
+        # The logits of a sub-block's first token are read before it, so they need the whole block.
+        if not is_cached or drawn[0] == span_start:
+            state.cached_block = block_start
+            return self._branch(state, stop, drawn)
+        span_stop = span_start + self._span_size
+        return Branch(
+            tokens=state.text(span_start, span_stop),
+            positions=range(span_start, span_stop),
+            order=[0] * self._span_size,
+            visible=((0, span_start), (span_stop, stop)),
+            write_at=span_start,
+            shift=shift,
+            draft_at=[position - shift - span_start for position in drawn],
+        )
+
+    def _store(self, state: SubBlockState, block_start: int, *, predicts: bool) -> Steps[None]:
+        """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
+        branch = self._branch(state, block_start, [block_start] if predicts else [])
+        draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
+        readings = yield Forward(phase="store", branches=(branch,), draw=draw)
+        state.context_length = block_start
+        if predicts:
+            state.commit([block_start - state.prompt_length], readings[0].tokens)
+
+    def _branch(self, state: SubBlockState, stop: int, drawn: Sequence[int]) -> Branch:
+        """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
+        start = state.context_length
+        order = [position // self.block_size for position in range(start, stop)]
+        return state.branch(start, stop, order, drawn, shift=int(self.shifted))

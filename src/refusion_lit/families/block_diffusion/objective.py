@@ -1,0 +1,294 @@
+"""Block diffusion: autoregressive over blocks, masked diffusion inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.families.block_diffusion.schedule import (
+    UNCLIPPED,
+    Schedule,
+    check_search,
+    clipped_intervals,
+    mask_schedule,
+)
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.text_order import extend_responses, shift_left
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+
+_ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
+_MAX_REDRAWS = 1000
+"""Bound on redraws of a block, far beyond what an interval needs that some number of masks fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMasked(Objective):
+    """Predicts the masks of a block from the whole block and from all earlier blocks, unmasked.
+
+    BD3-LM (arXiv 2503.09573): one forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and
+    the three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
+    position 0, prompt included, as the block-causal decoders do; only response tokens are masked. Each block has its
+    own mask probability t. The term is ``mdm``: the sum over masked tokens of cross-entropy / t, divided by the number
+    of response tokens of the batch, masked or not (unlike :class:`Masked`, which normalises sample by sample).
+
+    Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
+    stratified=False``. BD3-LM's released runs are ``resample=True, denominator="all_tokens"``.
+
+    Deliberate differences: the noise interval is searched at a fixed interval of steps and not at each validation, so
+    that no checkpoint lies between a validation and its search. t is stratified over a sample's blocks, in random
+    order, and not over the batch's blocks: a sample's noise must not depend on its neighbours. A sample whose length is
+    a multiple of the block size gets no block of padding.
+
+    Attributes:
+        block_size: Number of tokens in a block, at least 1.
+        t_min: Smallest mask probability (beta), in (0, 1]. Above 0.5 the weight is 1 instead of 1 / t, as in the
+            authors' program.
+        t_max: Largest mask probability (omega), in [t_min, 1]. Only [0.001, 1] gives a likelihood bound.
+        stratified: Stratify t over a sample's blocks, the default; ``False`` draws each block's t independently, as
+            Fast-dLLM v2 does.
+        schedule: Mask probability p(t), with the weight p'(t) / p(t) instead of 1 / t: ``linear`` (p = t), ``square``
+            (t^2), ``square_root``, ``log`` (log2(1 + t)) or ``cosine`` (1 - (1 - 0.001) cos(pi t / 2)).
+        resample: Redraw a block's masks until its masked fraction lies in [t_min, t_max], as BD3-LM's released runs do;
+            the bounds 0.001 and 1 are not enforced, nor is a range that no number of masks fits.
+        denominator: Tokens that the loss is divided by: those of the ``response``, masked or not, or ``all_tokens``,
+            the prompt's too (BD3-LM's training).
+        search_widths: Search the interval [t_min, t_max] during a fit: train on with the one whose loss on validation
+            data varies least between blocks, among [0.001, 1] and all intervals of these widths. BD3-LM's released runs
+            have 0.5, 0.6, 0.7, 0.8 and 0.9. Empty: no search.
+        search_every: Number of optimizer steps between searches.
+        search_delta: Distance between the lower limits of intervals of equal width.
+        search_batches: Number of validation batches that a search looks at; each costs a forward for each interval.
+        complementary: Show each sample in two views, the second masked where the first is not, so that each response
+            token is a target exactly once; weights are 1. Doubles the rows.
+        shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
+            then predicted from the noisy block before it.
+        fill_blocks_with: Token that completes a sample's last block: decoders always see whole blocks, and a short one
+            would reveal where to end. ``eos``: end-of-sequence tokens, which are response tokens, masked and scored.
+            ``mask``: mask tokens that are never scored.
+    """
+
+    block_size: int = 8
+    t_min: float = 1e-3
+    t_max: float = 1.0
+    stratified: bool = True
+    schedule: Schedule = "linear"
+    resample: bool = False
+    denominator: Literal["response", "all_tokens"] = "response"
+    search_widths: tuple[float, ...] = ()
+    search_every: int = 1000
+    search_delta: float = 0.05
+    search_batches: int = 100
+    complementary: bool = False
+    shifted: bool = False
+    fill_blocks_with: Literal["eos", "mask"] = "eos"
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        require_at_least("objective.block_size", self.block_size, 1)
+        require_number("objective.t_min", self.t_min, "(0, 1]")
+        require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
+        require_choice("objective.fill_blocks_with", self.fill_blocks_with, ("eos", "mask"))
+        require_choice("objective.schedule", self.schedule, get_args(Schedule))
+        require_choice("objective.denominator", self.denominator, ("response", "all_tokens"))
+        weighted = not self.complementary or self.denominator == "response"
+        fix = "use 'response', which counts each token of the two views once"
+        require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
+        check_search(self.search_widths, self.search_every, self.search_delta, self.search_batches)
+        fix = "search without it: the two views have no weights"
+        require(not (self.search_widths and self.complementary), "objective.search_widths", "none with complementary",
+                self.search_widths, fix)  # fmt: skip
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Block-causal attention; masks predict themselves or, shifted, are predicted by the position before."""
+        predictions = ("mask_shifted",) if self.shifted else ("mask",)
+        return ModelTraits(attention="block_causal", block_size=self.block_size, predictions=predictions)
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The masked-diffusion term."""
+        return {"mdm": 1.0}
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: Float[Tensor, " batch"] | None = None,
+    ) -> CorruptedBatch:
+        """Mask response tokens block by block and append the clean sequence; see :meth:`Objective.corrupt`.
+
+        With ``mask_ratio``, all blocks of a row have that probability and, without ``complementary``, the weight
+        1 / ratio: a clipped schedule has no influence.
+        """
+        mask_token_id = required_mask_id(self, special_tokens)
+        batch, lengths = self._with_whole_blocks(batch, special_tokens)
+        num_tokens = batch.input_ids.shape[1]
+        times = self._times(batch, noise, mask_ratio)
+        ratios, weights = (
+            repeat(values, "sample block -> sample (block within)", within=self.block_size)
+            for values in mask_schedule("linear" if mask_ratio is not None else self.schedule, times)
+        )
+        positions, in_response = response_positions(batch)
+        is_masked = self._masked(in_response, ratios, noise, redraws=mask_ratio is None)
+
+        masks = [is_masked, in_response & ~is_masked] if self.complementary else [is_masked]
+        is_masked = rearrange(masks, "view sample token -> (view sample) token")
+        clean = repeat(batch.input_ids, "sample token -> (view sample) token", view=len(masks))
+        labels = clean.where(is_masked, IGNORE_INDEX)
+        unweighted = self.complementary or (mask_ratio is None and self.t_min > 0.5)
+        weights = torch.ones_like(ratios) if unweighted else weights
+        weights = repeat(weights.float(), "sample token -> (view sample) token", view=len(masks)).where(is_masked, 0.0)
+        if self.shifted:
+            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+
+        # The clean half is neither masked nor labelled.
+        labels = F.pad(labels, (0, num_tokens), value=IGNORE_INDEX)
+        num_targets = (labels != IGNORE_INDEX).sum() if self.complementary else batch.response_lengths.sum()
+        if self.denominator == "all_tokens":
+            num_targets = num_targets + batch.prompt_lengths.sum()
+        is_real = positions < lengths[:, None]
+        lengths = repeat(lengths, "sample -> (view sample)", view=len(masks))
+        return CorruptedBatch(
+            input_ids=torch.cat((clean.masked_fill(is_masked, mask_token_id), clean), dim=1),
+            position_ids=repeat(positions, "token -> (half token)", half=2).expand_as(labels),
+            labels=labels,
+            weights=F.pad(weights, (0, num_tokens)),
+            terms=torch.zeros_like(labels),
+            counts=num_targets[None].float(),
+            visible=three_part_ranges(num_tokens, self.block_size, lengths),
+            is_masked=F.pad(is_masked, (0, num_tokens)),
+            is_real=repeat(is_real, "sample token -> (view sample) (half token)", view=len(masks), half=2),
+            num_views=len(masks),
+        )
+
+    def search_is_due(self, step: int) -> bool:
+        """Whether the noise interval is searched after this number of optimizer steps."""
+        return bool(self.search_widths) and step > 0 and step % self.search_every == 0
+
+    def candidates(self) -> tuple[BlockMasked, ...]:
+        """Return the objective with each interval that the search chooses from; none without a search."""
+        pairs = clipped_intervals(self.search_widths, self.search_delta) if self.search_widths else ()
+        return tuple(replace(self, t_min=low, t_max=high) for low, high in pairs)
+
+    def by_block(
+        self, corrupted: CorruptedBatch, batch: ResponseBatch, special_tokens: SpecialTokens
+    ) -> CorruptedBatch:
+        """Let a corrupted batch's blocks be the terms of its loss, each divided by its number of response tokens.
+
+        Args:
+            corrupted: What :meth:`corrupt` returned, of one view.
+            batch: What it was made of.
+            special_tokens: Ids of the tokenizer's special tokens.
+        """
+        filled, _ = self._with_whole_blocks(batch, special_tokens)
+        positions, in_response = response_positions(filled)
+        sizes = rearrange(in_response, "sample (block within) -> sample block within", within=self.block_size).sum(-1)
+        number = torch.arange(sizes.numel(), device=sizes.device).view_as(sizes)
+        block = (positions + self.shifted).clamp(max=len(positions) - 1) // self.block_size
+        terms = F.pad(number[:, block], (0, len(positions)))  # the clean half has no labels
+        return replace(corrupted, terms=terms, counts=sizes.flatten().float())
+
+    def _with_whole_blocks(
+        self, batch: ResponseBatch, special_tokens: SpecialTokens
+    ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
+        """Complete the last blocks; return the batch and the number of visible tokens of each row."""
+        lengths = batch.prompt_lengths + batch.response_lengths
+        lengths = (lengths + self.block_size - 1) // self.block_size * self.block_size
+        with_eos = self.fill_blocks_with == "eos"
+        token_id = special_tokens.eos_token_ids[0] if with_eos else required_mask_id(self, special_tokens)
+        filled = extend_responses(
+            batch, lengths - batch.prompt_lengths, token_id=token_id, pad_token_id=special_tokens.pad_token_id
+        )
+        if not with_eos:
+            filled.response_lengths = batch.response_lengths
+        return filled, lengths
+
+    def _masked(
+        self,
+        in_response: Bool[Tensor, "batch token"],
+        ratios: Float[Tensor, "batch token"],
+        noise: KeyedNoise,
+        *,
+        redraws: bool,
+    ) -> Bool[Tensor, "batch token"]:
+        """Draw which response tokens are masked; redraw the blocks that ``resample`` does not accept."""
+        num_tokens = in_response.shape[1]
+        is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
+        if not (self.resample and redraws):
+            return is_masked
+        split = partial(rearrange, pattern="sample (block within) -> sample block within", within=self.block_size)
+        sizes = split(in_response).sum(-1)
+        lowest = torch.ceil(self.t_min * sizes - 1e-9) if self.t_min > UNCLIPPED[0] else torch.zeros_like(sizes)
+        highest = torch.floor(self.t_max * sizes + 1e-9) if self.t_max < UNCLIPPED[1] else sizes
+        for number in range(_MAX_REDRAWS):
+            count = split(is_masked).sum(-1)
+            rejected = ((count < lowest) | (count > highest)) & (lowest <= highest)
+            if not bool(rejected.any()):
+                break
+            again = in_response & (noise.uniform(f"token_mask_{number + 1}", num_tokens) < ratios)
+            is_masked = torch.where(repeat(rejected, "sample block -> sample (block within)", within=self.block_size),
+                                    again, is_masked)  # fmt: skip
+        return is_masked
+
+    def _times(
+        self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: Float[Tensor, " batch"] | None
+    ) -> Float[Tensor, "batch block"]:
+        """Draw t for every block: uniform in [t_min, t_max), stratified over the blocks with response tokens or not."""
+        num_blocks = batch.input_ids.shape[1] // self.block_size
+        if mask_ratio is not None:
+            ratio = mask_probability(noise, self.t_min, mask_ratio)
+            return repeat(ratio, "sample -> sample block", block=num_blocks)
+        uniform = noise.uniform("block_ratio", num_blocks)
+        if not self.stratified:
+            return uniform * (self.t_max - self.t_min) + self.t_min
+        blocks = torch.arange(num_blocks, device=batch.input_ids.device)
+        first = batch.prompt_lengths // self.block_size
+        last = (batch.prompt_lengths + batch.response_lengths - 1) // self.block_size
+        in_response = (blocks >= first[:, None]) & (blocks <= last[:, None])
+        keys = noise.bits("block_stratum", num_blocks).where(in_response, _ORDER_LIMIT)
+        stratum = keys.argsort(dim=1, stable=True).argsort(dim=1)
+        uniform = (stratum + uniform) / (last - first + 1)[:, None]
+        return uniform.clamp(max=1) * (self.t_max - self.t_min) + self.t_min
+
+
+def three_part_ranges(
+    num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"], *, causal: bool = False
+) -> Int[Tensor, "batch doubled range 2"]:
+    """Return what the tokens of a doubled sequence ``[noisy; clean]`` see.
+
+    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737).
+
+    A noisy token sees its own noisy block and all clean blocks before it. A clean token sees the clean blocks up to
+    and including its own, and nothing noisy.
+
+    Args:
+        num_tokens: Number of tokens in one half.
+        block_size: Number of tokens in a block; blocks are counted from position 0 of each half.
+        lengths: Number of real tokens in one half of each row. Padding sees itself and clean tokens.
+        causal: Inside a block, let a token see only the tokens before it and itself.
+    """
+    tokens = torch.arange(2 * num_tokens, device=lengths.device)
+    lengths, positions = lengths[:, None], tokens % num_tokens
+    is_noisy, is_real = tokens < num_tokens, positions < lengths
+    begin = positions // block_size * block_size
+    end = positions + 1 if causal else begin + block_size
+    clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
+    clean = torch.stack((torch.full_like(clean_stop, num_tokens), clean_stop), -1)
+    # A clean token's own block is in that range; padding sees itself besides.
+    start = torch.where(is_real, begin, tokens)
+    stop = torch.where(is_real, torch.where(is_noisy, end.minimum(lengths), begin), tokens + 1)
+    return torch.stack((torch.stack((start, stop), -1), clean), 2)

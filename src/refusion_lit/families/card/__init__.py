@@ -1,0 +1,1 @@
+"""CARD: causal attention, masks that predict the next token, blocks by confidence."""

@@ -1,0 +1,61 @@
+"""Default decoder of a model, chosen from its traits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.families.autoregressive.decoder import Autoregressive
+from refusion_lit.families.block_diffusion.d2f import D2F
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
+from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.card.decoder import CARD
+from refusion_lit.families.llada.decoder import LLaDA
+from refusion_lit.families.set_diffusion.decoder import SetDiffusion
+from refusion_lit.families.wedlm.decoder import WeDLM
+from refusion_lit.refusion.decoder import ReFusion
+from refusion_lit.types import ModelTraits
+
+_CLASSES: Mapping[str, type[Decoder]] = {
+    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, D2F, LLaDA, ReFusion, TokenEditing, WeDLM)
+}
+
+
+def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
+    """Return the default decoder of a model: the one that its authors publish, if it fits, or one for its traits.
+
+    By attention pattern and meaning of the logits:
+
+    - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
+      :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
+      next one everywhere; :class:`SetDiffusion` if masks predict themselves only where they see no other mask;
+    - bidirectional: :class:`LLaDA`;
+    - block-causal: :class:`BlockDiffusion`; :class:`D2F` if blocks are counted from the response on;
+      :class:`TokenEditing` if visible tokens predict their own place.
+
+    Args:
+        traits: What the model was trained to do, including fine-tuning after its publication.
+        published: Class and options (``class_path``, ``init_args``) that its layout declares.
+    """
+    if published is not None and published.get("class_path") in _CLASSES:
+        decoder = _CLASSES[published["class_path"]](**published.get("init_args", {}))
+        if not decoder.requirements().mismatches(traits):
+            return decoder
+    shifted = traits.predictions is not None and "mask" not in traits.predictions
+    if traits.attention == "bidirectional":
+        return LLaDA(shifted=shifted)
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        if traits.prompt_is_block:
+            return D2F(block_size=traits.block_size, shifted=shifted)
+        if "visible" in (traits.predictions or ()):
+            return TokenEditing(block_size=traits.block_size)
+        return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
+    if "isolated_mask" in (traits.predictions or ()):
+        return SetDiffusion()
+    if traits.predictions is None or "next_token_in_slot" in traits.predictions:
+        return ReFusion()
+    if "mask" in traits.predictions:
+        return WeDLM()
+    return CARD() if "mask_shifted" in traits.predictions else Autoregressive()

@@ -1,0 +1,153 @@
+"""Published checkpoints of bidirectional masked models: LLaDA (arXiv 2502.09992), Dream (arXiv 2508.15487), Open-dLLM.
+
+LLaDA is a Llama under the names of OLMo's code. In Dream and Open-dLLM (Qwen2) the position before a mask predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from refusion_lit.modeling.formats import CheckpointFormat, register
+
+_BLOCK, _LAYER = "model.transformer.blocks.{}", "model.layers.{}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LLaDAFormat(CheckpointFormat):
+    def completed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Fill in sizes that the family derives; the embedding may have more rows than ``vocab_size`` says."""
+        options["vocab_size"] = options.pop("embedding_size", None) or options["vocab_size"]
+        hidden, ratio = options["hidden_size"], options.pop("mlp_ratio", 4)
+        options["intermediate_size"] = options.get("intermediate_size") or ratio * hidden
+        options["num_key_value_heads"] = options.get("num_key_value_heads") or options["num_attention_heads"]
+        return options
+
+    def published_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the family's config; see :meth:`CheckpointFormat.published_options`."""
+        theirs = super().published_options(options)
+        unknown = {"head_dim", "attention_bias", "mlp_bias", "hidden_act", "pretraining_tp", "bos_token_id"}
+        kept = {name: value for name, value in theirs.items() if name not in unknown}
+        return {**kept, "embedding_size": kept["vocab_size"], "mlp_ratio": 4}
+
+
+LLADA = _LLaDAFormat(
+    name="llada",
+    family="LLaDA 8B Base, Instruct and 1.5",
+    model_type="llada",
+    base="llama",
+    architecture="LLaDAModelLM",
+    auto_map={
+        "AutoConfig": "GSAI-ML/LLaDA-8B-Instruct--configuration_llada.LLaDAConfig",
+        "AutoModel": "GSAI-ML/LLaDA-8B-Instruct--modeling_llada.LLaDAModelLM",
+        "AutoModelForCausalLM": "GSAI-ML/LLaDA-8B-Instruct--modeling_llada.LLaDAModelLM",
+    },
+    config_names={
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "num_hidden_layers": "n_layers",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "tie_word_embeddings": "weight_tying",
+        "initializer_range": "init_std",
+    },
+    required={
+        "activation_type": ("silu",),
+        "alibi": (False,),
+        "attention_layer_norm": (False,),
+        "block_type": ("llama",),
+        "include_bias": (False,),
+        "include_qkv_bias": (False, None),
+        "input_emb_norm": (False,),
+        "layer_norm_type": ("rms",),
+        "layer_norm_with_affine": (True,),
+        "multi_query_attention": (None, False),
+        "rope": (True,),
+        "scale_logits": (False,),
+    },
+    written={
+        "activation_type": "silu",
+        "alibi": False,
+        "alibi_bias_max": 8.0,
+        "attention_layer_norm": False,
+        "attention_layer_norm_with_affine": True,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "embedding_dropout": 0.0,
+        "flash_attention": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "init_cutoff_factor": None,
+        "init_device": "meta",
+        "init_fn": "mitchell",
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "precision": "amp_bf16",
+        "residual_dropout": 0.0,
+        "rope": True,
+        "rope_full_precision": True,
+        "scale_logits": False,
+        "use_cache": False,
+    },
+    weight_names=(
+        ("model.embed_tokens", "model.transformer.wte"),
+        ("model.norm", "model.transformer.ln_f"),
+        ("lm_head", "model.transformer.ff_out"),
+        (f"{_LAYER}.input_layernorm", f"{_BLOCK}.attn_norm"),
+        (f"{_LAYER}.post_attention_layernorm", f"{_BLOCK}.ff_norm"),
+        (f"{_LAYER}.self_attn.q_proj", f"{_BLOCK}.q_proj"),
+        (f"{_LAYER}.self_attn.k_proj", f"{_BLOCK}.k_proj"),
+        (f"{_LAYER}.self_attn.v_proj", f"{_BLOCK}.v_proj"),
+        (f"{_LAYER}.self_attn.o_proj", f"{_BLOCK}.attn_out"),
+        (f"{_LAYER}.mlp.gate_proj", f"{_BLOCK}.ff_proj"),
+        (f"{_LAYER}.mlp.up_proj", f"{_BLOCK}.up_proj"),
+        (f"{_LAYER}.mlp.down_proj", f"{_BLOCK}.ff_out"),
+    ),
+    attention="bidirectional",
+    predictions=("mask",),
+    mask_tokens=("<|mdm_mask|>",),
+    end_tokens=("<|eot_id|>",),
+    decoder="LLaDA",
+    decoder_options={"block_length": 32},
+)
+
+DREAM = CheckpointFormat(
+    name="dream",
+    family="Dream v0 7B Base and Instruct, Dream-Coder",
+    model_type="Dream",
+    base="qwen2",
+    architecture="DreamModel",
+    auto_map={
+        "AutoConfig": "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig",
+        "AutoModel": "Dream-org/Dream-v0-Instruct-7B--modeling_dream.DreamModel",
+    },
+    attention="bidirectional",
+    predictions=("mask_shifted",),
+    mask_tokens=("<|mask|>",),
+    end_tokens=("<|im_end|>",),
+    slow_tokenizer="Qwen2Tokenizer",
+    decoder="LLaDA",
+    decoder_options={"order": "entropy", "shifted": True},
+)
+
+OPEN_DLLM = CheckpointFormat(
+    name="open_dllm",
+    family="Open-dLLM and Open-dCoder 0.5B",
+    model_type=None,
+    base="qwen2",
+    architecture="Qwen2ForCausalLM",
+    attention="bidirectional",
+    predictions=("mask_shifted",),
+    mask_tokens=("<M>", "<|mask|>"),
+    decoder="LLaDA",
+    decoder_options={"order": "entropy", "shifted": True},
+)
+
+register(LLADA)
+register(DREAM)
+register(OPEN_DLLM)

@@ -1,0 +1,288 @@
+"""LLaDA and Dream: a fixed canvas of masks, unmasked step by step with bidirectional attention.
+
+Sources: LLaDA, arXiv 2502.09992 and its released sampler; Dream, arXiv 2508.15487 and its sampler. Deliberate
+differences: the state, not the token ids, records which places are masked; mask and padding ids are never drawn; ties
+go to the lower position; quotas are counted for each row, never pooled over a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, get_args
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import uniform_scalar
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+
+_STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
+_DREAM = ("origin", *_STATISTIC)
+_ORDERS = ("low_confidence", "random", *_DREAM)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """One step of the schedule.
+
+    Attributes:
+        block: Places of the current block.
+        num_masks: Number of masks of the block before its first step.
+        num_steps: Number of steps of the block.
+        number: Number of this step in the block, from 0.
+    """
+
+    block: range
+    num_masks: int
+    num_steps: int
+    number: int
+
+
+@dataclass(kw_only=True)
+class LLaDAState(RowState):
+    """State of LLaDA.
+
+    Attributes:
+        schedule: All steps; blocks without masks have none.
+    """
+
+    schedule: list[ScheduledStep] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA(Decoder):
+    """Unmasks the most certain tokens in each of a fixed number of steps.
+
+    All steps run, as in the released sampler, even if nothing is left to unmask. A block in which tokens are given has
+    fewer steps, in proportion to its masks.
+
+    Attributes:
+        steps: Forwards over the whole response; ``None``: one for each token.
+        block_length: Tokens per block; blocks are unmasked left to right. ``None``: one block.
+        order: Which masks are unmasked first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the
+            most probable draft first) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
+            (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time
+            schedule, whose early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p,
+            then top-k) act on the confidences of its last three orders at temperature 0 too.
+        order_temperature: Dream's ``alg_temp``: with its last three orders, sample the places instead of taking the
+            best; 0 takes the best.
+        eps: End of Dream's schedule, in (0, 1).
+        guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
+            unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
+        forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
+            confidences. Other ends of sequence, such as the end of a turn, may be drawn.
+        eos_confidence_zero: With ``low_confidence``: any end of sequence may be drawn, but its confidence is 0 and the
+            others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). An end is still unmasked if
+            no other place is left. The released option does so at temperature 0. Above 0 the released option acts on
+            the end of turn only; this one acts on all ends.
+        stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+        kernel_size: Convolutional decoding (arXiv 2509.15188): weigh a mask by s = tanh(n), where n is the number of
+            unmasked positions, prompt included, among the ``kernel_size`` centred at it (one more if that is even).
+            Masks far from the text then come late, without blocks. With ``low_confidence``, s multiplies the
+            confidence. With ``origin`` it is the paper's own sampler: a mask's chance in a step is proportional to s
+            times the probability that top-k and top-p keep, scaled so that as many are unmasked as without (up to
+            saturation); the released one counts a candidate more, and may leave masks at the end. ``None``: off.
+        shifted: The model predicts a mask at the position before it (Dream).
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+
+    steps: int | None = None
+    block_length: int | None = None
+    order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
+    order_temperature: float = 0.0
+    eps: float = 1e-3
+    guidance_scale: float = 0.0
+    forbid_eos: bool = False
+    eos_confidence_zero: bool = False
+    stop_at_eos: bool = False
+    confidence_dtype: ConfidenceDtype | None = None
+    kernel_size: int | None = None
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_choice("order", self.order, _ORDERS)
+        if self.steps is not None:
+            require_at_least("steps", self.steps, 1)
+        if self.block_length is not None:
+            require_at_least("block_length", self.block_length, 1)
+            require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
+                    self.block_length, "leave it out, or choose another order")  # fmt: skip
+        require_at_least("order_temperature", self.order_temperature, 0.0)
+        require(self.order_temperature == 0 or self.order in _STATISTIC, "order_temperature",
+                f"0 with order {self.order!r}", self.order_temperature, "set it to 0")  # fmt: skip
+        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
+        require_number("guidance_scale", self.guidance_scale, "[0, inf)", "set it to 0 for none")
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
+        require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
+                f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
+                "leave it out, or choose order 'low_confidence'")  # fmt: skip
+        if self.kernel_size is not None:
+            require_at_least("kernel_size", self.kernel_size, 1)
+            holds = self.order in ("low_confidence", "origin") and self.block_length is None
+            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence' or 'origin'",
+                    self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
+
+    def requirements(self) -> ModelRequirements:
+        """Return bidirectional attention, and shifted predictions if ``shifted``."""
+        if self.shifted:
+            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
+        return self.requires
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse blocks that do not fill the response, and steps that do not fill the blocks."""
+        length = sampling.max_new_tokens
+        block = self.block_length or length
+        require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
+                "change one of them")  # fmt: skip
+        num_blocks = length // block
+        steps = self.steps or length
+        require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "change steps")
+
+    def fitted(self, sampling: SamplingParams) -> LLaDA:
+        """Return the decoder with the longest blocks, of at most ``block_length``, that fill the response."""
+        length = sampling.max_new_tokens
+        if self.block_length is None or length % self.block_length == 0:
+            return self
+        return replace(self, block_length=max(n for n in range(1, self.block_length) if length % n == 0))
+
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> LLaDAState:
+        """Create a canvas as long as the longest response, and its schedule."""
+        state = LLaDAState.blank(prompt, sampling, special_tokens)
+        length, nominal = len(state.tokens), self.block_length or sampling.max_new_tokens
+        per_block = (self.steps or sampling.max_new_tokens) // (sampling.max_new_tokens // nominal)
+        for start in range(0, length, self.block_length or length):
+            block = range(start, min(start + (self.block_length or length), length))
+            num_masks = state.is_masked[block.start : block.stop].count(True)
+            num_steps = paced_steps(num_masks, per_block, nominal)
+            state.schedule += [ScheduledStep(block, num_masks, num_steps, number) for number in range(num_steps)]
+        state.schedule_length = len(state.schedule)
+        return state
+
+    def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
+        """Run one forward over the whole canvas and unmask the step's quota of tokens."""
+        places = [place for place in state.schedule[state.schedule_step].block if state.is_masked[place]]
+        readings = yield Forward(
+            phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
+        )
+        chosen = self._choose(state, places, readings[0])
+        state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
+        state.schedule_step += 1
+        state.finished = state.schedule_step == state.schedule_length or (self.stop_at_eos and state.prefix_ends)
+
+    def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
+        start = state.prompt_length
+        branch = canvas_branch(state, [start + place - self.shifted for place in places], shift=int(self.shifted))
+        if self.guidance_scale == 0:
+            return (branch,)
+        unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
+        return branch, Branch(tokens=unconditional, positions=branch.positions, order=branch.order)
+
+    def _draw(self, state: RowState) -> Draw:
+        eos = state.special_tokens.eos_token_ids
+        statistic, forbidden = _STATISTIC.get(self.order), eos[:1] if self.forbid_eos else ()
+        if self.order == "origin" and self.kernel_size is not None:
+            statistic = "kept"
+        return Draw(
+            sampling=state.sampling,
+            round=state.schedule_step,
+            forbidden=forbidden,
+            guidance=self.guidance_scale or None,
+            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
+            statistics=() if statistic is None else (statistic,),
+            top_p_first=self.order in _DREAM,
+            confidence_dtype=self.confidence_dtype,
+        )
+
+    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading) -> list[int]:
+        """Return the indices into ``places`` that are unmasked in this step."""
+        if self.order in _DREAM:
+            return self._choose_by_time(state, places, reading)
+        step = state.schedule[state.schedule_step]
+        quota = step_quota(step.num_masks, step.num_steps, step.number)
+        confidences = reading.probabilities
+        if self.order == "random":
+            confidences = [self._chance(state, place) for place in places]
+        if self.kernel_size is not None:
+            nearness = self._nearness(state, places, self.kernel_size)
+            confidences = [confidence * factor for confidence, factor in zip(confidences, nearness, strict=True)]
+        return most_certain(confidences, quota)
+
+    def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
+        """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
+        share = time_share(state.schedule_step, state.schedule_length, self.eps)
+        if self.order == "origin":
+            chances = [share] * len(places)
+            if self.kernel_size is not None and share < 1:
+                nearness = self._nearness(state, places, self.kernel_size)
+                mass = [s * kept for s, kept in zip(nearness, reading.statistics.get("kept", []), strict=True)]
+                weights = [share * len(places) * each / (sum(mass) or 1.0) for each in mass]
+                chances = [weight / (weight + 1 - share) for weight in weights]  # against staying a mask
+            return [i for i, place in enumerate(places) if self._chance(state, place) < chances[i]]
+        confidences = reading.statistics.get(_STATISTIC[self.order], [])
+        if self.order_temperature > 0:  # Gumbel top-k: a draw without replacement
+            noisy = [-math.log(-math.log(max(self._chance(state, place), 1e-300))) for place in places]
+            confidences = [c / self.order_temperature + n for c, n in zip(confidences, noisy, strict=True)]
+        return most_certain(confidences, int(len(places) * share))
+
+    @staticmethod
+    def _nearness(state: RowState, places: Sequence[int], kernel_size: int) -> list[float]:
+        """Return each mask's factor: tanh of the number of unmasked positions around it."""
+        return [math.tanh(known_around(state, place, kernel_size)) for place in places]
+
+    def _chance(self, state: RowState, place: int) -> float:
+        return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
+
+
+def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_places: int | None = None) -> Branch:
+    """Return the branch that feeds prompt and canvas with bidirectional attention.
+
+    Args:
+        state: Its masked places are fed as mask tokens.
+        draft_at: Positions whose logits are read.
+        shift: 1 if they predict the next position, else 0.
+        num_places: Places of the canvas that are fed, from the left; ``None``: all.
+    """
+    mask = state.mask_token_id
+    canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
+    tokens = [*state.prompt.token_ids, *canvas[:num_places]]
+    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
+
+
+def known_around(state: RowState, place: int, kernel_size: int) -> int:
+    """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
+    start, stop = place - kernel_size // 2, place + kernel_size // 2 + 1
+    num_prompt = min(max(-start, 0), state.prompt_length)
+    return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
+
+
+def step_quota(num_masks: int, num_steps: int, step: int) -> int:
+    """Return how many of a block's masks step ``step`` unmasks: as equal as possible, larger shares first."""
+    return num_masks // num_steps + (step < num_masks % num_steps)
+
+
+def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
+    """Return the number of steps for ``num_masks`` at the pace of ``num_steps`` steps for ``block_length`` masks."""
+    return -(-num_masks * num_steps // block_length)
+
+
+def time_share(step: int, num_steps: int, eps: float) -> float:
+    """Return the share of the remaining masks that a step of Dream's schedule unmasks: 1 in the last one.
+
+    Args:
+        step: Number of the step, from 0.
+        num_steps: Number of steps.
+        eps: Time at the end of the schedule, which runs linearly from 1.
+    """
+    if step >= num_steps - 1:
+        return 1.0
+    time, after = (1 - i / num_steps * (1 - eps) for i in (step, step + 1))
+    return 1 - after / time

@@ -1,0 +1,246 @@
+"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate key/value cache.
+
+Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
+accepts one token more when its scan reaches the last candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
+from refusion_lit.families.llada.decoder import canvas_branch, paced_steps, step_quota, time_share
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+
+_STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
+
+
+@dataclass(kw_only=True)
+class FastDLLMState(RowState):
+    """State of Fast-dLLM.
+
+    Attributes:
+        block_start: First canvas place of the current block.
+        round_in_block: Forwards made for the current block.
+        num_masks: Masks of the block before its first forward.
+        first_was_alone: Whether its first forward unmasked the block's first token only.
+    """
+
+    block_start: int = 0
+    round_in_block: int = 0
+    num_masks: int = 0
+    first_was_alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDLLM(Decoder):
+    """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
+
+    The caches are approximate: with bidirectional attention a token's keys and values depend on the tokens after it. A
+    forward over the whole canvas refreshes them at the start of each block.
+
+    Attributes:
+        block_length: Tokens per block; the last one may be shorter. ``None``: one block, as in Dream's version without
+            a cache.
+        threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. A value
+            above 1 unmasks one token per forward. 1 may unmask more, since confidences may round to 1.
+        factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
+            of them; at least one.
+        steps: Without threshold and factor: forwards over the whole response, shared equally by the blocks; a block
+            needs no more than it has tokens. ``None``: one for each token. With a threshold (Dream's version without a
+            cache): each step may unmask its equal share of the response and what earlier steps left over; from the last
+            step on, everything that reaches the threshold.
+        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: its
+            probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
+            ``entropy``: the negative entropy of that distribution, on Dream's time schedule within each block (Dream
+            with a cache and any other ``alg``); needs ``threshold`` null.
+        eps: End of Dream's time schedule, in (0, 1).
+        cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
+            the block is recomputed).
+        stop_at_eos: Stop once everything up to an end of sequence is final.
+        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
+            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+        shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
+            then unmasks only the block's first token, which is predicted from outside the block.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+
+    block_length: int | None = 32
+    threshold: float | None = 0.9
+    factor: float | None = None
+    steps: int | None = None
+    order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
+    eps: float = 1e-3
+    cache: Literal["none", "prefix", "dual"] = "none"
+    stop_at_eos: bool = False
+    confidence_dtype: ConfidenceDtype | None = None
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_choice("cache", self.cache, ("none", "prefix", "dual"))
+        require_choice("order", self.order, ("low_confidence", *_STATISTIC))
+        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
+        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
+        if self.block_length is not None:
+            require_at_least("block_length", self.block_length, 1)
+        if self.threshold is not None:
+            require_at_least("threshold", self.threshold, 0.0)
+        if self.factor is not None:
+            require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
+            require_at_least("factor", self.factor, 0.0)
+        has_rule = self.threshold is not None or self.factor is not None
+        is_scheduled = self.order == "entropy" and has_rule
+        require(not is_scheduled, "order", "no entropy with a threshold or factor", self.order, "set both to null")
+        if self.steps is not None:
+            require_at_least("steps", self.steps, 1)
+            require(self.factor is None, "steps", "null with a factor", self.steps, "set factor to null")
+            is_dream = self.threshold is None or (self.block_length is None and self.cache == "none")
+            require(is_dream, "steps", "null with a threshold, unless block_length is null and cache none", self.steps,
+                    "set threshold to null")  # fmt: skip
+
+    def requirements(self) -> ModelRequirements:
+        """Return bidirectional attention, and shifted predictions if ``shifted``."""
+        if self.shifted:
+            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
+        return self.requires
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse steps that the blocks cannot share equally."""
+        if self.steps is None:
+            return
+        length = sampling.max_new_tokens
+        if self.threshold is not None:
+            require(self.steps <= length, "steps", f"at most max_new_tokens ({length})", self.steps, "use fewer steps")
+            return
+        block_length = self.block_length or length
+        num_blocks = -(-length // block_length)
+        require(self.steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", self.steps,
+                "change steps or block_length")  # fmt: skip
+        two = self._first_is_alone and min(block_length, length) > 1
+        require(not two or self.steps >= 2 * num_blocks, "steps",
+                f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
+                "first token", self.steps, "use more steps")  # fmt: skip
+
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
+        """Create a canvas as long as the longest response."""
+        state = FastDLLMState.blank(prompt, sampling, special_tokens)
+        if self.order == "entropy":  # early steps of its time schedule may unmask nothing
+            nominal, per_block = self._pace(sampling)
+            num_blocks = -(-len(state.tokens) // nominal)
+            state.schedule_length = num_blocks * (max(nominal, per_block) + 1)
+        return state
+
+    def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
+        """Return the tokens of a block in which nothing is given, and its steps."""
+        nominal = self.block_length or sampling.max_new_tokens
+        return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
+
+    @property
+    def _first_is_alone(self) -> bool:
+        """Whether a block's first forward unmasks only its first token, whose predictor later forwards lack."""
+        return self.shifted and self.cache != "none"
+
+    def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
+        """Run one forward and unmask the certain tokens of the block."""
+        length = len(state.tokens)
+        size = self.block_length or length
+        while not any(state.is_masked[state.block_start : state.block_start + size]):
+            state.block_start += size  # everything is given
+        stop = min(state.block_start + size, length)
+        places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
+        lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == state.block_start
+        if state.round_in_block == 0:
+            state.num_masks, state.first_was_alone = len(places), lone_first
+        if lone_first:
+            places = places[:1]
+        readings = yield Forward(
+            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
+            branches=(self._branch(state, places, stop),),
+            draw=self._draw(state),
+            cached=self.cache != "none",
+        )
+        reading = readings[0]
+        statistic = _STATISTIC.get(self.order)
+        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
+        chosen = [0] if lone_first else self._choose(state, confidences, stop)
+        state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
+        state.round_in_block += 1
+        state.schedule_step += self.order == "entropy"
+        if not any(state.is_masked[state.block_start : stop]):
+            state.block_start, state.round_in_block = stop, 0
+        state.finished = not any(state.is_masked)
+        state.finished |= self.stop_at_eos and state.prefix_ends
+
+    def _draw(self, state: FastDLLMState) -> Draw:
+        statistic = _STATISTIC.get(self.order)
+        statistics = () if statistic is None else (statistic,)
+        return Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistics=statistics,
+            top_p_first=statistic is not None,
+            confidence_dtype=self.confidence_dtype,
+        )
+
+    def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
+        """Return the branch of this round: the whole canvas, the block and all after it, or only the block."""
+        read = [state.prompt_length + place - self.shifted for place in places]
+        whole = canvas_branch(state, read, shift=int(self.shifted))
+        if self.cache == "none" or state.round_in_block == 0:
+            return whole
+        length = len(whole.tokens)
+        first = state.prompt_length + state.block_start
+        last = length if self.cache == "prefix" else state.prompt_length + stop
+        visible = ((0, first),) if last == length else ((0, first), (last, length))
+        return Branch(
+            tokens=whole.tokens[first:last],
+            positions=range(first, last),
+            order=[0] * (last - first),
+            visible=visible,
+            write_at=first,
+            shift=int(self.shifted),
+            draft_at=[position - first for position in read],
+        )
+
+    def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
+        """Return the indices of the masks that are unmasked in this round."""
+        ranked = most_certain(confidences)
+        if self.threshold is not None:
+            allowed = ranked[: self._allowance(state)]
+            return [i for n, i in enumerate(allowed) if n == 0 or confidences[i] >= self.threshold]
+        if self.factor is not None:
+            count = 1
+            while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
+                count += 1
+            return ranked[:count]
+        num_steps, done = self._num_steps(state, stop - state.block_start), int(state.first_was_alone)
+        if self.order == "entropy":
+            return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps, self.eps))]
+        # If the first token was unmasked alone, its step is not part of the quota.
+        num_steps = min(num_steps, state.num_masks)
+        return ranked[: step_quota(state.num_masks - done, num_steps - done, state.round_in_block - done)]
+
+    def _num_steps(self, state: FastDLLMState, size: int) -> int:
+        """Return the steps of the current block of ``size`` tokens: fewer if some are given, at the same pace."""
+        if self.steps is None:
+            return state.num_masks
+        nominal, per_block = self._pace(state.sampling)
+        if state.num_masks == size:
+            return per_block
+        return max(paced_steps(state.num_masks, per_block, nominal), 1 + state.first_was_alone)
+
+    def _allowance(self, state: FastDLLMState) -> int | None:
+        """Return how many masks a step with a threshold may unmask; ``None`` for all of the block."""
+        if self.steps is None or state.round_in_block >= self.steps - 1:
+            return None
+        num_masks = len(state.tokens) - state.prompt.num_given
+        return max(num_masks // self.steps, 1) * (state.round_in_block + 1) - state.num_committed

@@ -1,0 +1,1 @@
+"""Set diffusion: causal attention, masks that do not see each other, tokens cached one by one."""

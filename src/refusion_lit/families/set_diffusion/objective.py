@@ -1,0 +1,154 @@
+"""Set diffusion's objective: tokens in a random order near left to right, each predicted by a mask of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.text_order import extend_to_multiple
+from refusion_lit.modeling.transfer import to_host
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaggeredSets(Objective):
+    """Predicts each response token from the prompt and the tokens before it in a random order near left to right.
+
+    SetDLM (arXiv 2607.01775), its training in one forward. Each sample draws an order of its response by staggered
+    noise (:func:`staggered_times`): tokens that stand ``reach`` or more apart are in text order. A row holds the
+    prompt, the response in that order, and a mask for each response token in the same order, all with their position
+    ids. A clean token sees the clean tokens before it and itself; a mask sees the clean tokens before its own and
+    itself, and no other mask. The one term, ``nll``, is the mean cross-entropy of a sample's masks, then the mean over
+    samples: the exact negative log-likelihood of the text in that order, in which every token is a target.
+
+    Deliberate differences: the shape of the noise follows from ``set_size`` and ``reach`` alone, as by default in the
+    released program; N is the sample's response length and not that of the context; ``pad_responses_to`` takes the
+    place of padding to the context's length.
+
+    Attributes:
+        set_size: Size of sets that the noise imitates, d, at least 1; 1 is left to right.
+        reach: Tokens this far apart keep their order, D (``max_block_size``), at least ``set_size``. Equal to
+            ``set_size`` and at least the response's length: a uniform order.
+        pad_responses_to: Lengthen responses with end-of-sequence tokens to a multiple of this, so that the decoder's
+            window may reach beyond the answer; ``None``: no lengthening.
+    """
+
+    set_size: int = 8
+    reach: int = 16
+    pad_responses_to: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        require_at_least("objective.set_size", self.set_size, 1)
+        require_at_least("objective.reach", self.reach, self.set_size)
+        if self.pad_responses_to is not None:
+            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
+        return ModelTraits(attention="causal", predictions=("isolated_mask",))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The negative log-likelihood of a token."""
+        return {"nll": 1.0}
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: Float[Tensor, " batch"] | None = None,
+    ) -> CorruptedBatch:
+        """Order the responses and append their masks; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
+        mask_token_id = required_mask_id(self, special_tokens)
+        mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
+        multiple = self.pad_responses_to or 1
+        lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
+        sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
+        width, num_masks = to_host(sizes)  # in one transfer
+        batch = extend_to_multiple(batch, multiple, special_tokens, width=width)
+        positions, in_response = response_positions(batch)
+        num_tokens, starts = len(positions), batch.prompt_lengths[:, None]
+        uniform = noise.uniform("masking_time", num_tokens).gather(1, (positions - starts).clamp(min=0))
+        times = staggered_times(positions - starts, lengths[:, None], uniform, self.set_size, self.reach)
+        times = torch.where(in_response, times, torch.where(positions < starts, torch.inf, -torch.inf))
+        order = times.argsort(dim=1, descending=True, stable=True)
+        clean = batch.input_ids.gather(1, order)
+
+        # The mask of the response token of rank r stands at r of the second part.
+        rank = torch.arange(num_masks, device=clean.device).expand(len(clean), -1)
+        is_mask = rank < lengths[:, None]
+        source = (starts + rank).clamp(max=num_tokens - 1)
+        masks = torch.full_like(rank, mask_token_id).where(is_mask, special_tokens.pad_token_id)
+        labels = clean.gather(1, source).where(is_mask, IGNORE_INDEX)
+        weights = (1 / lengths.double())[:, None].expand_as(rank).where(is_mask, 0.0)
+        is_real = torch.cat((positions < starts + lengths[:, None], is_mask), 1)
+        joined = torch.cat((clean, masks), 1)
+        return CorruptedBatch(
+            input_ids=joined,
+            position_ids=torch.cat((order, order.gather(1, source).where(is_mask, num_tokens)), 1),
+            labels=F.pad(labels, (num_tokens, 0), value=IGNORE_INDEX),
+            weights=F.pad(weights.float(), (num_tokens, 0)),
+            terms=torch.zeros_like(joined),
+            counts=weights.new_full((1,), len(joined)).float(),
+            visible=_ranges(num_tokens, (starts + rank).where(is_mask, 0)),
+            is_masked=F.pad(is_mask, (num_tokens, 0)),
+            is_real=is_real,
+        )
+
+
+def staggered_times(
+    place: Int[Tensor, "batch token"],
+    length: Int[Tensor, "batch 1"],
+    uniform: Float[Tensor, "batch token"],
+    set_size: int,
+    reach: int,
+) -> Float[Tensor, "batch token"]:
+    """Return the time at which each token is masked, in [0, 1]; text is decoded from the latest to the earliest.
+
+    SetDLM's law (arXiv 2607.01775): token i of N is masked at T = o + b (1 - (1 - u)^(1 / k)) with offset
+    o = (1 - b) (N - 1 - i) / (N - 1), so that T lies in [o, o + b]. With set size d and reach D, at most N,
+    b = D / (N + D - 1) and k = A / (b - A) where A = d / (2 N); if d is 1 or D, k = 1 and b = 2 A.
+
+    Args:
+        place: i, the token's place in the response; values outside [0, N) give times of no use.
+        length: N, the response's length.
+        uniform: u, in [0, 1).
+        set_size: d.
+        reach: D.
+    """
+    number = length.double()
+    size, most = number.clamp(max=set_size), number.clamp(max=reach)
+    area = size / (2 * number)
+    is_plain = (size == 1) | (size == most)
+    width = torch.where(is_plain, 2 * area, most / (number + most - 1))
+    power = (width - area) / area  # 1 / k
+    offset = (1 - width) * (number - 1 - place) / (number - 1).clamp(min=1)
+    return offset + width * -torch.expm1(power * torch.log1p(-uniform))
+
+
+def _ranges(num_tokens: int, num_before: Int[Tensor, "batch mask"]) -> Int[Tensor, "batch token range 2"]:
+    """Let clean tokens see clean ones causally, and a mask the first clean tokens and itself.
+
+    Args:
+        num_tokens: Number of clean tokens.
+        num_before: Number of clean tokens that each mask sees; 0 for padding, which sees itself.
+    """
+    clean = torch.arange(1, num_tokens + 1, device=num_before.device).expand(len(num_before), -1)
+    stops = torch.cat((clean, num_before), 1)
+    index = torch.arange(stops.shape[1], device=stops.device).expand_as(stops)
+    itself = torch.stack((index, index + 1), -1)
+    return torch.stack((torch.stack((torch.zeros_like(stops), stops), -1), itself), 2)

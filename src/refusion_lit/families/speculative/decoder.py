@@ -1,0 +1,234 @@
+"""Self-speculative decoding: a model's masks draft tokens and its own next-token predictions verify them, losslessly.
+
+Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
+second view of a frozen model. Deliberate differences: a forward has masks after several possible acceptances, so that
+a round may be a single forward. With a temperature, drafts and verification share their noise, so that sampled text is
+the same token for token. Rejection sampling is an option: it accepts more drafts, but preserves only the distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.families.speculative.draft_plan import draft_plan
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.proposals import Proposal
+
+_ADAPTERS = 0.15
+"""Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
+
+_NUM_TRIALS = 16
+"""Minimum number of drafts of a text that are tested, even if drafting does not seem to pay."""
+
+
+@dataclass(kw_only=True)
+class SpeculativeState(RowState):
+    """State of self-speculative decoding.
+
+    Attributes:
+        num_cached: Tokens of prompt and response whose keys and values are cached.
+        drafts: Drafts of the tokens after the committed ones.
+        proposals: The drafts with their distributions, for rejection sampling.
+        num_tested: Number of drafts compared with the exact token so far.
+        num_accepted: Number of drafts equal to the exact token.
+    """
+
+    num_cached: int = 0
+    drafts: list[int] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
+    num_tested: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a draft is accepted."""
+        return (self.num_accepted + 2) / (self.num_tested + 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfSpeculative(Decoder):
+    """Self-speculative decoder: a forward accepts drafts while they equal the sequential decoder's, and adds one token.
+
+    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is that of
+    :class:`Autoregressive`. With ``slot_size`` it runs on hybrid models: the text is that of decoding slots left to
+    right, a slot's first token read at its mask and each other token at the token before it.
+
+    A forward feeds the pending token, the drafts after it, and groups of masks. Each group drafts the tokens that
+    follow if exactly a given number of drafts is accepted. The texts are equal in exact arithmetic. In floating point,
+    forwards of other shapes round differently, so the texts may differ where two tokens are almost equally probable.
+
+    Attributes:
+        num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
+            ``slot_size``.
+        slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
+        layout: ``single_forward``: masks after every possible acceptance, so that each forward verifies and drafts.
+            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: the number of masks
+            after each acceptance that minimises the time per token, given the share of drafts accepted so far and
+            ``forward_cost``. Changes forwards, and the text only with ``coupling: rejection``.
+        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
+            forwards of five lengths, once for a model on its device and the batch size at hand. A number makes counts
+            of forwards repeatable.
+        coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
+            ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
+            for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
+            has the same distribution, but depends on the drafts and so on all options.
+    """
+
+    num_drafts: int | None = None
+    slot_size: int | None = None
+    layout: Literal["auto", "single_forward", "two_forwards"] = "auto"
+    forward_cost: int | Literal["measure"] = "measure"
+    coupling: Literal["shared_noise", "rejection"] = "shared_noise"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        if self.num_drafts is not None:
+            require_at_least("num_drafts", self.num_drafts, 0)
+        if self.slot_size is not None:
+            require_at_least("slot_size", self.slot_size, 1)
+        require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
+        require_at_least("forward_cost", self.forward_cost, 0, "measure")
+        require_choice("coupling", self.coupling, ("shared_noise", "rejection"))
+        is_fixed = self.layout != "auto" or self.forward_cost != "measure"
+        expected = "shared_noise where layout auto is measured, as rejection makes the text depend on the machine"
+        fix = "set layout to single_forward or two_forwards, or forward_cost to a number"
+        require(self.coupling == "shared_noise" or is_fixed, "coupling", expected, self.coupling, fix)
+
+    def requirements(self) -> ModelRequirements:
+        """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
+        if self.slot_size is None:
+            return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
+        return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
+
+    def mismatch_fix(self, traits: ModelTraits) -> str:
+        """Return that hybrid models need ``slot_size``, if that is all that is wrong."""
+        fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
+        fix = "Set slot_size to the model's, one of the slot_sizes that its objective Hybrid was trained with."
+        return fix if fits else super().mismatch_fix(traits)
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SpeculativeState:
+        """Create a canvas of ``max_new_tokens``.
+
+        Raises:
+            ValueError: If the model has no drafter and ``slot_size`` is not set.
+        """
+        has_masks = self.slot_size is not None or bool(special_tokens.draft_token_ids) or self.num_drafts == 0
+        fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+        require(has_masks, "decoder", "a model with a drafter", "one without", fix)
+        return SpeculativeState.blank(prompt, sampling, special_tokens)
+
+    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
+        """Refuse given tokens: the text is that of decoding from left to right."""
+        return "its text is that of decoding from left to right, which sees no text on the right of a token"
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return all common tokens but the prompt's last one, whose logits are read."""
+        return min(num_common, prompt_length - 1)
+
+    def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
+        """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
+        start, place = state.prompt_length, state.num_committed
+        state.num_cached = max(state.num_cached, state.num_shared)
+        text = [*state.prompt.token_ids, *state.tokens[:place]]
+        drafts = state.drafts[: len(state.tokens) - place - 1]
+        tokens = [*text[state.num_cached :], *drafts]
+        anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
+        groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
+        main = Branch(
+            tokens=tokens,
+            positions=range(state.num_cached, state.num_cached + len(tokens)),
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
+            shift=1,
+            draft_at=[anchor for j, anchor in enumerate(anchors) if not self._starts_slot(place + j)],
+            proposals=dict(zip(anchors, state.proposals[: len(drafts)], strict=False)),
+        )
+        draw = Draw(sampling=state.sampling, with_probability=False)
+        phase = "+".join(["verify" if drafts else "next_token", *(["draft"] if groups else [])])
+        readings = yield Forward(phase=phase, branches=(main, *groups.values()), draw=draw, packed=True)
+        exact = self._exact(place, len(drafts), readings[0], dict(zip(groups, readings[1:], strict=True)))
+        accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
+        state.num_tested += min(accepted + 1, len(drafts))
+        state.num_accepted += accepted
+        final = exact[: accepted + 1]
+        eos = state.first_eos(final)
+        final = final if eos is None else final[: eos + 1]
+        state.num_cached = start + place + accepted
+        state.finished = eos is not None or place + len(final) == len(state.tokens)
+        state.commit(range(place, place + len(final)), final)
+        if not state.finished:
+            drafted = yield from self._drafts(groups, accepted, replace(draw, proposes=self._rejects(state)))
+            state.drafts, state.proposals = drafted.tokens, drafted.proposals
+
+    def _rejects(self, state: SpeculativeState) -> bool:
+        return self.coupling == "rejection" and state.sampling.temperature > 0
+
+    def _starts_slot(self, place: int) -> bool:
+        return self.slot_size is not None and place % self.slot_size == 0
+
+    def _exact(self, place: int, num_drafts: int, main: Reading, groups: dict[int, Reading]) -> list[int]:
+        """Return the sequential decoder's token after each anchor: at a slot's start it is read at the slot's mask."""
+        following = iter(main.tokens)
+        places = range(place, place + num_drafts + 1)
+        return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
+
+    def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
+        """Return, by number of accepted drafts, the masks that draft the next tokens; they see no other drafts."""
+        masks = state.special_tokens.draft_token_ids
+        size = self.slot_size
+        if size is not None:
+            masks = (state.mask_token_id,) * (1 + (size if self.num_drafts is None else self.num_drafts))
+        elif self.num_drafts is not None:
+            masks = masks[: self.num_drafts]
+        groups: dict[int, Branch] = {}
+        first = state.prompt_length + place
+        for j in range(num_drafts + 1):
+            # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
+            length = min(len(masks), len(state.tokens) - place - j - (size is None))
+            is_needed = self._starts_slot(place + j)
+            length = max(self._num_masks(state, j, num_drafts, length), int(is_needed))
+            if length <= 0:
+                continue
+            groups[j] = Branch(
+                tokens=masks[:length],
+                positions=range(first + j, first + j + length),
+                visible=((0, first + j),),
+                write_at=write_at,
+                shift=int(size is None),
+                draft_at=(0,) if is_needed else (),
+                proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
+                prefetch_at=() if is_needed or self._rejects(state) else (range(length),),
+            )
+            write_at += length
+        return groups
+
+    def _num_masks(self, state: SpeculativeState, accepted: int, num_drafts: int, most: int) -> int:
+        """Return how many masks to put after a number of accepted drafts, at most ``most``."""
+        if self.layout != "auto":
+            return most if self.layout == "single_forward" or num_drafts == 0 else 0
+        extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
+        if most <= extra:
+            return 0
+        cost = self.cost_of_forwards(state)
+        mask_cost = 0.0 if self.slot_size is not None else _ADAPTERS * cost.fixed
+        plan = draft_plan(cost, round(state.acceptance, 1), max(most - extra, num_drafts), mask_cost)
+        wanted = plan[num_drafts][accepted]
+        if num_drafts == 0 and state.num_tested < _NUM_TRIALS:
+            wanted = max(wanted, 1)
+        return min(most, wanted + extra) if wanted else 0
+
+    def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[Reading]:
+        """Return the next drafts, from the masks after the accepted ones; no drafts if there are no such masks."""
+        offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
+        length = len(groups[accepted].tokens) if accepted in groups else 0
+        if length <= offset:
+            return Reading()
+        wanted = [range(offset, length) if j == accepted else () for j in groups]
+        readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
+        return readings[1 + list(groups).index(accepted)]

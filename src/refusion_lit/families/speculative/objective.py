@@ -1,0 +1,143 @@
+"""Training of a drafter: masks after many anchors of a text predict the next tokens of the frozen model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import repeat
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.cross_entropy import Head
+from refusion_lit.learning.objective import Objective, response_positions
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDraft(Objective):
+    """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
+
+    An anchor is the prompt's last token or a token of the response, at position a. The drafter's K masks follow it at
+    positions a+1 to a+K. They see the text up to the anchor and the masks before them, but no masks of other anchors.
+    The model itself predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many anchors of a
+    text are trained together: the frozen model runs once over the text, then the masks of all anchors run in a second
+    pass.
+
+    Train on text that the model itself generates greedily, so that the targets are the model's own tokens. The only
+    term is ``draft``, a mean over all labelled masks, weighted by ``decay``.
+
+    Attributes:
+        stride: Distance between anchors in tokens, at least 1; the first one is drawn at random.
+        decay: Weight of mask k is decay to the power k - 1, in (0, 1]: a draft counts only if those before it are
+            accepted.
+        distill: Train on the model's distribution after each text prefix (forward Kullback-Leibler divergence) instead
+            of the text's next token.
+    """
+
+    stride: int = 5
+    decay: float = 0.8
+    distill: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        super().__post_init__()
+        require_at_least("objective.stride", self.stride, 1)
+        require_number("objective.decay", self.decay, "(0, 1]", "use 0.8, say")
+        only_torch = self.kernel == "torch" or not self.distill
+        require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The frozen model's: causal attention; every token predicts the next."""
+        return ModelTraits(attention="causal", predictions=("next_token",))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The draft term."""
+        return {"draft": 1.0}
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002 - nothing is masked
+    ) -> CorruptedBatch:
+        """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
+
+        Raises:
+            ValueError: If the model has no drafter.
+        """
+        masks = special_tokens.draft_token_ids
+        fix = "set model.backbone.drafter, or train with another objective"
+        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
+        ids, device = batch.input_ids, batch.input_ids.device
+        length = ids.shape[1]
+        text, _ = response_positions(batch)
+        ends = batch.prompt_lengths + batch.response_lengths
+
+        offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
+        num_anchors = -(-int(batch.response_lengths.amax().item()) // self.stride)
+        anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(num_anchors, device=device)
+        # A group's masks stand side by side.
+        anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
+        distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
+        positions = anchor.clamp(min=0) + distance
+        # Without a prompt, there is no token before the response that could be an anchor.
+        is_real = (positions + 1 < ends[:, None]) & (anchor >= 0)
+        labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
+        weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)
+        tokens = masks[0] + distance - 1
+
+        joined = torch.cat((ids, tokens.expand_as(positions).where(is_real, special_tokens.pad_token_id)), 1)
+        return CorruptedBatch(
+            input_ids=joined,
+            position_ids=torch.cat((text.expand_as(ids), positions.where(is_real, length)), 1),
+            labels=F.pad(labels, (length, 0), value=IGNORE_INDEX),
+            weights=F.pad(weights.float(), (length, 0)),
+            terms=torch.zeros_like(joined),
+            counts=weights.sum()[None],
+            visible=_two_pass_ranges(anchor.where(is_real, -1), length, len(masks)),
+            is_masked=torch.zeros_like(joined, dtype=torch.bool),
+            num_drafts=positions.shape[1],
+        )
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "batch token hidden"],
+        head: Head,
+        corrupted: CorruptedBatch,
+        teacher: Float[Tensor, "batch token hidden"] | None = None,
+    ) -> LossOutput:
+        """Compute the loss; see :meth:`Objective.loss`."""
+        if self.distill:
+            # The text's hidden state at a mask's position predicts the same token with all tokens before it in sight.
+            places = corrupted.position_ids.clamp(max=hidden.shape[1] - 1)
+            teacher = hidden.detach().take_along_dim(places[..., None], 1)
+        return super().loss(hidden, head, corrupted, teacher)
+
+
+def _two_pass_ranges(
+    anchor: Int[Tensor, "batch draft"], length: int, group_size: int
+) -> Int[Tensor, "batch token range 2"]:
+    """Let text see text causally, and a mask the text up to its anchor and its group up to itself.
+
+    Args:
+        anchor: Each mask's anchor; negative for padding, which sees itself.
+        length: Tokens of the text part.
+        group_size: Masks of a group.
+    """
+    tokens = torch.arange(length + anchor.shape[1], device=anchor.device)
+    text, place = tokens[:length].expand(len(anchor), -1), tokens[length:]
+    group = place - (place - length) % group_size
+    start = torch.where(anchor < 0, place, group)
+    to_text = torch.cat((text, anchor), 1) + 1
+    to_masks = [torch.cat((torch.zeros_like(text), one), 1) for one in (start, (place + 1).expand_as(anchor))]
+    return torch.stack((torch.stack((torch.zeros_like(to_text), to_text), -1), torch.stack(to_masks, -1)), 2)

@@ -1,0 +1,1 @@
+"""What objectives share: the contract, batches, packing and the loss."""

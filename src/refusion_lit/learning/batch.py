@@ -1,0 +1,142 @@
+"""The values of a training step: a clean batch, the corrupted batch made of it, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from refusion_lit.modeling.range_mask import ranges_mask
+
+IGNORE_INDEX = -100
+"""Label of a position without a target."""
+
+
+@dataclass(kw_only=True)
+class ResponseBatch:
+    """A clean micro-batch of prompts with responses, padded on the right.
+
+    Attributes:
+        input_ids: Prompt, then response with its end-of-sequence token, then padding.
+        prompt_lengths: Number of prompt tokens of each sample.
+        response_lengths: Number of response tokens of each sample, end of sequence included; at least 1.
+        sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
+        ids: The samples' ids.
+        rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.
+        following: On the first micro-batch of an optimizer step, the step's other micro-batches; ``None`` on the
+            others.
+    """
+
+    input_ids: Int[Tensor, "batch token"]
+    prompt_lengths: Int[Tensor, " batch"]
+    response_lengths: Int[Tensor, " batch"]
+    sample_keys: Int[Tensor, " batch"]
+    ids: list[str] = field(default_factory=list)
+    rows: Int[Tensor, " batch"] | None = None
+    following: tuple[ResponseBatch, ...] | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ResponseBatch:
+        """Return the batch on a device; ``following`` stays where it is."""
+        return _moved(self, device, non_blocking)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and response tokens, padding excluded."""
+        return int((self.prompt_lengths + self.response_lengths).sum())
+
+
+@dataclass(kw_only=True)
+class CorruptedBatch:
+    """The model's inputs and targets for one micro-batch.
+
+    Each labelled position belongs to one term of the loss and has a weight in that term's sum.
+
+    The ``batch`` axis of all tensors is ``(view sample)``, view-major: row ``view * num_samples + sample`` shows that
+    sample in that view. :func:`~refusion_lit.learning.packing.pack` relies on it.
+
+    Attributes:
+        input_ids: Tokens in sequence order, which need not be text order.
+        position_ids: Position of each token in the text.
+        labels: Target of the logits at each position, or ``IGNORE_INDEX``. No further shift is applied.
+        weights: Weight of each labelled position's cross-entropy in its term's sum.
+        terms: Index of each labelled position's term in :attr:`Objective.terms`.
+        counts: Denominator of each term's sum (tokens or samples).
+        visible: Ranges ``(start, stop)`` of the sequence's tokens that together are what each token sees; unused ones
+            are empty. ``None``: causal attention over the sequence, padding on the right.
+        is_masked: Positions that corruption replaced by the mask token.
+        is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
+            its samples cannot be packed.
+        num_views: Number of views of each sample.
+        rejected: Token that each position should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
+            two texts. Such batches cannot be packed.
+        teacher_visible: What each token sees when the model without its adapters reads the same input to make the
+            targets, in the form of ``visible``. ``None``: no such pass.
+        num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
+            drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
+    """
+
+    input_ids: Int[Tensor, "batch token"]
+    position_ids: Int[Tensor, "batch token"]
+    labels: Int[Tensor, "batch token"]
+    weights: Float[Tensor, "batch token"]
+    terms: Int[Tensor, "batch token"]
+    counts: Float[Tensor, " term"]
+    visible: Int[Tensor, "batch token range 2"] | None = None
+    is_masked: Bool[Tensor, "batch token"] | None = None
+    is_real: Bool[Tensor, "batch token"] | None = None
+    num_views: int = 1
+    rejected: Int[Tensor, "batch token"] | None = None
+    teacher_visible: Int[Tensor, "batch token range 2"] | None = None
+    num_drafts: int = 0
+
+    @property
+    def attention_mask(self) -> Bool[Tensor, "batch token token"] | None:
+        """:attr:`visible` as a matrix, ``True`` where a query sees a key; training needs no such matrix on CPUs."""
+        return None if self.visible is None else ranges_mask(self.visible, self.input_ids.shape[1])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
+        """Return the batch on a device."""
+        return _moved(self, device, non_blocking)
+
+
+@dataclass(kw_only=True)
+class LossOutput:
+    """A loss as sums and counts, so that means over micro-batches and processes stay exact.
+
+    Attributes:
+        sums: Weighted sum of each term's cross-entropies, in nats.
+        counts: Denominator of each sum.
+        terms: Coefficient of each term in the total, by the term's name, in order.
+    """
+
+    sums: Float[Tensor, " term"]
+    counts: Float[Tensor, " term"]
+    terms: Mapping[str, float]
+
+    @property
+    def means(self) -> Float[Tensor, " term"]:
+        """Mean of each term; zero, not NaN, for a term without targets."""
+        empty = self.counts == 0
+        return torch.where(empty, torch.zeros_like(self.sums), self.sums / self.counts.masked_fill(empty, 1.0))
+
+    @property
+    def total(self) -> Float[Tensor, ""]:
+        """The loss to minimise: the sum of the means times their coefficients."""
+        return (self.means * self.means.new_tensor(list(self.terms.values()))).sum()
+
+    def named_means(self) -> dict[str, Tensor]:
+        """Return each term's detached mean by name."""
+        return dict(zip(self.terms, self.means.detach().unbind(), strict=True))
+
+
+def _moved(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:  # noqa: ANN401 - any of our batches
+    tensors = {
+        f.name: value.to(device, non_blocking=non_blocking)
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    return replace(batch, **tensors)

@@ -1,0 +1,61 @@
+"""Operations on batches whose tokens stay in text order, shared by the objectives that do not reorder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.modeling.transfer import to_host
+from refusion_lit.types import SpecialTokens
+
+
+def extend_responses(
+    batch: ResponseBatch,
+    lengths: Int[Tensor, " batch"],
+    *,
+    token_id: int,
+    pad_token_id: int,
+    width: int | None = None,
+) -> ResponseBatch:
+    """Lengthen responses by appending copies of one token.
+
+    Args:
+        batch: A clean batch.
+        lengths: New response lengths, none below the old ones.
+        token_id: The appended token.
+        pad_token_id: Fills up the batch, which becomes as wide as its longest row.
+        width: Length of that row where it is known; ``None``: wait for the device to tell.
+    """
+    ends = batch.prompt_lengths + lengths
+    new_width: int = to_host(ends.max()) if width is None else width
+    added = max(0, new_width - batch.input_ids.shape[1])
+    input_ids = F.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :new_width]
+    positions = torch.arange(new_width, device=input_ids.device)
+    is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
+    return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
+
+
+def shift_left(values: Tensor, fill: int | float) -> Tensor:
+    """Move the value at position i + 1 to position i, so that each token is predicted by the one before it."""
+    return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)
+
+
+def extend_to_multiple(
+    batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens, *, width: int | None = None
+) -> ResponseBatch:
+    """Lengthen every response with end-of-sequence tokens to a multiple of a number of tokens.
+
+    Args:
+        batch: Prompts and responses.
+        multiple: At least 1, which changes nothing.
+        special_tokens: Ids of the tokenizer's special tokens.
+        width: As for :func:`extend_responses`.
+    """
+    lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
+    eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
+    return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)

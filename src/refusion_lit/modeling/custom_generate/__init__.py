@@ -1,1 +1,0 @@
-"""Decoders that are saved with an exported model, for transformers' ``generate`` without this package."""

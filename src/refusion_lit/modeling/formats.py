@@ -1,0 +1,189 @@
+"""Formats of published checkpoints: config and weight names, traits, special tokens, default decoder.
+
+A format is declared next to the decoders and objectives of its family (``refusion_lit.families``) and registers itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refusion_lit.types import AttentionKind, ModelTraits, Prediction
+from refusion_lit.utils.require import require, require_choice
+
+_NOT_CARRIED = {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "_commit_hash"}
+"""Options of a published config that describe the authors' classes, not the architecture."""
+
+_NUMBER = "{}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """Checkpoint layout of one model family, declared as values.
+
+    A family's architecture is one of transformers' own under other names, so its checkpoints load without the Python
+    code in their repositories.
+
+    Attributes:
+        name: Name in options (``--layout``) and messages.
+        family: Models of the layout, for messages and documentation.
+        model_type: ``model_type`` in the family's ``config.json``; ``None`` if it is transformers' own, so that the
+            layout must be named.
+        base: Architecture of transformers that computes the same function.
+        architecture: The family's model class, written by an export.
+        auto_map: Where the family's classes are on the hub (``OWNER/NAME--module.Class``), written by an export.
+        config_names: Names of options by transformers' names, where they differ.
+        required: Options and the values that transformers' architecture supports; checked if the config has them.
+        written: Options with fixed values that the family's classes need, written by an export.
+        weight_names: Pairs of prefixes of weight names, transformers' and the family's; ``{}`` is a layer's number.
+            Empty if all names are equal.
+        attention: Attention pattern.
+        predictions: Meaning of the logits.
+        block_size: Tokens per block, for block-causal attention.
+        block_size_option: Option of the config that overrides ``block_size``.
+        mask_tokens: Texts of the mask token, for families whose config and tokenizer do not name it.
+        end_tokens: Texts of further tokens that end a response.
+        slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
+        decoder: Class and options of the decoder that the authors publish; a block size is filled in.
+    """
+
+    name: str
+    family: str
+    model_type: str | None
+    base: Literal["llama", "qwen2", "qwen3"]
+    architecture: str
+    auto_map: Mapping[str, str] = field(default_factory=dict)
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    weight_names: tuple[tuple[str, str], ...] = ()
+    attention: AttentionKind
+    predictions: tuple[Prediction, ...]
+    block_size: int | None = None
+    block_size_option: str | None = None
+    mask_tokens: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
+    slow_tokenizer: str | None = None
+    decoder: str
+    decoder_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def base_type(self, values: Mapping[str, Any]) -> str:  # noqa: ARG002 - subclasses look at the config
+        """Return transformers' model type for a published config."""
+        return self.base
+
+    def traits(self, values: Mapping[str, Any]) -> ModelTraits:
+        """Return what a model with this config was trained to do."""
+        size = self.block_size
+        if self.block_size_option is not None:
+            size = values.get(self.block_size_option, size)
+        return ModelTraits(attention=self.attention, block_size=size, predictions=self.predictions)
+
+    def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of transformers' config for a published one, with traits and default decoder.
+
+        Raises:
+            ValueError: If the config needs something that the architecture of transformers lacks.
+        """
+        for name, allowed in self.required.items():
+            holds = name not in values or values[name] in allowed
+            expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
+            require(holds, f"backbone.source: {name}", expected, values.get(name), "use another checkpoint")
+        ours = {theirs: name for name, theirs in self.config_names.items()}
+        dropped = _NOT_CARRIED | (self.required.keys() | self.written.keys()) - ours.keys()
+        options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
+        traits = self.traits(values)
+        options["model_type"] = self.base_type(values)
+        options["refusion_lit"] = {**traits.to_dict(), "layout": self.name, "decoder": self.default_decoder(traits)}
+        return self.completed(options)
+
+    def completed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Fill in options that the family derives from others; transformers' names."""
+        return options
+
+    def default_decoder(self, traits: ModelTraits) -> dict[str, Any]:
+        """Return the published decoder as class and options, for :func:`~refusion_lit.decoding.default_decoder`."""
+        options = dict(self.decoder_options)
+        if traits.block_size is not None:
+            options["block_size"] = traits.block_size
+        return {"class_path": self.decoder, "init_args": options}
+
+    def published_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the family's config for one of transformers: the inverse of :meth:`library_options`."""
+        kept = {name: value for name, value in options.items() if name not in {*_NOT_CARRIED, "refusion_lit"}}
+        rope = kept.pop("rope_parameters", None) or {}
+        kept |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        if rope.get("rope_type", "default") != "default":  # the families' classes have it under its older name
+            kept["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        theirs = {self.config_names.get(name, name): value for name, value in kept.items()}
+        return {
+            **theirs,
+            **self.written,
+            "architectures": [self.architecture],
+            "auto_map": dict(self.auto_map),
+            "model_type": self.model_type or self.base,
+        }
+
+    def library_name(self, name: str) -> str:
+        """Return transformers' name of a weight for the family's; a name of no pattern stays as it is."""
+        return _renamed(name, [(theirs, ours) for ours, theirs in self.weight_names])
+
+    def published_name(self, name: str) -> str:
+        """Return the family's name of a weight for transformers'."""
+        return _renamed(name, self.weight_names)
+
+
+def _renamed(name: str, pairs: Any) -> str:  # noqa: ANN401 - pairs of patterns in either order
+    for source, target in pairs:
+        pattern = re.escape(source).replace(re.escape(_NUMBER), r"(\d+)")
+        match = re.match(rf"{pattern}(?=\.)", name)
+        if match is not None:
+            return target.format(*match.groups()) + name[match.end() :]
+    return name
+
+
+FORMATS: dict[str, CheckpointFormat] = {}
+"""Formats of published checkpoints by name. Others load where transformers knows their architecture."""
+
+
+def register(layout: CheckpointFormat) -> None:
+    """Make a format known to loading and export."""
+    FORMATS[layout.name] = layout
+
+
+def format_named(name: str, option: str) -> CheckpointFormat:
+    """Return a layout by its name.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    require_choice(option, name, tuple(FORMATS))
+    return FORMATS[name]
+
+
+def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
+    """Return the layout of a published config; ``None`` if the config is transformers' own.
+
+    Args:
+        values: The options in ``config.json``.
+        name: A layout's name, which overrides what the config says.
+
+    Raises:
+        ValueError: If there is no layout of that name, or the config is another family's.
+    """
+    found = next((layout for layout in FORMATS.values() if layout.model_type == values.get("model_type")), None)
+    if name is None:
+        return found
+    named = format_named(name, "layout")
+    if found is not named and values.get("model_type") != named.base:
+        raise ValueError(
+            f"layout: expected {found.name if found else 'none'} for model_type {values.get('model_type')!r}, got "
+            f"{name!r}; leave the layout out."
+        )
+    return named
+
+
+def supported_formats() -> str:
+    """Return the supported layouts in words, for messages."""
+    return ", ".join(f"{layout.name} ({layout.family})" for layout in FORMATS.values())

@@ -1,0 +1,259 @@
+"""Lean body: forward of known architectures with the model's own weights and far fewer operations per layer.
+
+Small models spend most of a forward in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama bodies
+on their own parameters: it copies no matrix and calls no module's ``forward`` but the rotary embedding's. For bodies
+that it does not support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward.
+Results are equal up to rounding, not bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from refusion_lit.modeling.drafter import Drafter
+from refusion_lit.modeling.fused.attention import attention_for
+from refusion_lit.modeling.fused.drafts import DraftMasks
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights
+from refusion_lit.modeling.fused.rows import Attention, Rows
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Visibility
+
+_MAX_TABLE = 1 << 14
+"""Number of positions whose angles are cached on CPUs; on accelerators, reading the highest position would block."""
+
+
+class _Norm:
+    """Root-mean-square normalisation over the last axis, computed in float32 for every type, as in the library."""
+
+    __slots__ = ("_by_hand", "_eps", "_floor", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        # On CPUs the norm of a vector is one fast operation, and torch's rms_norm is five.
+        self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._eps = eps
+        self._floor = weight.new_tensor((size * eps) ** 0.5)
+        self._weight = weight * size**0.5 if self._by_hand else weight.clone()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it owns."""
+        return [self._weight, self._floor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
+            root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            return x.div(root).mul_(self._weight)
+        if x.dtype == torch.float64:  # the library's operations one by one, so that all roundings are equal
+            rounded = x.float()
+            rounded = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + self._eps)
+            return rounded.to(x.dtype).mul_(self._weight)
+        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of a layer; ``heads_norm`` is Qwen3's, of query and key heads."""
+
+    attention_norm: _Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    heads_norm: _Norm | None
+    output: Linear
+    mlp_norm: _Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linear layers."""
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
+
+class FusedBody:
+    """A body's forward over its own parameters, without gradients.
+
+    It holds references to the modules' tensors at construction. Make a new one after replacing weights or wrapping
+    modules. In-place changes of weights are seen, except for those of norms, of which it holds scaled copies.
+
+    Args:
+        body: A body for which :func:`~refusion_lit.modeling.fused.architectures.is_known` holds.
+        drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
+        packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None`` for no copies.
+        batch_invariant: Make a token's results independent of the rest of the forward; on CPUs.
+    """
+
+    def __init__(
+        self,
+        body: Any,  # noqa: ANN401 - a transformers model
+        drafter: Drafter | None = None,
+        packed: PackedWeights | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        config, attention = body.config, body.layers[0].self_attn
+        self._embedding = body.embed_tokens.weight
+        self._rotary = body.rotary_emb
+        self._norm = _norm(body.norm)
+        self._implementation = config._attn_implementation
+        self._head_dim = attention.head_dim
+        self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._batch_invariant = batch_invariant
+        linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
+        self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
+        self._sign = self._embedding.new_ones(self._head_dim)
+        self._sign[: self._head_dim // 2] = -1
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._drafts = None if drafter is None else DraftMasks(drafter, self._embedding, len(self._layers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and states."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def entry_shape(self) -> tuple[int, int]:
+        """Heads and dimensions of a cache entry."""
+        return self._num_key_heads, self._head_dim
+
+    def weights(self) -> list[Tensor]:
+        """Return the modules' own tensors that a forward reads: all but the norms'."""
+        found = [self._embedding]
+        for layer in self._layers:
+            found += [tensor for linear in layer.linears() for tensor in linear.tensors()]
+        return found
+
+    def copies(self) -> list[Tensor]:
+        """Return the tensors that were derived from the modules' own ones."""
+        norms = [self._norm]
+        for layer in self._layers:
+            norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
+        return [self._sign, *(tensor for norm in norms for tensor in norm.tensors())]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
+
+        Returns:
+            Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
+        """
+        # Only attention includes padding: everything else is computed for the stored tokens only.
+        rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
+        rotation = self._rotation(rows.real_of(position_ids.flatten()))
+        width = self._num_heads * self._head_dim
+        options = {"implementation": self._implementation, "batch_invariant": self._batch_invariant}
+        attention = attention_for(rows, attention_mask, cache, self._embedding, width, **options)
+        hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
+        return rows.padded(hidden).view(*input_ids.shape, -1)
+
+    def run(
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> Float[Tensor, "token hidden"]:
+        """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
+
+        Args:
+            ids: The tokens.
+            rotation: Result of :meth:`angles` for their positions.
+            attention: Attention of the forward.
+        """
+        drafts = self._drafts
+        masks = None if drafts is None else drafts.gate(ids)
+        if drafts is None or masks is None:
+            hidden, adapters = F.embedding(ids, self._embedding), [None] * len(self._layers)
+        else:
+            hidden, adapters = drafts.embed(ids, self._embedding, masks), drafts.layers
+        for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
+            normed = layer.attention_norm(hidden)
+            query, key, value = layer.query(normed), layer.key(normed), layer.value(normed)
+            if masks is not None and adapter is not None:
+                masks.add(adapter.attention, normed, query, key, value)
+            mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
+            layer.output.add_to(hidden, mixed)
+            if masks is not None and adapter is not None:
+                masks.add(adapter.output, mixed, hidden)
+            normed = layer.mlp_norm(hidden)
+            gate, up = layer.gate(normed), layer.up(normed)
+            if masks is not None and adapter is not None:
+                masks.add(adapter.mlp, normed, gate, up)
+            gated = F.silu(gate, inplace=True).mul_(up)
+            layer.down.add_to(hidden, gated)
+            if masks is not None and adapter is not None:
+                masks.add(adapter.down, gated, hidden)
+        return self._norm(hidden)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines [token, 1, dim] of positions [token]."""
+        length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
+        if length > _MAX_TABLE:
+            return self.angles(positions)
+        if self._table is None or length > len(self._table[0]):
+            self._table = self.angles(torch.arange(-(-length // 128) * 128))
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
+        """Compute cosines and signed sines [token, 1, dim] of positions."""
+        cos, sin = self._rotary(self._embedding, positions[None])
+        return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
+
+    def _heads(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [token, head, dim], rotated."""
+        num_heads, dim = self._num_heads, self._head_dim
+        # Query and key heads side by side: one norm and one rotation for both.
+        heads = torch.cat((query, key), -1).view(len(query), -1, dim)
+        if layer.heads_norm is not None:
+            heads = layer.heads_norm(heads)
+        cos, sin = rotation
+        heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
+        return heads[:, :num_heads], heads[:, num_heads:], value.view(len(value), -1, dim)
+
+
+def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant: bool) -> Linear:
+    return Linear(module.weight, module.bias, packed, batch_invariant=batch_invariant)
+
+
+def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.Linear], Linear]) -> _Layer:  # noqa: ANN401
+    attention, mlp = layer.self_attn, layer.mlp
+    heads_norm = None
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm, attention.k_norm
+        weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
+        heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
+
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        query=linear(attention.q_proj),
+        key=linear(attention.k_proj),
+        value=linear(attention.v_proj),
+        heads_norm=heads_norm,
+        output=linear(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=linear(mlp.gate_proj),
+        up=linear(mlp.up_proj),
+        down=linear(mlp.down_proj),
+    )
+
+
+def _norm(module: Any) -> _Norm:  # noqa: ANN401
+    return _Norm(module.weight.detach(), module.variance_epsilon)

@@ -1,0 +1,266 @@
+"""Attention in several calls on CPUs, each of the smallest possible size, and with a mask only where it needs one.
+
+A prompt is one causal call. Tokens that all see the same keys are one call without a mask. A branch after a context is
+cut into chunks of queries whose masks are views of one small matrix. All other spans, and spans too small for a call of
+their own, are padded in groups of rows of similar size. This pays on CPUs, where a call costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from refusion_lit.modeling.fused.rows import Rows, additive_of, attend_rows
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import Span, Visibility
+
+_ALONE = 8
+"""A span gets calls of its own if its work takes at least as long as this number of calls costs."""
+
+_CHUNK = 64
+"""Maximum number of queries in a chunk, which is the number of rows of its mask."""
+
+_MANY = 256
+"""From this number of queries on, copying a head's keys to contiguous memory pays; for fewer it costs more time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Rows that share a call.
+
+    Attributes:
+        stored_rows: Their storage rows; a slice where they follow one another.
+        keys: Stored entries that some of them see.
+        num_queries: Number of queries of the longest row.
+        tokens: The token at each place of the concatenated rows, any token at padding; a slice if there is no padding.
+        mask: Additive mask; ``None`` for no mask.
+        is_causal: Whether the i-th query sees the first i keys.
+    """
+
+    stored_rows: slice | Tensor
+    keys: slice
+    num_queries: int
+    tokens: slice | Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Float[Tensor, "place head dim"]:
+        """Return outputs of the rows' places."""
+        own = query[self.tokens].unflatten(0, (-1, self.num_queries))
+        keys, values = (stored[:, self.keys][self.stored_rows] for stored in (keys, values))
+        if self.num_queries >= _MANY:
+            keys, values = (states.transpose(1, 2).contiguous().transpose(1, 2) for states in (keys, values))
+        return attend_rows(own, keys, values, self.mask, is_causal=self.is_causal).flatten(0, 1)
+
+
+class SegmentedAttention:
+    """Attention of one forward, segment by segment.
+
+    Args:
+        segments: The calls.
+        places: Place of every token in their concatenated outputs; ``None`` if these are the tokens in order.
+        rows: The batch.
+        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[_Segment],
+        places: Int[Tensor, " token"] | None,
+        rows: Rows,
+        cache: KVCache | None,
+    ) -> None:
+        self._segments, self._places, self._num_rows, self._cache = segments, places, rows.shape[0], cache
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+        if self._cache is None:
+            keys, values = (states.unflatten(0, (self._num_rows, -1)) for states in (key, value))
+        else:
+            keys, values = self._cache.store(layer, key, value)
+        if len(self._segments) == 1:
+            found = self._segments[0](query, keys, values)
+        else:
+            found = torch.cat([segment(query, keys, values) for segment in self._segments])
+        return found if self._places is None else found.index_select(0, self._places)
+
+
+def segmented(
+    rows: Rows, visibility: Visibility, cache: KVCache | None, dtype: torch.dtype, call: int
+) -> SegmentedAttention | None:
+    """Cut a forward's attention into calls; ``None`` if one call for all rows is as good.
+
+    Args:
+        rows: The batch; its real tokens are those of the spans, in their order.
+        visibility: What they see.
+        cache: Prepared for the forward.
+        dtype: Type of the states.
+        call: What a call costs, in pairs of a query and a key.
+    """
+    spans = visibility.spans
+    storage = range(visibility.shape[0]) if cache is None else cache.prepared.sequences
+    if len(spans) == 1 and visibility.shape[0] == 1 and (interval := spans[0].interval()) is not None:
+        found = list(_span_segments(slice(storage[0], storage[0] + 1), 0, *interval, dtype))
+        return SegmentedAttention(found, None, rows, cache)
+    firsts = _first_tokens(rows, spans)
+    segments: list[_Segment] = []
+    tokens: list[np.ndarray] = []  # of each segment, -1 at padding
+    shared: dict[int, list[int]] = {}
+    for number, span in enumerate(spans):
+        interval = span.interval()
+        if interval is not None and span.length * (interval[1][-1] - interval[0]) >= _ALONE * call:
+            row = slice(storage[span.sequence], storage[span.sequence] + 1)
+            segments += _span_segments(row, firsts[number], *interval, dtype)
+            tokens.append(np.arange(firsts[number], firsts[number] + span.length))
+        else:
+            shared.setdefault(span.sequence, []).append(number)
+    if shared:
+        sizes = {sequence: _size([spans[i] for i in own]) for sequence, own in shared.items()}
+        groups = group_rows(sizes, call)
+        if not segments and len(groups) == 1:
+            return None
+        for group in groups:
+            num_queries, num_keys = (max(values) for values in zip(*(sizes[one] for one in group), strict=True))
+            branches = [[(firsts[i], spans[i]) for i in shared[sequence]] for sequence in group]
+            rows_of_group = [storage[sequence] for sequence in group]
+            segment, own = _group_segment(branches, rows_of_group, num_queries, num_keys, dtype)
+            segments.append(segment)
+            tokens.append(own)
+    return SegmentedAttention(segments, _places(np.concatenate(tokens), rows), rows, cache)
+
+
+def _first_tokens(rows: Rows, spans: Sequence[Span]) -> list[int]:
+    """Return the index of each span's first token among those that are computed."""
+    if rows.real is None:
+        return [span.sequence * rows.shape[1] + span.offset for span in spans]
+    return list(accumulate((span.length for span in spans[:-1]), initial=0))
+
+
+def _places(tokens: np.ndarray, rows: Rows) -> Tensor | None:
+    """Return where each token's output is among those of the tokens given, -1 at padding."""
+    num_tokens = rows.shape.numel() if rows.real is None else len(rows.real)
+    if len(tokens) == num_tokens and (tokens == np.arange(num_tokens)).all():
+        return None
+    is_real = tokens >= 0
+    places = np.zeros(num_tokens, dtype=np.int64)  # padding that is computed gets any output
+    places[tokens[is_real]] = is_real.nonzero()[0]
+    return torch.from_numpy(places)
+
+
+def _span_segments(
+    row: slice, first: int, start: int, stops: range | np.ndarray, dtype: torch.dtype
+) -> Iterator[_Segment]:
+    """Yield the calls of one span whose tokens see the entries from ``start`` to a stop each."""
+    length, last = len(stops), int(stops[-1])
+    is_causal = isinstance(stops, range) and last - start == length
+    if is_causal or length == 1:
+        yield _Segment(row, slice(start, last), length, slice(first, first + length), is_causal=length > 1)
+        return
+    masks: dict[bytes, Tensor] = {}
+    for begin, end in _chunks(stops):
+        stop = int(stops[end - 1])
+        lag = stop - np.asarray(stops[begin:end])
+        mask = None
+        if lag[0]:
+            key = lag.tobytes()
+            if key not in masks:
+                masks[key] = _lagging(lag, last - start, dtype)
+            mask = masks[key][..., last - stop :]
+        yield _Segment(row, slice(start, stop), end - begin, slice(first + begin, first + end), mask)
+
+
+def _chunks(stops: range | np.ndarray) -> Iterator[tuple[int, int]]:
+    """Cut tokens into chunks of few queries or of queries that see the same."""
+    length = len(stops)
+    if isinstance(stops, range):
+        yield from ((begin, min(begin + _CHUNK, length)) for begin in range(0, length, _CHUNK))
+        return
+    borders = [*((np.diff(stops) > 0).nonzero()[0] + 1).tolist(), length]
+    begin = 0
+    for border, following in zip(borders, [*borders[1:], None], strict=True):
+        if following is None or following - begin > _CHUNK:
+            yield begin, border
+            begin = border
+
+
+def _lagging(lag: np.ndarray, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 1 query key"]:
+    """Return what is added to the scores of queries that see all keys but the last ones, a number for each query."""
+    mask = torch.zeros(len(lag), num_keys, dtype=dtype)
+    width = int(lag.max())
+    hidden = torch.from_numpy(np.arange(width, 0, -1) <= lag[:, None])
+    mask[:, num_keys - width :].masked_fill_(hidden, -torch.inf)
+    return mask[None, None]
+
+
+def _size(spans: Sequence[Span]) -> tuple[int, int]:
+    """Return how many queries and keys spans of a row need."""
+    stops = [max(span.first_key + span.length, *(stop for _, stop in span.context), 0) for span in spans]
+    return sum(span.length for span in spans), max(stops)
+
+
+def _group_segment(
+    members: Sequence[Sequence[tuple[int, Span]]],
+    storage: Sequence[int],
+    num_queries: int,
+    num_keys: int,
+    dtype: torch.dtype,
+) -> tuple[_Segment, np.ndarray]:
+    """Return a padded call for rows, and the token at each of its places, -1 at padding.
+
+    Args:
+        members: The first token and the span of each of a row's spans.
+        storage: Storage row of each.
+        num_queries: Of the longest row.
+        num_keys: Of the row that sees most.
+        dtype: Type of the states.
+    """
+    tokens = np.full((len(members), num_queries), -1, dtype=np.int64)
+    spans: list[Span] = []
+    for row, own in enumerate(members):
+        offset = 0
+        for first, span in own:
+            tokens[row, offset : offset + span.length] = np.arange(first, first + span.length)
+            spans.append(replace(span, sequence=row, offset=offset))
+            offset += span.length
+    mask = Visibility(spans, (len(members), num_queries), num_keys).mask()
+    segment = _Segment(
+        stored_rows=_index(np.array(storage)), keys=slice(0, num_keys), num_queries=num_queries,
+        tokens=_index(np.maximum(tokens, 0).reshape(-1)), mask=additive_of(mask, dtype),
+    )  # fmt: skip
+    return segment, tokens.reshape(-1)
+
+
+def group_rows(sizes: dict[int, tuple[int, int]], call: int) -> list[list[int]]:
+    """Put rows into groups whose calls together are cheap: a row joins where it adds less padding than a call costs.
+
+    Args:
+        sizes: Queries and keys of every row.
+        call: What a call costs, in pairs of a query and a key.
+    """
+    groups: list[list[int]] = []
+    num_queries = num_keys = 0
+    for row in sorted(sizes, key=lambda row: -sizes[row][0] * sizes[row][1]):
+        queries, keys = sizes[row]
+        more_queries, more_keys = max(queries, num_queries), max(keys, num_keys)
+        before = len(groups[-1]) * num_queries * num_keys if groups else 0
+        after = (len(groups[-1]) + 1) * more_queries * more_keys if groups else 0
+        if groups and after - before - queries * keys < call:
+            groups[-1].append(row)
+            num_queries, num_keys = more_queries, more_keys
+        else:
+            groups.append([row])
+            num_queries, num_keys = queries, keys
+    return groups
+
+
+def _index(numbers: np.ndarray) -> slice | Tensor:
+    """Return an index for numbers: a slice, which copies nothing, where they follow one another."""
+    first = int(numbers[0])
+    if numbers[-1] - first == len(numbers) - 1 and (np.diff(numbers) == 1).all():
+        return slice(first, first + len(numbers))
+    return torch.from_numpy(numbers)

@@ -1,0 +1,302 @@
+"""ReFusion: plans all slots, verifies the certain ones together, and fills the rejected ones in parallel.
+
+Source: arXiv 2512.13586, section 3. Deliberate differences from the released program: if infill finds an EOS, the text
+before it is kept; any number of new tokens works; ids that cannot be part of a response are never drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from math import inf, prod
+from typing import ClassVar, Literal, get_args
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.refusion.autoregressive_infill import infill_autoregressively
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks
+from refusion_lit.refusion.state import Plan, ReFusionState
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
+
+Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
+"""Rules by which a round chooses slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReFusion(Decoder):
+    """ReFusion decoding: slot-level parallel decoding with reuse of keys and values.
+
+    With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
+
+    Attributes:
+        slot_size: Tokens per slot, K in the paper.
+        num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
+            ``None``: 2, or 1 if the response has a single slot. Holes before given tokens are cut into the same number
+            of blocks, which are decoded first. Their slots hold no given token; the last slot of a hole may be shorter.
+        slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
+        token_threshold: Tokens with a higher probability are accepted, in [0, 1].
+        certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
+            ``product`` over all its draft tokens.
+        selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
+            least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
+            ignore certainty; they are baselines for the decoding order.
+        k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
+            ``random``.
+        infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
+        fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
+            no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
+            text. ``auto``: append them if that is expected to save time, by ``forward_cost`` and the share of this
+            response's verifications that accepted all drafts.
+        infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: one row per slot, two
+            forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
+            ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
+            ``auto``: like ``single_forward`` while proposing ahead takes at most ``forward_cost`` positions.
+        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
+            the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(
+        attention="causal", predictions=("mask", "next_token_in_slot")
+    )
+
+    slot_size: int = 8
+    num_serial_blocks: int | None = None
+    slot_threshold: float = 0.9
+    token_threshold: float = 0.9
+    certainty: Literal["first", "mean", "min", "product"] = "first"
+    selection: Selection = "threshold"
+    k: int | None = None
+    infill: Literal["mask", "autoregressive"] = "mask"
+    fused: bool | Literal["auto"] = "auto"
+    infill_layout: Literal["reference", "packed", "single_forward", "auto"] = "auto"
+    forward_cost: int | Literal["measure"] = "measure"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        require_at_least("slot_size", self.slot_size, 1)
+        if self.num_serial_blocks is not None:
+            require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
+        require_at_least("forward_cost", self.forward_cost, 0, "measure")
+        require_probability("slot_threshold", self.slot_threshold)
+        require_probability("token_threshold", self.token_threshold)
+        require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
+        require_choice("selection", self.selection, get_args(Selection))
+        require_choice("infill", self.infill, ("mask", "autoregressive"))
+        require_choice("fused", self.fused, (True, False, "auto"))
+        require_choice("infill_layout", self.infill_layout, ("reference", "packed", "single_forward", "auto"))
+        takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
+        expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
+        holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
+        require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse more serial blocks than slots."""
+        num_slots, num_blocks = self._num_slots(sampling), self._num_serial_blocks(sampling)
+        expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
+        fix = "use fewer serial blocks, smaller slots or more new tokens"
+        require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
+
+    def fitted(self, sampling: SamplingParams) -> ReFusion:
+        """Return the decoder with no more serial blocks than slots."""
+        if self.num_serial_blocks is None:
+            return self
+        return replace(self, num_serial_blocks=min(self.num_serial_blocks, self._num_slots(sampling)))
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+        """Return all common tokens: the first forward reads masks after the prompt."""
+        return num_common
+
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens join the context, at their own positions."""
+
+    def _num_slots(self, sampling: SamplingParams) -> int:
+        return -(-sampling.max_new_tokens // self.slot_size)
+
+    def _num_serial_blocks(self, sampling: SamplingParams) -> int:
+        return min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
+        """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
+        return ReFusionState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
+
+    def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
+        """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
+        if not state.remaining:
+            state.remaining = state.upcoming_block()
+            state.next_block += 1
+        plan, state.planned = state.planned, None
+        if plan is None:
+            plan = yield from self._plan(state)
+        chosen, tokens = yield from self._choose(state, plan)
+        passes = yield from self._verify(state, chosen, tokens)
+        if not self._accept_prefix(state, chosen, tokens, passes):
+            state.planned = None
+            yield from self._fill(state, chosen, tokens, passes)
+        is_last = state.next_block == len(state.blocks)
+        state.finished = not state.remaining and (is_last or state.prefix_ends)
+
+    def _plan(self, state: ReFusionState) -> Steps[Plan]:
+        """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
+        is_first = state.context_length == 0
+        known = state.known[state.num_shared :] if is_first else ()
+        seen = state.num_shared if is_first else state.context_length
+        branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, known=known)
+        forward = Forward(phase="plan", branches=(branch,), draw=self._draw(state), keep=state.take_keep())
+        readings = yield forward
+        state.context_length = seen + len(known)
+        return Plan(state.remaining, len(known), 1, readings[-1])
+
+    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
+        """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
+        assert plan.slots == state.remaining
+        groups, reading, draw = list(pairwise(state.bounds(plan.slots))), plan.reading, self._draw(state)
+        state.num_plans += 1
+        if self.certainty == "first":
+            chosen = self._chosen(state, reading.probabilities)
+            tokens = [reading.tokens[i] for i in chosen]
+            rest = [plan.offset + offset for i in chosen for offset in range(groups[i][0] + 1, groups[i][1])]
+            if rest:
+                draft_at = (*[()] * (plan.num_branches - 1), rest)
+                others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
+                following, sizes = iter(others), [groups[i][1] - groups[i][0] for i in chosen]
+                tokens = [token for first, size in zip(tokens, sizes, strict=True)
+                          for token in (first, *islice(following, size - 1))]  # fmt: skip
+        else:
+            groups = [slice(*group) for group in groups]
+            certainty = {"mean": lambda values: sum(values) / len(values), "min": min, "product": prod}[self.certainty]
+            chosen = self._chosen(state, [certainty(reading.probabilities[group]) for group in groups])
+            tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
+        state.num_chosen = len(chosen)
+        return [plan.slots[i] for i in chosen], tokens
+
+    def _chosen(self, state: ReFusionState, certainties: Sequence[float]) -> list[int]:
+        """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
+        ranked = most_certain(certainties)
+        if self.selection == "sequential":
+            ranked.sort()
+        elif self.selection == "random":
+            key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
+            ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
+        if self.selection in ("top_k", "sequential", "random"):
+            return sorted(ranked[: self.k or 1])
+        certain = [i for i in ranked if certainties[i] > self.slot_threshold]
+        return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
+
+    def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
+        """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
+        bounds = state.bounds(chosen)
+        firsts = {*bounds}
+        tested = [offset for offset in range(len(tokens)) if offset not in firsts]
+        branch = Branch(
+            tokens=tokens,
+            positions=state.positions(chosen),
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+            score_at=[(offset - 1, tokens[offset]) for offset in tested],
+        )
+        eos = state.first_eos(tokens)
+        num_seen = len(tokens) if eos is None else eos + 1
+        upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
+        if not self._pays(state, len(tokens), upcoming):
+            upcoming = []
+        reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
+        passes = [True] * len(tokens)
+        for offset, score in zip(tested, reading.scores, strict=True):
+            passes[offset] = score > self.token_threshold
+        return passes
+
+    def _pays(self, state: ReFusionState, num_tokens: int, upcoming: list[int]) -> bool:
+        """Return whether to append the masks of the next plan to a verification of ``num_tokens`` tokens."""
+        if self.fused != "auto" or not upcoming:
+            return bool(self.fused)
+        cost, num_masks = self.cost_of_forwards(state), state.bounds(upcoming)[-1]
+        share = (state.num_passed + 1) / (state.num_verified + 2)  # 0.5 before the first verification
+        return share * cost.of(num_masks) > cost.of(num_tokens + num_masks) - cost.of(num_tokens)
+
+    def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
+        """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
+        length, bounds = [*passes, False].index(False), state.bounds(chosen)
+        eos = state.first_eos(tokens[:length])
+        num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
+        has_passed = eos is not None or num_accepted == len(tokens)
+        state.num_verified, state.num_passed = state.num_verified + 1, state.num_passed + has_passed
+        if num_accepted == 0:
+            return False
+        if not has_passed:
+            state.planned = None  # its masks have seen drafts that were not accepted
+        state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
+        state.context_length += num_accepted
+        state.remaining = state.left(_reached(chosen, bounds, num_accepted), ends=eos is not None)
+        return True
+
+    def _fill(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> Steps[None]:
+        """Fill all chosen slots in parallel, and commit them."""
+        slots: list[OpenSlot] = []
+        packed = self.infill_layout != "reference" and self.infill == "mask"
+        for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
+            part = slice(*bounds)
+            prefix = [*passes[part], False].index(False)
+            # The first slot has seen nothing but the context, so its entries are final.
+            cached = prefix if packed and index == 0 else 0
+            start = state.prompt_length + state.slots[slot].start
+            slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
+        max_ahead = {"single_forward": inf, "auto": self.cost_of_forwards(state).fixed}.get(self.infill_layout, 0)
+        infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
+        fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
+        yield from fill(infill, self.token_threshold, state.num_forwards)
+        taken = [chosen[slot.index] for slot in infill.slots]
+        yield from self._store(state, infill, state.upcoming(taken, ends=infill.found_eos))
+        for slot in infill.slots:
+            first = slot.start - state.prompt_length
+            state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
+        state.remaining = state.left(taken, ends=infill.found_eos)
+
+    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
+        """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""
+        state.keep = Compaction(infill.context_length, infill.kept_indices())
+        state.context_length = state.keep.num_entries
+        yield from ()
+
+    def _forward_and_plan(
+        self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int
+    ) -> Steps[Reading]:
+        """Forward a branch followed by the masks of the next plan, which see its first ``num_seen`` tokens."""
+        state.planned, keep = None, state.take_keep()
+        if not self.fused or not upcoming:
+            return (yield Forward(phase=phase, branches=(branch,), draw=self._draw(state), keep=keep))[0]
+        seen, write_at = branch.write_at + num_seen, branch.write_at + len(branch.tokens)
+        branches = (branch, self._masks(state, upcoming, num_seen=seen, write_at=write_at))
+        phase, draw = f"{phase}+plan", self._draw(state)
+        readings = yield Forward(phase=phase, branches=branches, draw=draw, packed=True, keep=keep)
+        state.planned = Plan(upcoming, 0, 2, readings[-1])
+        return readings[0]
+
+    def _masks(
+        self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int,
+        known: Sequence[tuple[int, int]] = (),
+    ) -> Branch:  # fmt: skip
+        """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
+        positions = [*(position for _, position in known), *state.positions(slots)]
+        by_first, groups = self.certainty == "first", [len(known) + bound for bound in state.bounds(slots)]
+        return Branch(
+            tokens=[*(token for token, _ in known), *[state.mask_token_id] * (len(positions) - len(known))],
+            positions=positions,
+            visible=((0, num_seen),),
+            write_at=write_at,
+            draft_at=groups[:-1] if by_first else range(len(known), len(positions)),
+            prefetch_at=[range(first + 1, stop) for first, stop in pairwise(groups)]
+            if by_first and self.slot_size > 1
+            else (),
+            num_prefetch=self.k or max(4, 2 * state.num_chosen),
+        )
+
+    def _draw(self, state: ReFusionState) -> Draw:
+        return Draw(sampling=state.sampling, round=state.num_plans)
+
+
+def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:
+    """Return the slots that the first ``num_tokens`` of their joined tokens reach."""
+    return slots[: sum(bound < num_tokens for bound in bounds[:-1])]

@@ -1,0 +1,128 @@
+"""FirstHitting: Zarya's any-order sampler, which draws the groups of tokens before the first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.keys import uniform_scalar
+from refusion_lit.utils.require import require_at_least, require_choice, require_probability
+
+_EPS = 1e-3
+
+
+@dataclass(kw_only=True)
+class GroupState(RowState):
+    """State of FirstHitting.
+
+    Attributes:
+        groups: Groups of canvas places; each group is decoded in one forward, in this order.
+        num_done: Number of decoded groups.
+        context_length: Number of cache entries of clean tokens.
+    """
+
+    groups: list[list[int]] = field(default_factory=list)
+    num_done: int = 0
+    context_length: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHitting(Decoder):
+    """Decodes groups of tokens, each in one forward, then the rest one by one; group sizes are drawn at random.
+
+    For causal models whose masks predict themselves. A group's tokens are predicted from their masks. The next forward
+    feeds them clean before the next group's masks, so keys and values are exact. As in Zarya, the number of tokens
+    unmasked in a step follows the diffusion's time (each token is unmasked when that time first hits it, hence the
+    name) and does not depend on the model's predictions.
+
+    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an end of sequence are left
+    out once everything before it is known; at temperature 0 the most probable token is taken, without noise.
+
+    Attributes:
+        num_steps: Steps of the diffusion phase, at most one group each; ``None``: a quarter of the masks.
+        diffusion_share: Expected share of the tokens decoded in groups (alpha_0), in [0, 1]; the others follow one per
+            forward, in text order. With 1, all remaining tokens form one last group.
+        schedule: Sizes of the groups: ``binomial`` (drawn), or ``even`` (as equal as possible, larger ones first).
+        shuffled: Decode the places in random order instead of text order.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+
+    num_steps: int | None = 16
+    diffusion_share: float = 0.75
+    schedule: Literal["binomial", "even"] = "binomial"
+    shuffled: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options."""
+        if self.num_steps is not None:
+            require_at_least("num_steps", self.num_steps, 1)
+        require_probability("diffusion_share", self.diffusion_share)
+        require_choice("schedule", self.schedule, ("binomial", "even"))
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+        """Return all common tokens: the first forward reads masks after the prompt."""
+        return num_common
+
+    def refusal(self, prompt: Prompt) -> None:
+        """Refuse nothing: given tokens join the context, at their own positions."""
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
+        """Create a canvas and draw the groups of its masks."""
+        state = GroupState.blank(prompt, sampling, special_tokens)
+        places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
+        if self.shuffled:
+            places.sort(key=lambda place: uniform_scalar("place_order", sampling.seed, prompt.id, place))
+        for size in self._sizes(state, len(places)):
+            state.groups.append(places[:size])
+            del places[:size]
+        state.groups += [places] if self.diffusion_share == 1 and places else [[place] for place in sorted(places)]
+        return state
+
+    def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
+        """Yield the sizes of the groups of the diffusion phase."""
+        num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
+        if self.schedule == "even":
+            size, num_larger = divmod(int(num_masks * self.diffusion_share), num_steps)
+            yield from (size + (step < num_larger) for step in range(num_steps) if size + (step < num_larger))
+            return
+        for step in range(num_steps):
+            before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))
+            chance = (after - before) / (1 - before)
+            keys = ("group_size", state.sampling.seed, state.prompt.id, step)
+            size = sum(uniform_scalar(*keys, i) < chance for i in range(num_masks))
+            if 0 < size < num_masks:
+                yield size
+                num_masks -= size
+
+    def _share_known(self, time: float) -> float:
+        """Return the expected share of the tokens that are known at a time in [0, 1], from 1 down."""
+        return self.diffusion_share * (1 - (1 - _EPS) * time)
+
+    def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
+        """Feed the group before clean and this one as masks; draw its tokens."""
+        group, start = state.groups[state.num_done], state.prompt_length
+        if state.num_done == 0:
+            state.context_length = state.num_shared
+            known = state.known[state.num_shared :]
+            clean, positions = [token for token, _ in known], [position for _, position in known]
+        else:
+            before = state.groups[state.num_done - 1]
+            clean, positions = [state.tokens[place] for place in before], [start + place for place in before]
+        branch = Branch(
+            tokens=[*clean, *[state.mask_token_id] * len(group)],
+            positions=[*positions, *(start + place for place in group)],
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+            draft_at=range(len(clean), len(clean) + len(group)),
+        )
+        draw = Draw(sampling=state.sampling, round=state.num_done, with_probability=False)
+        [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        state.context_length += len(clean)
+        state.num_done += 1
+        state.commit(group, reading.tokens)
+        state.finished = state.num_done == len(state.groups) or state.prefix_ends
