@@ -46,11 +46,17 @@ def commands(page: Path) -> list[tuple[list[str], bool]]:
 RUN = [page for page in PAGES if any(runs for _, runs in commands(page))]
 
 
-def test_all_options_exist() -> None:
+def _without_missing(option: re.Match[str]) -> str:
+    """Leave out runs of the reader, and config files that are not in the repository."""
+    return option[0] if option[1] and (ROOT / option[1]).is_file() else ""
+
+
+def test_all_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     cli, checked = parse_only(), 0
     for page in PAGES:
         for (command, *args), _ in commands(page):
-            given = shlex.split(re.sub(r"--config \S+ ?|--resume \S+", "", shlex.join(args)))  # files of the reader
+            given = shlex.split(re.sub(r"--config (\S+)|--resume \S+", _without_missing, shlex.join(args)))
             if command in cli.parsers:
                 cli.parse(cli.parser, [command, "--config", QUICKSTART, *given])
                 checked += 1

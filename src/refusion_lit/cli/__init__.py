@@ -108,7 +108,7 @@ def _run(command: str, rest: list[str]) -> int:
         from refusion_lit.cli.trainer import run
 
         return run(command, rest)
-    from refusion_lit.cli.messages import nearest
+    from refusion_lit.cli.usage_errors import nearest
 
     suggestion = nearest(command, [*_TRAINER, *OWN]) or "; `refusion-lit --help` lists the commands"
     return _fail(f"unknown command {command!r}{suggestion}")

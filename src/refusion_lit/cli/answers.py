@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import decoder_of, decoding_of, load_model_of, sampling_of, template_of
+from refusion_lit.cli.parser import Setup, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.data.templates import candidates
-from refusion_lit.decoding import Decoder, Generation, GenerationCallback, check_prompts
+from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
+    pass
 
 _SECONDS_BETWEEN_WRITES = 1.0
 
@@ -55,39 +55,37 @@ def write_answers(options: Namespace) -> None:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt; fill it in or remove it.")
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
-    sampling = sampling_of(options)
-    decoding = decoding_of(options)
     template = template_of(options)
     templates = {request.id: template if request.template is None else request.template for request in requests}
-    model = load_model_of(options)
-    decoder = decoder_of(options, model, sampling)
+    setup = setup_of(options)
+    model = setup.model
     encoded = {request.id: model.encode(request.prompt) for request in requests}
     prompts = [
         each
         for name, tokens in encoded.items()
         for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
     ]
-    _check_model(model, decoder, prompts, sampling, decoding)
+    _check_model(setup, prompts)
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
-    fingerprint = predictions_fingerprint(model, decoder, sampling, contents.items(), record_forwards=False)
+    fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items(), record_forwards=False)
     progress = AnswerProgress()
-    name = type(decoder).__name__
+    decoder = type(setup.decoder).__name__
     with _writer(options, requests, fingerprint) as (waiting, write):
-        watch = [progress.watch(name, len(requests), len(requests) - len(waiting))] if options.output else []
+        watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
         try:
             model.generate_ids(
                 [encoded[request.id] for request in waiting],
-                decoder=decoder,
-                sampling=sampling,
+                decoder=setup.decoder,
+                sampling=setup.sampling,
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
                 callbacks=[_Writer(write, waiting), *watch],
-                **decoding,
+                **setup.decoding,
             )
         finally:
             progress.stop()
     if options.output:
-        pace = progress.paces[name]
+        pace = progress.paces[decoder]
         sys.stderr.write(f"{pace.answers} answers, {pace.rate()}, {options.output}\n")
 
 
@@ -109,23 +107,17 @@ def _check_output(options: Namespace) -> None:
     require(is_free, "output", "a new file", f"{output}, which holds answers", fix)
 
 
-def _check_model(
-    model: TextModel,
-    decoder: Decoder,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    decoding: Mapping[str, Any],
-) -> None:
+def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
     """Refuse a model that the decoder cannot run on, or prompts that do not fit, before the output file is emptied.
 
     Raises:
         ValueError: With the reason.
     """
-    paired = model.model_for(decoder)
-    if not decoding["allow_mismatch"]:
-        model.check_decoder(decoder)
-    check_prompts(paired, decoder, prompts, sampling, decoding["max_cache_tokens"])
-    decoder.begin(prompts[0], sampling, paired.special_tokens)  # SelfSpeculative looks for its drafter here
+    model = setup.model.model_for(setup.decoder)
+    if not setup.decoding["allow_mismatch"]:
+        setup.model.check_decoder(setup.decoder)
+    check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding["max_cache_tokens"])
+    setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
 @contextmanager

@@ -5,33 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from refusion_lit.cli.parser import (
-    OneLineParser,
-    add_decoding_options,
-    add_model_options,
-    decoder_of,
-    load_model_of,
-    sampling_of,
-)
-from refusion_lit.decoding import Decoder, GenerationCallback, RowState
+from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
+from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.admission import KeptCache
 from refusion_lit.traces import Trace, check_replaceable, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
-from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
 
 _HELP = """\
 /help          this
@@ -64,17 +52,15 @@ def run(args: list[str]) -> int:
     options = build_parser().parse(args)
     if options.history is not None and options.history < 0:
         raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
-    sampling = sampling_of(options)
-    model = load_model_of(options)
-    decoder = decoder_of(options, model, sampling)
-    context = model.model_for(decoder).max_positions
+    setup = setup_of(options)
+    context = setup.model.model_for(setup.decoder).max_positions
     fits = context is None or options.max_new_tokens < context
     expected = f"less than the model's context of {context} tokens"
     require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
     if not options.allow_mismatch:
-        model.check_decoder(decoder)
-    chat = Chat(model, decoder, sampling, options, Console())
-    if not model.tokenizer.chat_template:
+        setup.model.check_decoder(setup.decoder)
+    chat = Chat(setup, options, Console())
+    if not setup.model.tokenizer.chat_template:
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
     for line in _lines(chat.console):
         try:
@@ -111,19 +97,15 @@ class Chat:
     """A conversation.
 
     Args:
-        model: The model.
-        decoder: The strategy.
-        sampling: Length limit, sampling options and stop strings.
+        setup: Model, decoder and sampling.
         options: The command's options.
         console: Where answers are shown.
     """
 
-    def __init__(
-        self, model: TextModel, decoder: Decoder, sampling: SamplingParams, options: Namespace, console: Console
-    ) -> None:
-        self.model = model
-        self.decoder = decoder
-        self.sampling = sampling
+    def __init__(self, setup: Setup, options: Namespace, console: Console) -> None:
+        self.model = setup.model
+        self.decoder = setup.decoder
+        self.sampling = setup.sampling
         self.options = options
         self.console = console
         self.turns: list[tuple[str, str]] = []

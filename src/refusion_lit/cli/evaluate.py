@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from refusion_lit.cli.parser import (
     decoding_of,
     load_model_of,
 )
+from refusion_lit.evaluation.predictions import check_writable
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require, require_number
 
@@ -56,7 +56,10 @@ def run(args: list[str]) -> int:
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
-    output = _output(options.output)
+    output = None if options.output is None else Path(options.output)
+    if output is not None:
+        check_writable(output, "output", overwrite=True)
+        require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
     if options.limit is not None:
         require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
     manager = TaskManager(include_path=options.include_path)
@@ -86,18 +89,3 @@ def run(args: list[str]) -> int:
     else:
         write_atomically(output, text)
     return 0
-
-
-def _output(name: str | None) -> Path | None:
-    """Return where to write, having made sure that it can be before hours of work."""
-    if name is None:
-        return None
-    output = Path(name)
-    if output.is_dir():
-        raise ValueError(f"output: expected a file, got {name!r}, which is a folder; add a file's name.")
-    if not output.parent.is_dir():
-        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"output: expected a file in a folder that can be written, got {output}; choose another one.")
-    require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
-    return output

@@ -5,16 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from refusion_lit.cli.parser import (
-    OneLineParser,
-    add_decoding_options,
-    add_model_options,
-    decoder_of,
-    decoding_of,
-    load_model_of,
-    sampling_of,
-    template_of,
-)
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of, template_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
 from refusion_lit.utils.require import require
 
@@ -59,17 +50,15 @@ def run(args: list[str]) -> int:
         return 0
     if not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    sampling = sampling_of(options)
-    decoding = decoding_of(options)
     template = template_of(options)
-    model = load_model_of(options)
-    model.generate(
+    setup = setup_of(options)
+    setup.model.generate(
         [options.prompt],
         templates=[template],
-        decoder=decoder_of(options, model, sampling),
-        sampling=sampling,
-        callbacks=[Stream(model.detokenize, sampling.stop)],
-        **decoding,
+        decoder=setup.decoder,
+        sampling=setup.sampling,
+        callbacks=[Stream(setup.model.detokenize, setup.sampling.stop)],
+        **setup.decoding,
     )
     return 0
 

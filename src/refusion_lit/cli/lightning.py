@@ -26,9 +26,17 @@ from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
 from refusion_lit.checkpoints.stored import check_model_source, is_checkpoint_file, read_checkpoint
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.messages import PARSER_ERRORS, Given, brief, check_groups, explained, is_yaml_file, options_given
 from refusion_lit.cli.parser import OneLineErrors, PlainHelp
 from refusion_lit.cli.progress_bar import RunProgress
+from refusion_lit.cli.usage_errors import (
+    PARSER_ERRORS,
+    Given,
+    brief,
+    check_groups,
+    explained,
+    is_yaml_file,
+    options_given,
+)
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.hub import check_source
 from refusion_lit.reports.environment import write_environment

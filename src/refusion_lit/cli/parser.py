@@ -6,12 +6,12 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.messages import PARSER_ERRORS, brief, explained, loaded
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded
 from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import SamplingParams
@@ -41,7 +41,7 @@ class PlainHelp(DefaultHelpFormatter):
 
 
 class OneLineErrors:
-    """Raises a parser's errors, of which :func:`~refusion_lit.cli.messages.explained` makes one line."""
+    """Raises a parser's errors, of which :func:`~refusion_lit.cli.usage_errors.explained` makes one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it with the usage."""
@@ -60,10 +60,7 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         Raises:
             ValueError: Naming the wrong option, what was expected and what was got.
         """
-        names = {arg.partition("=")[0] for arg in args}
-        if "--decoder" not in names and any(name.startswith("--decoder.") for name in names - {"--decoder.help"}):
-            # Options without a class are those of the decoder for drafters, else of ReFusion.
-            args = [f"--decoder={'SelfSpeculative' if '--draft' in names else 'ReFusion'}", *args]
+        args = _with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
@@ -72,6 +69,21 @@ class OneLineParser(OneLineErrors, ArgumentParser):
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(brief(str(error))) from error
+
+
+def _with_decoder_first(args: Sequence[str]) -> list[str]:
+    """Put the class of the decoder before its options, as jsonargparse needs it to know them.
+
+    Options without a class are those of the decoder for drafters if there is a drafter, else of ReFusion.
+    """
+    names = [arg.partition("=")[0] for arg in args]
+    if "--decoder" in names:
+        place = names.index("--decoder")
+        end = place + (1 if "=" in args[place] else 2)
+        return [*args[place:end], *args[:place], *args[end:]]
+    has_options = any(name.startswith("--decoder.") and name != "--decoder.help" for name in names)
+    default = "SelfSpeculative" if "--draft" in names else "ReFusion"
+    return [f"--decoder={default}", *args] if has_options else list(args)
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -116,7 +128,7 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    layouts = "published layout of a directory whose config does not tell: " + ", ".join(FORMATS)
+    layouts = "published layout of a directory whose config does not tell: " + ", ".join(sorted(FORMATS))
     parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
@@ -139,19 +151,6 @@ def sampling_of(options: Namespace) -> SamplingParams:
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling
-
-
-def decoding_of(options: Namespace) -> dict[str, Any]:
-    """Return the options of how prompts are decoded that a command has.
-
-    Raises:
-        ValueError: If one is out of range.
-    """
-    found = {name: options[name] for name in _DECODING if name in options}
-    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
-        if found.get(name) is not None:
-            require_at_least(name, found[name], 1)
-    return found
 
 
 def template_of(options: Namespace) -> str | None:
@@ -186,6 +185,43 @@ def load_model_of(options: Namespace) -> TextModel:
     return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
 
 
-def decoder_of(options: Namespace, model: TextModel, sampling: SamplingParams) -> Decoder:
-    """Return the decoder that the options name, by default the model's own, fitted to the length limit."""
-    return options.decoder or model.default_decoder.fitted(sampling)
+@dataclass(frozen=True)
+class Setup:
+    """What a command decodes with.
+
+    Attributes:
+        model: The loaded model.
+        decoder: The strategy: the one of the options, or the model's own, fitted to the length limit.
+        sampling: Length limit, sampling options and stop strings.
+        decoding: The options of how prompts are decoded that the command has.
+    """
+
+    model: TextModel
+    decoder: Decoder
+    sampling: SamplingParams
+    decoding: dict[str, Any]
+
+
+def setup_of(options: Namespace) -> Setup:
+    """Check the options of sampling and decoding, and load the model.
+
+    Raises:
+        ValueError: If an option is impossible, or the model cannot be loaded.
+    """
+    sampling = sampling_of(options)
+    decoding = decoding_of(options)
+    model = load_model_of(options)
+    return Setup(model, options.decoder or model.default_decoder.fitted(sampling), sampling, decoding)
+
+
+def decoding_of(options: Namespace) -> dict[str, Any]:
+    """Return the options of how prompts are decoded that a command has.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    found = {name: options[name] for name in _DECODING if name in options}
+    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
+        if found.get(name) is not None:
+            require_at_least(name, found[name], 1)
+    return found

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, cast
 import yaml
 from jsonargparse import Namespace
 
-from refusion_lit.cli.messages import brief, nearest
 from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.usage_errors import brief, nearest
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.require import require

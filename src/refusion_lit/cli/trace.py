@@ -11,14 +11,7 @@ from typing import Literal
 from jsonargparse import Namespace
 from rich.console import Console
 
-from refusion_lit.cli.parser import (
-    OneLineParser,
-    add_decoding_options,
-    add_model_options,
-    decoder_of,
-    load_model_of,
-    sampling_of,
-)
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
 from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, trace_statistics
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
@@ -87,7 +80,5 @@ def _output(options: Namespace) -> tuple[Path, str]:
 
 
 def _decode(options: Namespace) -> Trace:
-    sampling = sampling_of(options)
-    model = load_model_of(options)
-    decoder = decoder_of(options, model, sampling)
-    return model.trace(options.prompt, decoder=decoder, sampling=sampling, allow_mismatch=options.allow_mismatch)[1]
+    setup = setup_of(options)
+    return setup.model.trace(options.prompt, decoder=setup.decoder, sampling=setup.sampling, **setup.decoding)[1]
