@@ -16,6 +16,7 @@ from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser, order_line
 from refusion_lit.cli.parser import Setup, sampling_of
 from refusion_lit.traces import read_trace
+from refusion_lit.types import DecodingOptions
 from traces.samples import plan_and_verify
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
@@ -36,7 +37,9 @@ def make_chat(template: str | None, *args: str) -> Chat:
     )
     assert isinstance(options, Namespace)
     return Chat(
-        Setup(model, options.decoder, sampling_of(options), {}), options, Console(file=io.StringIO(), width=200)
+        Setup(model, options.decoder, sampling_of(options), DecodingOptions()),
+        options,
+        Console(file=io.StringIO(), width=200),
     )
 
 

@@ -80,7 +80,7 @@ def write_answers(options: Namespace) -> None:
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
                 callbacks=[_Writer(write, waiting), *watch],
-                **setup.decoding,
+                **vars(setup.decoding),
             )
         finally:
             progress.stop()
@@ -114,9 +114,9 @@ def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
         ValueError: With the reason.
     """
     model = setup.model.model_for(setup.decoder)
-    if not setup.decoding["allow_mismatch"]:
+    if not setup.decoding.allow_mismatch:
         setup.model.check_decoder(setup.decoder)
-    check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding["max_cache_tokens"])
+    check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
     setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 

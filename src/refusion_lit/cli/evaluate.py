@@ -71,8 +71,13 @@ def run(args: list[str]) -> int:
             f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
         )
     names = ("decoder", "likelihood", "num_draws", "seed")
-    chosen = {name: options[name] for name in names} | decoding_of(options)
-    model = RefusionLitModel(load_model_of(options), **chosen)
+    decoding = decoding_of(options)
+    model = RefusionLitModel(
+        load_model_of(options),
+        **{name: options[name] for name in names},
+        batch_size=decoding.batch_size,
+        allow_mismatch=decoding.allow_mismatch,
+    )
     results = evaluate(
         model,
         tasks,

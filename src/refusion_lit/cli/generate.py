@@ -58,7 +58,7 @@ def run(args: list[str]) -> int:
         decoder=setup.decoder,
         sampling=setup.sampling,
         callbacks=[Stream(setup.model.detokenize, setup.sampling.stop)],
-        **setup.decoding,
+        **vars(setup.decoding),
     )
     return 0
 

@@ -14,20 +14,11 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded
 from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
-from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.types import DecodingOptions, SamplingParams
+from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
-
-_DECODING = {
-    "batch_size": (int, 16, "prompts decoded concurrently; changes no token"),
-    "max_tokens_per_forward": (int | None, None, "maximum number of positions a forward computes; changes no token"),
-    "max_cache_tokens": (int | None, None, "maximum number of cache entries of all prompts in flight"),
-    "share_prefixes": (bool, True, "compute what prompts have in common at their beginning once"),
-    "allow_mismatch": (bool, False, "only warn if the model does not fit"),
-}
-"""Options of how prompts are decoded, with type, default and help."""
 
 
 class PlainHelp(DefaultHelpFormatter):
@@ -111,9 +102,10 @@ def add_decoder_option(parser: OneLineParser) -> None:
 
 def add_decoding_options(parser: OneLineParser, *names: str) -> None:
     """Add options of how prompts are decoded, all of them by default."""
-    for name in names or _DECODING:
-        kind, default, text = _DECODING[name]
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    left_out = {field.name for field in fields(DecodingOptions)} - set(names) if names else set()
+    parser.add_class_arguments(DecodingOptions, skip=left_out)
+    if "batch_size" not in left_out:
+        parser.set_defaults(batch_size=16)
 
 
 def add_loading_options(parser: OneLineParser) -> None:
@@ -193,13 +185,13 @@ class Setup:
         model: The loaded model.
         decoder: The strategy: the one of the options, or the model's own, fitted to the length limit.
         sampling: Length limit, sampling options and stop strings.
-        decoding: The options of how prompts are decoded that the command has.
+        decoding: How prompts are batched and decoded.
     """
 
     model: TextModel
     decoder: Decoder
     sampling: SamplingParams
-    decoding: dict[str, Any]
+    decoding: DecodingOptions
 
 
 def setup_of(options: Namespace) -> Setup:
@@ -214,14 +206,11 @@ def setup_of(options: Namespace) -> Setup:
     return Setup(model, options.decoder or model.default_decoder.fitted(sampling), sampling, decoding)
 
 
-def decoding_of(options: Namespace) -> dict[str, Any]:
-    """Return the options of how prompts are decoded that a command has.
+def decoding_of(options: Namespace) -> DecodingOptions:
+    """Return how prompts are decoded; options that the command does not have stay at their defaults.
 
     Raises:
-        ValueError: If one is out of range.
+        ValueError: If an option is out of range.
     """
-    found = {name: options[name] for name in _DECODING if name in options}
-    for name in ("batch_size", "max_tokens_per_forward", "max_cache_tokens"):
-        if found.get(name) is not None:
-            require_at_least(name, found[name], 1)
-    return found
+    names = [field.name for field in fields(DecodingOptions) if field.name in options]
+    return DecodingOptions(**{name: options[name] for name in names})

@@ -81,4 +81,4 @@ def _output(options: Namespace) -> tuple[Path, str]:
 
 def _decode(options: Namespace) -> Trace:
     setup = setup_of(options)
-    return setup.model.trace(options.prompt, decoder=setup.decoder, sampling=setup.sampling, **setup.decoding)[1]
+    return setup.model.trace(options.prompt, decoder=setup.decoder, sampling=setup.sampling, **vars(setup.decoding))[1]

@@ -20,8 +20,10 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
 REMOVED = {
-    "backbone.compile": "compiled decode steps were slower (0.70 to 0.997 times) where they were measured",
+    "backbone.compile": "compiled decode steps were slower (0.70 to 0.997 times) where they were measured; leave it out",
     "objective.kernel": "the fused loss of liger-kernel was never measured; leave it out",
+    "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
+    "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
 }
 """Options and classes that earlier versions had, each with what to do instead.
 
