@@ -105,7 +105,7 @@ class Chat:
     def __init__(self, setup: Setup, options: Namespace, console: Console) -> None:
         self.model = setup.model
         self.decoder = setup.decoder
-        self.sampling = setup.sampling
+        self.setup = setup
         self.options = options
         self.console = console
         self.turns: list[tuple[str, str]] = []
@@ -164,8 +164,8 @@ class Chat:
             callbacks = [_Watch(live, self.model.piece)] if watching else []
             name = str(len(self.turns))
             row, self.last = self.model.trace(
-                question, decoder=self.decoder, sampling=self.sampling, token_ids=ids, prompt_id=name,
-                callbacks=callbacks, allow_mismatch=self.options.allow_mismatch, kept=self._kept,
+                question, decoder=self.decoder, sampling=self.setup.sampling, token_ids=ids, prompt_id=name,
+                callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
@@ -178,7 +178,7 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
-        context, room = self.model.model_for(self.decoder).max_positions, self.sampling.max_new_tokens
+        context, room = self.model.model_for(self.decoder).max_positions, self.setup.sampling.max_new_tokens
         num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
         kept = num_turns
         ids = self.model.encode(question, self.messages(question, kept))

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.usage_errors import brief, nearest
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.require import require
@@ -119,24 +119,20 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
     Raises:
         ValueError: If it is missing or wrong.
     """
-    if not file.is_file():
-        raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist; check it.")
     parser = OneLineParser(prog="refusion-lit sweep")
-    parser.add_class_arguments(Sweep, "sweep")
+    parser.add_class_arguments(Sweep)
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
-    names = [field.name for field in fields(Sweep)]
-    for name in values:
-        if name not in names:
-            raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
-    if num_workers is not None:
-        launcher: Any = values.get("launcher") or "Local"
-        launcher = {"class_path": launcher} if isinstance(launcher, str) else launcher
-        options = launcher.get("init_args") or {} if isinstance(launcher, dict) else None
-        if isinstance(options, dict):  # else it is refused below
-            launcher = {**launcher, "init_args": {**options, "num_workers": num_workers}}
-        values["launcher"] = launcher
-    parsed = cast("Namespace", parser.parse_object({"sweep": values}))
-    return cast("Namespace", parser.instantiate_classes(parsed)).sweep
+    try:
+        options = cast("Namespace", parser.instantiate_classes(parser.parse_object(values)))
+    except PARSER_ERRORS as error:
+        raise explained(parser, [f"--config={file}"], error, "sweep") from error
+    sweep = Sweep(**vars(options))
+    if num_workers is None:
+        return sweep
+    is_taken = is_dataclass(sweep.launcher) and hasattr(sweep.launcher, "num_workers")
+    require(is_taken, "num_workers", "a launcher with workers", type(sweep.launcher).__name__, "leave it out")
+    launcher: Any = sweep.launcher
+    return replace(sweep, launcher=replace(launcher, num_workers=num_workers))
 
 
 def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:

@@ -20,7 +20,7 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
 REMOVED = {
-    "backbone.compile": "compiled decode steps were slower (0.70 to 0.997 times) where they were measured; leave it out",
+    "backbone.compile": "compiled decode steps were slower where measured (0.70 to 0.997 times); leave it out",
     "objective.kernel": "the fused loss of liger-kernel was never measured; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
@@ -92,7 +92,10 @@ def options_given(args: Sequence[str]) -> list[Given]:
             for key, inner in read_yaml(Path(value), "config").items():
                 found += _within(key, inner, value)
         else:
-            found += _within(name, loaded(value), "")
+            try:
+                found += _within(name, loaded(value), "")
+            except RecursionError:
+                raise ValueError(f"{name}: expected a value, got one that contains itself; write it out.") from None
     return found
 
 
@@ -205,15 +208,26 @@ class _Refusal:
         same = [each for each in self._given if _leaf(each.name) == _leaf(name) and each.name.endswith(name)]
         unknown = [each for each in same if each.name not in self._siblings(each.name)]
         option = self._chosen_of(unknown, Given(self._path or name, None))
-        begin = f"{option.where}unknown option {option.name!r}"
         if reason := removal_of(option.name):
-            return f"{begin}: it was removed; {reason}."
-        known = self._siblings(option.name)
-        above = option.name.rpartition(".")[0]
+            return f"{option.where}unknown option {option.name!r}: it was removed; {reason}."
+        name = self._first_unknown(option.name)
+        begin = f"{option.where}unknown option {name!r}"
+        known = self._siblings(name)
+        above = name.rpartition(".")[0]
         if self._component(above) is None:
-            return f"{begin}{nearest(option.name, known) or f'; `refusion-lit {command} --help` lists them'}"
+            return f"{begin}{nearest(name, known) or f'; `refusion-lit {command} --help` lists them'}"
         listing = f"; known are {', '.join(map(_leaf, known))}" if known else f": {above} has no options; remove it."
-        return f"{begin}{nearest(option.name, known) or listing}"
+        return f"{begin}{nearest(name, known) or listing}"
+
+    def _first_unknown(self, name: str) -> str:
+        """Return the group that holds an unknown option if there is none of its name, else the option."""
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            above = ".".join(parts[:count])
+            is_known = any(f"{each}.".startswith(f"{above}.") for each in self._actions)
+            if not is_known and self._component(above) is None:
+                return above
+        return name
 
     def of_a_class(self, found: re.Match[str]) -> str:
         """Return the line for a class that does not exist, or cannot be imported, or is of another kind."""
