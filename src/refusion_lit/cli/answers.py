@@ -22,6 +22,7 @@ from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
+from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
 
 @contextmanager
 def _writer(
-    options: Namespace, requests: list[_Request], fingerprint: dict[str, Any]
+    options: Namespace, requests: list[_Request], fingerprint: Fingerprint
 ) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
     """Open the output; yield the requests that are not answered yet, and what writes an answer."""
     if options.output is None:

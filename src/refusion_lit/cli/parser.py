@@ -102,7 +102,8 @@ def add_decoder_option(parser: OneLineParser) -> None:
 
 def add_decoding_options(parser: OneLineParser, *names: str) -> None:
     """Add options of how prompts are decoded, all of them by default."""
-    left_out = {field.name for field in fields(DecodingOptions)} - set(names) if names else set()
+    known = [field.name for field in fields(DecodingOptions)]
+    left_out: set[str | int] = {name for name in known if names and name not in names}
     parser.add_class_arguments(DecodingOptions, skip=left_out)
     if "batch_size" not in left_out:
         parser.set_defaults(batch_size=16)

@@ -283,8 +283,9 @@ class _Refusal:
         return action if hasattr(action, "_typehint") else None
 
     def _default_class(self, name: str) -> str | None:
-        default = getattr(self._actions.get(name), "default", None)
-        return _leaf(str(default["class_path"])) if hasattr(default, "get") and "class_path" in default else None
+        default: Any = getattr(self._actions.get(name), "default", None)
+        path = default.get("class_path") if hasattr(default, "get") else None
+        return None if path is None else _leaf(str(path))
 
     def _classes(self, name: str) -> list[type]:
         action = self._component(name)
