@@ -3,8 +3,9 @@
 usage: python docs/code_paths.py
 
 A file counts, with all its lines, if one of its functions runs between the start and the end of the way. What runs
-while modules are imported or the model is loaded is left out, and so is the lean body. Lines are code, text (docstrings
-and comments that fill a line) or blank. The columns: all lines, code, text, and the code of the functions that run.
+while modules are imported or the model is loaded is left out, and so is the fused backbone. Lines are code, text
+(docstrings and comments that fill a line) or blank. The columns: all lines, code, text, and the code of the functions
+that run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import CodeType, FrameType
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "refusion_lit"
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
-LEAN_BODY = "modeling/lean/"
+FUSED_BODY = "modeling/fused/"
 LEFT_OUT = ("<module>", "load_model_of", "configure_optimizers", "on_before_optimizer_step")
 """Functions whose calls are left out, with all that they call."""
 BACKBONE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -80,7 +81,7 @@ def ids_to_text() -> Callable[[], object]:
     import refusion_lit
     from refusion_lit.modeling.loading import BackboneConfig
 
-    model = refusion_lit.load(MODEL, overrides=BackboneConfig(source=str(MODEL), lean=False))
+    model = refusion_lit.load(MODEL, overrides=BackboneConfig(source=str(MODEL), fused_body=False))
     return lambda: model.generate_ids([[4, 5, 13, 6, 7, 17]], max_new_tokens=32)
 
 
@@ -113,7 +114,7 @@ def main() -> None:
                        ("examples to loss", examples_to_loss)):  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             functions = functions_of(make())
-        lines = {file: line_counts(file, functions[file]) for file in sorted(functions) if LEAN_BODY not in file}
+        lines = {file: line_counts(file, functions[file]) for file in sorted(functions) if FUSED_BODY not in file}
         total, code, text, running = (sum(column) for column in zip(*lines.values(), strict=True))
         print(f"{name}: {len(lines)} files, {total} lines: {code} of code ({running} in functions that run), "
               f"{text} of docstrings and comments, {total - code - text} blank")  # fmt: skip

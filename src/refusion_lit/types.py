@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -183,35 +182,6 @@ class PromptBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
         """Return the batch itself: it holds no tensors."""
         return self
-
-
-@dataclass(frozen=True)
-class ForwardCost:
-    """Cost of a forward as a function of its length; the unit is the cost of one more position in a long forward.
-
-    Attributes:
-        fixed: Fixed cost, at least 0: a forward of n positions a row costs about ``fixed + n``.
-        measured: Lengths in positions a row and their costs, in ascending order; empty: exactly ``fixed + n``.
-    """
-
-    fixed: float
-    measured: tuple[tuple[int, float], ...] = ()
-
-    def of(self, num_positions: int) -> float:
-        """Return the cost of a forward of ``num_positions`` a row, interpolated linearly between measured lengths."""
-        if not self.measured:
-            return self.fixed + num_positions
-        (shortest, least), (longest, most) = self.measured[0], self.measured[-1]
-        if num_positions <= shortest:
-            return least
-        if num_positions >= longest:
-            return most + num_positions - longest
-        (start, low), (end, high) = next(two for two in pairwise(self.measured) if num_positions <= two[1][0])
-        return low + (high - low) * (num_positions - start) / (end - start)
-
-
-ASSUMED_COST = ForwardCost(32)
-"""Where nothing is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,6 @@ class EvaluationHooks(L.LightningModule):
             "share_prefixes": self.decoding.share_prefixes,
             "verifier": self.decoding.verifier,
             "decoders": {name: described(decoder) for name, decoder in self.decoders.items()},
-            "forward_costs": self.model.forward_costs,
             "fingerprints": self._running.fingerprints,
             "results": self.results,
             "mismatches": self.mismatches,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive, block_mask
-from refusion_lit.modeling.checks import check_compilable, check_invariant, check_packed, check_supported
+from refusion_lit.modeling.checks import check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.fused.architectures import is_known
 from refusion_lit.modeling.fused.body import FusedBody
-from refusion_lit.modeling.fused.compiled import compiled_cache
 from refusion_lit.modeling.fused.invariant import NUM_KEYS
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
@@ -23,7 +23,7 @@ from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
-from refusion_lit.types import ForwardCost, ModelTraits, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -34,14 +34,12 @@ class Backbone(nn.Module, LanguageModel):
         model: A model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its special ids.
-        lean: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known, which is
-            faster. Other architectures, and training, use the library's forward.
+        fused_body: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known,
+            which is faster. Other architectures, and training, use the library's forward.
         batch_invariant: Decode so that a token's logits do not depend on what else is in a forward.
-        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.fused.compiled.CompiledBody`.
 
     Raises:
-        ValueError: If the head is not one plain linear map, a layer's attention cannot take explicit masks, or
-            ``compile`` does not go with the other options.
+        ValueError: If the head is not one plain linear map, or a layer's attention cannot take explicit masks.
     """
 
     def __init__(
@@ -50,24 +48,20 @@ class Backbone(nn.Module, LanguageModel):
         traits: ModelTraits,
         special_tokens: SpecialTokens,
         *,
-        lean: bool = True,
+        fused_body: bool = True,
         batch_invariant: bool = False,
-        compile: bool = False,
     ) -> None:
         super().__init__()
         check_supported(model, body_of(model))
         if batch_invariant:
-            check_invariant(model.config, is_lean=lean and is_known(body_of(model)), compile=compile)
-        if compile:
-            check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
+            check_invariant(model.config, is_fused=fused_body and is_known(body_of(model)))
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
         self.drafter: Drafter | None = None
-        self.lean, self.batch_invariant, self.compile_steps = lean, batch_invariant, compile
+        self.fused_body, self.batch_invariant = fused_body, batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
         self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
-        self._forward_costs: dict[tuple[object, ...], ForwardCost] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
@@ -105,22 +99,33 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        # The lean body has no gradients and no autocast.
+        return self._states(self._make_fused_body(), input_ids, position_ids, attention_mask, cache)
+
+    def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
+        return partial(self._states, self._make_fused_body())
+
+    def _states(
+        self,
+        body: FusedBody | None,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        # The fused backbone has no gradients and no autocast.
         is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-        is_kept = torch.is_grad_enabled() or not (self.batch_invariant and is_autocast)
-        require(
-            is_kept, "batch_invariant", "decoding without autocast", "autocast", "set precision: 32-true or bf16-true"
-        )
-        if not (torch.is_grad_enabled() or is_autocast):
-            body = self._lean_body() if cache is None else cache.body
-            if body is not None:
-                return body(input_ids, position_ids, attention_mask, cache)
+        if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
+            fix = "set precision: 32-true or bf16-true"
+            require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
+        if body is not None and not (torch.is_grad_enabled() or is_autocast):
+            return body(input_ids, position_ids, attention_mask, cache)
         mask = as_mask(attention_mask, input_ids.device) if isinstance(attention_mask, Visibility) else attention_mask
         return self._library_states(input_ids, position_ids, mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         head = self.head
-        if not (self.batch_invariant or (self.lean and self.packed.takes(head.weight))):
+        if not (self.batch_invariant or (self.fused_body and self.packed.takes(head.weight))):
             return head(hidden)
         is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)
         if is_traced or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
@@ -133,9 +138,9 @@ class Backbone(nn.Module, LanguageModel):
         Raises:
             ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
         """
-        has_gate = self.lean and is_known(self.body) and not self.compile_steps
-        expected = "a Llama, Qwen2 or Qwen3 model decoded with lean: true and compile: false"
-        got = f"{type(self.body).__name__}, lean: {self.lean}, compile: {self.compile_steps}"
+        has_gate = self.fused_body and is_known(self.body)
+        expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
+        got = f"{type(self.body).__name__}, fused_body: {self.fused_body}"
         require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
@@ -146,38 +151,8 @@ class Backbone(nn.Module, LanguageModel):
         self.packed = PackedWeights()
         return super()._apply(*args, **kwargs)
 
-    @property
-    def forward_costs(self) -> dict[str, float]:
-        """The fixed costs that :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
-        return {" ".join(map(str, key)): round(cost.fixed, 1) for key, cost in self._forward_costs.items()}
-
-    def forward_cost(self, num_rows: int) -> ForwardCost:
-        """Return the measured cost of forwards with ``num_rows`` rows; see :func:`measure_forward_cost`.
-
-        It is measured once for each power of two of rows, device and type, which takes about a second.
-        """
-        rows = 1 << (num_rows - 1).bit_length()
-        key = (f"{rows} rows", self.device, self.dtype, f"{torch.get_num_threads()} threads")
-        if key not in self._forward_costs:
-
-            def forward(length: int) -> None:
-                # With a drafter, decoders weigh the cost of masks, at which its adapters act.
-                masks = torch.tensor(self.special_tokens.draft_token_ids[:1] or (0,), device=self.device)
-                ids = torch.cat((torch.zeros_like(masks), masks.expand(length - 1))).expand(rows, -1)
-                positions = torch.arange(length, device=self.device).expand(rows, -1)
-                self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
-
-            most = self.max_positions if self.learns_positions else None
-            self._forward_costs[key] = measure_forward_cost(forward, rows, most)
-        return self._forward_costs[key]
-
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        # Modules may be wrapped or replaced between two generations, but not during one: inspect them once, here.
-        if self.compile_steps:
-            return compiled_cache(self.body, self.config, num_rows, lean=self.lean)
-        cache = KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
-        cache.body = self._lean_body()
-        return cache
+        return KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
 
     def forward(
         self,
@@ -229,9 +204,9 @@ class Backbone(nn.Module, LanguageModel):
             )
         return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
-    def _lean_body(self) -> FusedBody | None:
+    def _make_fused_body(self) -> FusedBody | None:
         body = self.body
-        if not (self.lean and is_known(body)):
+        if not (self.fused_body and is_known(body)):
             return None
         if self.batch_invariant:
             require(
