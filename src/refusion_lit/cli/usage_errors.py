@@ -102,6 +102,8 @@ def options_given(args: Sequence[str]) -> list[Given]:
         if not equals and waiting and not waiting[0].startswith("--"):
             value = waiting.pop(0)
         name = name.lstrip("-").removesuffix("+")
+        if not value:
+            continue  # a flag, or an option whose value is missing
         if name in ("c", "config"):
             for key, inner in read_yaml(Path(value), "config").items():
                 found += _within(key, inner, value)
@@ -164,7 +166,7 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         return unreadable
     if found := re.search(r"arguments are required: (.+)", message):
         return ValueError(_missing(found[1].replace(f"{command}.", ""), parser))
-    if found := re.search(r"argument (?:-\w, )?--(.+?): expected (?:one|at least one) argument", message):
+    if found := re.search(r"argument (?:-\w/)?--(.+?): expected (?:one|at least one) argument", message):
         return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
     if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
         expected = "expected options, which start with -- as in --config FILE"
