@@ -28,6 +28,8 @@ print({"torch", "lightning", "transformers", "jsonargparse", "numpy"} & sys.modu
 
 def test_the_pages_are_current(tmp_path: Path) -> None:
     """If this fails, run ``python docs/help_pages.py``."""
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("argparse of other versions of Python lays help out differently")
     pins = (REPOSITORY / "constraints.txt").read_text().split()
     for package in ("jsonargparse", "lightning", "torch"):
         if f"{package}=={version(package).partition('+')[0]}" not in pins:
