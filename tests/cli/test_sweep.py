@@ -133,7 +133,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
     [
         ("grid: [1]", "grid"),
         ("gird: {a: [1]}", "did you mean 'grid'"),
-        ("num_samples: 2", "'num_samples' is no option of a sweep"),
+        ("num_samples: 2", "unknown option 'num_samples'"),
         ("launcher: Locl", "Locl"),
         ("a: [", "); correct the file."),
         ("- 1", "got list; write them as NAME: VALUE."),

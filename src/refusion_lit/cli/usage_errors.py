@@ -38,7 +38,6 @@ REMOVED = {
     "objective.token_weights": _ZARYA,
     "position_bytes": "positions and forwards per token are in the tables; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
-    "num_samples": "sweeps are lists and grids; list the samples in entries",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
 }
 """Options and classes that earlier versions had, each with what to do instead.
