@@ -24,6 +24,13 @@ _SEARCH = "the interval search is gone; set t_min and t_max"
 REMOVED = {
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
+    "exploration": "SlotSearch weighs the prior with 1; leave it out",
+    "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
+    "look_ahead": "WeDLM refills its window in the same forward; leave it out",
+    "max_post_forwards": "TokenEditing makes at most 16; leave it out",
+    "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
+    "objective.eos_chance": "rejected texts always have an end of sequence; leave it out",
+    "objective.gamma": "the preference has no margin; leave it out",
     "objective.kernel": "the loss is computed in chunks; leave it out",
     "objective.mask_pattern": _ZARYA,
     "objective.max_span": _ZARYA,
@@ -36,9 +43,12 @@ REMOVED = {
     "objective.shuffle_masked": _ZARYA,
     "objective.slot_borders": _ZARYA,
     "objective.token_weights": _ZARYA,
+    "objective.weighting": "a mask weighs 1 / gamma; leave it out",
     "position_bytes": "positions and forwards per token are in the tables; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
+    "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
+    "shuffled": "FirstHitting decodes places in text order; leave it out",
 }
 """Options and classes that earlier versions had, each with what to do instead.
 
