@@ -19,8 +19,8 @@ from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_m
 from benchmarks.memory import peak_resident_bytes, resident_bytes
 from jsonargparse import auto_cli
 
-from refusion_lit.data.bin_packing import pack_samples
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.datasets import pack_samples
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone

@@ -98,7 +98,7 @@ def test_training_goes_on_with_the_interval_of_the_lowest_variance(
     assert (found.t_min, found.t_max) != (1e-3, 1.0)
     assert float(trainer.callback_metrics["train/t_min"]) == pytest.approx(found.t_min)
     # Training draws from it.
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_dataloader())).batch
     corrupted = module.corrupt(batch)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=module.current_epoch)
     expected = found.corrupt(batch, noise, module.model.special_tokens)

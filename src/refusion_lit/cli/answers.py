@@ -75,7 +75,7 @@ def write_answers(options: Namespace) -> None:
                 sampling=sampling,
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
-                callbacks=[_Writer(write, waiting, record_forwards=options.record_forwards), *watch],
+                callbacks=[_Writer(write, waiting), *watch],
                 **decoding_of(options),
             )
         finally:
@@ -130,9 +130,7 @@ def _writer(
         return
     from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 
-    fingerprint = predictions_fingerprint(
-        model, options.decoder, sampling, contents.items(), record_forwards=options.record_forwards
-    )
+    fingerprint = predictions_fingerprint(model, options.decoder, sampling, contents.items())
     file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
     pending = _Pending(file)
     try:
@@ -172,15 +170,13 @@ class _Pending:
 class _Writer(GenerationCallback):
     """Writes each response as it finishes."""
 
-    def __init__(
-        self, write: Callable[[dict[str, Any]], None], requests: list[_Request], *, record_forwards: bool
-    ) -> None:
-        self._write, self._requests, self._record_forwards = write, requests, record_forwards
+    def __init__(self, write: Callable[[dict[str, Any]], None], requests: list[_Request]) -> None:
+        self._write = write
+        self._requests = requests
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
-        prompt, reference = request.prompt, request.reference
-        self._write(prediction(generation, prompt=prompt, reference=reference, record_forwards=self._record_forwards))
+        self._write(prediction(generation, prompt=request.prompt, reference=request.reference))
 
 
 def read_prompts(source: str) -> Iterator[_Request]:

@@ -33,7 +33,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
     parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--record_forwards", type=bool, default=False, help="add forward_shapes to the JSON lines")
     return parser
 
 

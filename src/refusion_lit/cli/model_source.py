@@ -8,9 +8,14 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from refusion_lit.checkpoints.metadata import CheckpointMetadata
-from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
-from refusion_lit.checkpoints.stored import check_model_source, is_checkpoint_file, newest_checkpoint, read_checkpoint
+from refusion_lit.checkpoints.files import (
+    check_model_source,
+    is_checkpoint_file,
+    is_sharded_checkpoint,
+    newest_checkpoint,
+    read_checkpoint,
+)
+from refusion_lit.checkpoints.models import CheckpointMetadata
 from refusion_lit.modeling.hub import check_source
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
 from refusion_lit.modeling.formats import CheckpointFormat, format_of
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 from refusion_lit.utils.errors import reason_of
@@ -248,6 +250,43 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
             raise ValueError(
                 f"tokenizer: the tokenizer files in {source} cannot be read; use another checkpoint."
             ) from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:
+    """Refuse a tokenizer whose ids mean something else to the weights that a training starts from.
+
+    The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
+
+    Args:
+        tokenizer: The tokenizer that encodes the data.
+        backbone: Where the weights come from.
+
+    Raises:
+        ValueError: Naming the first token with another id.
+    """
+    if backbone.source is None or backbone.random_init or tokenizer.name_or_path == backbone.source:
+        return
+    source = PretrainedTokenizer(
+        source=backbone.source,
+        revision=backbone.revision,
+        layout=backbone.layout,
+        trust_remote_code=backbone.trust_remote_code,
+    )
+    try:
+        own = source.build(None)
+    except ValueError as error:
+        warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
+        return
+    expected, found = own.get_vocab(), tokenizer.get_vocab()
+    if mask_is_new(own) and own.mask_token is not None:
+        del expected[str(own.mask_token)]  # unknown to the weights
+    for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
+        if found.get(token) != identity:
+            raise ValueError(
+                f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, which its weights are for, "
+                f"got {len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
+                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
+            )
 
 
 def _texts(examples: Iterable[Example]) -> Iterator[str]:

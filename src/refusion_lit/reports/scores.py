@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,15 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                     notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                     continue
                 predictions.setdefault(identity, prediction)
+    return _in_order(predictions)
+
+
+def scores_of(predictions: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
+    """Return predictions by prompt id in natural order, from the values that were written as lines."""
+    return _in_order(dict(map(_parse, predictions)))
+
+
+def _in_order(predictions: Mapping[str, ScoredPrediction]) -> dict[str, ScoredPrediction]:
     return dict(sorted(predictions.items(), key=lambda item: natural_key(item[0])))
 
 
