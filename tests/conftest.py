@@ -35,17 +35,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _fixed_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make counts of forwards repeatable: a forward costs 32 positions, but in tests of measuring it."""
-    # Imported here, after the hook that checks shapes.
-    from refusion_lit.modeling.backbone import Backbone
-    from refusion_lit.modeling.interface import LanguageModel
-
-    if "measured_cost" not in request.keywords:
-        monkeypatch.setattr(Backbone, "forward_cost", LanguageModel.forward_cost)
-
-
 @pytest.fixture(scope="session")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Chrome]:
     """A browser for the whole session."""

@@ -10,11 +10,9 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import pytest
 from hypothesis import strategies as st
 
 import refusion_lit.families
@@ -35,10 +33,7 @@ from refusion_lit.decoding import (
     SetDiffusion,
     TokenEditing,
     WeDLM,
-    decode,
 )
-from refusion_lit.engine import engine
-from refusion_lit.engine.executor import Executor
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from subclasses import concrete_subclasses
 
@@ -185,13 +180,6 @@ def prompts(draw: st.DrawFn, max_size: int = 5) -> list[Prompt]:
 
 def temperatures() -> st.SearchStrategy[float]:
     return st.sampled_from([0.0, 0.0, 1.0])
-
-
-def decode_with_prefetch(*args: Any, **kwargs: Any) -> DecodingOutput:
-    """Decode as on a device that makes the host wait: likely requests are prefetched."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Executor", partial(Executor, prefetches=True))
-        return decode(*args, **kwargs)
 
 
 class LastState(GenerationCallback):

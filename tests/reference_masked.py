@@ -65,7 +65,7 @@ def run(
     """Decode with the package's decoder."""
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_new_tokens=length, **sampling)
-    return decode(model(), decoder, named, params, max_batch_size=batch_size, trace=trace).rows
+    return decode(model(), decoder, named, params, batch_size=batch_size, trace=trace).rows
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-@pytest.mark.parametrize("name", ["num_beams", "max_batch_size", "detokenize"])
+@pytest.mark.parametrize("name", ["num_beams", "batch_size", "detokenize"])
 def test_an_unknown_option_is_refused_by_the_methods_name(model: TextModel, method: str, name: str) -> None:
     with pytest.raises(
         TypeError, match=rf"^{method}: unknown option {name}; expected one of .*batch_size, max_tokens_"

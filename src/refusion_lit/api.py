@@ -21,8 +21,10 @@ from refusion_lit.decoding import (
     decode,
     default_decoder,
 )
-from refusion_lit.engine.arguments import check_arguments, check_options
+from refusion_lit.engine.admission import KeptCache
+from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.lengths import choose_lengths
+from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
@@ -32,7 +34,8 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
 
-_PROMPT_OPTIONS = ("decoder", "max_new_tokens", "sampling", "ids", "templates")
+_OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates")
+"""Further arguments of the methods, for messages about unknown ones."""
 
 
 class TextModel:
@@ -105,8 +108,10 @@ class TextModel:
         decoder: Decoder,
         sampling: SamplingParams,
         *,
-        batch_size: int = 1,
-        **options: Any,  # noqa: ANN401 - options of decode
+        callbacks: Sequence[GenerationCallback] = (),
+        trace: bool = False,
+        kept: KeptCache | None = None,
+        **options: Any,  # noqa: ANN401 - fields of DecodingOptions
     ) -> DecodingOutput:
         """Decode prompts; the model is in evaluation mode meanwhile.
 
@@ -114,29 +119,25 @@ class TextModel:
             prompts: Encoded prompts.
             decoder: The strategy.
             sampling: Length limit, sampling options and stop strings.
-            batch_size: Maximum number of prompts decoded concurrently. Changes no token.
-            options: Other options of :func:`refusion_lit.decoding.decode`.
+            callbacks: Notified when tokens are committed and prompts finish.
+            trace: Record a trace of every forward.
+            kept: Keeps the cache of one call for the next, whose prompts share prefixes with those of this one.
+            options: Fields of :class:`~refusion_lit.types.DecodingOptions`, such as ``batch_size``.
 
         Raises:
             TypeError: If an option is unknown.
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
-        check_options("decode", options, ())
-        check_arguments(decoder, sampling, options.get("callbacks", ()))
-        if not options.get("allow_mismatch"):
+        chosen = decoding_options(options, *_OWN)
+        check_arguments(decoder, sampling, callbacks)
+        if not chosen.allow_mismatch:
             self.check_decoder(decoder)
+        model = self.model_for(decoder)
         was_training = self.backbone.training
         self.backbone.eval()
+        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
         try:
-            return decode(
-                self.model_for(decoder),
-                decoder,
-                prompts,
-                sampling,
-                max_batch_size=batch_size,
-                detokenize=self.detokenize,
-                **options,
-            )
+            return decode(model, decoder, prompts, sampling, chosen, **watch)
         finally:
             self.backbone.train(was_training)
 
@@ -204,7 +205,6 @@ class TextModel:
         Raises:
             ValueError: As for :meth:`decode`.
         """
-        check_options("trace", options, ("decoder", "max_new_tokens", "sampling", "token_ids", "prompt_id"))
         require(isinstance(query, str), "query", "a text", query, "trace one text at a time")
         ids = tuple(self.encode(query) if token_ids is None else token_ids)
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
@@ -239,7 +239,6 @@ class TextModel:
         queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
         holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
         require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
-        check_options("generate", options, _PROMPT_OPTIONS)
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
@@ -264,7 +263,6 @@ class TextModel:
             ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
                 :meth:`decode`.
         """
-        check_options("infill", options, _PROMPT_OPTIONS[:-1])
         return self.generate(queries, templates=templates, **options)
 
     def generate_ids(
@@ -284,7 +282,6 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
         """
-        check_options("generate_ids", options, _PROMPT_OPTIONS)
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
@@ -299,7 +296,8 @@ class TextModel:
         if len(flat) == len(encoded):
             return self.decode(flat, decoder, sampling, **options).rows
         callbacks = options.pop("callbacks", ())
-        traced, ends = options | {"trace": True}, self.backbone.special_tokens.eos_token_ids
+        traced: dict[str, Any] = options | {"trace": True}
+        ends = self.backbone.special_tokens.eos_token_ids
 
         def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
             return self.decode(tried, decoder, how, **traced).rows

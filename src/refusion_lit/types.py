@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -185,33 +184,34 @@ class PromptBatch:
         return self
 
 
-@dataclass(frozen=True)
-class ForwardCost:
-    """Cost of a forward as a function of its length; the unit is the cost of one more position in a long forward.
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """How prompts are batched and decoded; apart from ``allow_mismatch``, no option changes a token.
 
     Attributes:
-        fixed: Fixed cost, at least 0: a forward of n positions a row costs about ``fixed + n``.
-        measured: Lengths in positions a row and their costs, in ascending order; empty: exactly ``fixed + n``.
+        batch_size: Maximum number of prompts decoded concurrently, at least 1; a finished prompt frees its row for the
+            next one (continuous batching).
+        max_tokens_per_forward: Maximum number of positions, padding included, that one batched forward pass computes,
+            at least 1; prompts that do not fit wait. ``None``: no limit.
+        max_cache_tokens: Maximum number of KV cache entries (tokens of prompts and responses) of all prompts in flight,
+            at least 1; long prompts then run with fewer others at a time. ``None``: no limit.
+        share_prefixes: Compute the common beginning of several prompts once and copy its cache entries.
+        allow_mismatch: Run a decoder that the model was not trained for; tables mark it.
     """
 
-    fixed: float
-    measured: tuple[tuple[int, float], ...] = ()
+    batch_size: int = 1
+    max_tokens_per_forward: int | None = None
+    max_cache_tokens: int | None = None
+    share_prefixes: bool = True
+    allow_mismatch: bool = False
 
-    def of(self, num_positions: int) -> float:
-        """Return the cost of a forward of ``num_positions`` a row, interpolated linearly between measured lengths."""
-        if not self.measured:
-            return self.fixed + num_positions
-        (shortest, least), (longest, most) = self.measured[0], self.measured[-1]
-        if num_positions <= shortest:
-            return least
-        if num_positions >= longest:
-            return most + num_positions - longest
-        (start, low), (end, high) = next(two for two in pairwise(self.measured) if num_positions <= two[1][0])
-        return low + (high - low) * (num_positions - start) / (end - start)
-
-
-ASSUMED_COST = ForwardCost(32)
-"""Where nothing is measured."""
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require_at_least("batch_size", self.batch_size, 1)
+        for option in ("max_tokens_per_forward", "max_cache_tokens"):
+            value = getattr(self, option)
+            if value is not None:
+                require_at_least(option, value, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def test_a_replayed_model_follows_its_schedule(schedule: Schedule, num_serial_bl
         options,
         random_prompts(3, 5),
         SamplingParams(max_new_tokens=128),
-        max_batch_size=2,
+        batch_size=2,
     )
     for row in output.rows:
         assert row.token_ids == text

@@ -57,7 +57,7 @@ def test_output_is_text_within_the_budget(
     sampling = replace(sampling, temperature=temperature, top_p=0.9)
     model, watcher = make(decoder), LastState()
     size = data.draw(st.integers(1, 4))
-    output = decode(model, decoder, found, sampling, max_batch_size=size, callbacks=[watcher])
+    output = decode(model, decoder, found, sampling, batch_size=size, callbacks=[watcher])
     check_output(model, found, sampling, output, watcher)
     forwards = [row.num_forwards for row in output.rows]
     assert max(forwards) <= output.num_calls <= sum(forwards)
@@ -106,9 +106,11 @@ def test_a_row_is_what_it_is_alone(
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     order = data.draw(st.permutations(range(len(found))))
-    rows = decode(make(decoder), decoder, [found[i] for i in order], sampling, max_batch_size=size).rows
+    rows = decode(make(decoder), decoder, [found[i] for i in order], sampling, batch_size=size).rows
     for i, row in zip(order, rows, strict=True):
-        [alone] = decode(make(decoder), decoder, [found[i]], sampling).rows
+        model = make(decoder)
+        model.forward_cost /= min(size, len(found))  # the rows of a batch share a forward's fixed cost
+        [alone] = decode(model, decoder, [found[i]], sampling).rows
         assert row.token_ids == alone.token_ids
         assert row.forward_shapes == alone.forward_shapes
         assert row.num_positions == alone.num_positions
@@ -123,7 +125,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     model = tiny_backbone(traits_for(decoder))
-    rows = decode(model, decoder, found[::-1], sampling, max_batch_size=size).rows[::-1]
+    rows = decode(model, decoder, found[::-1], sampling, batch_size=size).rows[::-1]
     for prompt, row in zip(found, rows, strict=True):
         [alone] = decode(model, decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
@@ -197,7 +199,7 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
         traits=traits_for(decoder),
     )
     forbids_ends = isinstance(decoder, LLaDA) and decoder.forbid_eos
-    rows = decode(model, decoder, found, sampling, max_batch_size=size).rows
+    rows = decode(model, decoder, found, sampling, batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         start = len(prompt.token_ids)
         stop = start + sampling.max_new_tokens
@@ -267,51 +269,26 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     num, slot, planned, outcomes = 0, 0, False, [True, False]
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
-        infill = infill_forwards(decoder, case, chosen, None if end is None else end - slot * size)
+        infill = infill_forwards(decoder, case, None if end is None else end - slot * size)
         num += 2 - planned + infill
         slot += chosen
         num_masks = size * (per_block - slot % per_block)  # of what remains of the block, or of the next one
-        share, fixed = sum(outcomes) / len(outcomes), assumed_cost(decoder)
-        pays = share * (fixed + num_masks) > num_masks if decoder.fused == "auto" else decoder.fused
+        share = sum(outcomes) / len(outcomes)
+        pays = decoder.fused and share * (FakeModel.forward_cost + num_masks) > num_masks
         outcomes.append(infill == 0)
-        planned = pays if infill == 0 else bool(decoder.fused) and isinstance(decoder, RecomputeKV)
+        planned = pays if infill == 0 else decoder.fused and isinstance(decoder, RecomputeKV)
     return num
 
 
-def assumed_cost(decoder: Decoder) -> int:
-    """Return the fixed cost that a decoder assumes; oracles are not measured."""
-    return 32 if decoder.forward_cost == "measure" else decoder.forward_cost
-
-
-def infill_forwards(decoder: ReFusion, case: Case, chosen: int, end: int | None) -> int:
+def infill_forwards(decoder: ReFusion, case: Case, end: int | None) -> int:
     """Return the number of forwards that fill the chosen slots; ``end`` is the place of an EOS in them, if any."""
     size = decoder.slot_size
     if size == 1 or case.agreement > decoder.token_threshold or end == 0:
         return 0  # accepted by the verification: all tokens, or a first one that ends
     # Each round accepts one more token of each slot, up to the end in the first slot.
     num_tokens = end + 1 if end is not None and end < size else size
-    if decoder.infill == "autoregressive":
-        num = num_tokens  # the first forward only proposes
-    elif decoder.infill_layout in ("reference", "packed"):
-        num = 2 * (num_tokens - 1)
-    else:
-        num = ahead_forwards(decoder, chosen, end)
+    num = num_tokens if decoder.infill == "autoregressive" else 2 * (num_tokens - 1)  # the first one only proposes
     return num + isinstance(decoder, RecomputeKV)
-
-
-def ahead_forwards(decoder: ReFusion, chosen: int, end: int | None) -> int:
-    """Return the number of forwards of an infill whose verifications propose ahead if that is cheap enough."""
-    size, num, num_accepted, is_proposed = decoder.slot_size, 0, 1, False
-    while True:
-        is_over = end is not None and end // size < chosen and end % size < num_accepted
-        num_open = end // size if end is not None and is_over else chosen
-        if num_open == 0 or num_accepted == size:
-            return num
-        num += 2 - is_proposed
-        left = size - num_accepted
-        cost = num_open * left * (left - 1) // 2
-        is_proposed = decoder.infill_layout == "single_forward" or cost <= assumed_cost(decoder)
-        num_accepted += 1
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:

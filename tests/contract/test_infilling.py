@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from decoder_cases import (
     DECODERS,
     LastState,
-    decode_with_prefetch,
     hash_models,
     prompts,
     setups,
@@ -120,7 +119,7 @@ def test_given_tokens_stay_and_holes_are_filled(
     model, watcher = make(decoder), LastState()
     ends = model.special_tokens.eos_token_ids
     assume(not any({*prompt.given[:-1]} & {*ends} for prompt in found))
-    rows = decode(model, decoder, found, sampling, max_batch_size=size, callbacks=[watcher]).rows
+    rows = decode(model, decoder, found, sampling, batch_size=size, callbacks=[watcher]).rows
     never = {model.special_tokens.mask_token_id, model.special_tokens.pad_token_id} - set(ends)
     for index, (prompt, row) in enumerate(zip(found, rows, strict=True)):
         length = prompt.given_length
@@ -162,8 +161,7 @@ def test_a_row_is_what_it_is_alone(
     sampling = replace(sampling, temperature=temperature)
     ends = make(decoder).special_tokens.eos_token_ids
     assume(not any({*prompt.given[:-1]} & {*ends} for prompt in found))
-    run = data.draw(st.sampled_from([decode, decode_with_prefetch]))
-    rows = run(make(decoder), decoder, found, sampling, max_batch_size=size).rows
+    rows = decode(make(decoder), decoder, found, sampling, batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
@@ -179,7 +177,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st
     # Where every key is the mask's, the certainty of all places ties but for rounding.
     assume(not any({*prompt.token_ids, *prompt.given} <= {MASK, None} for prompt in found))
     model = tiny_backbone(traits_for(decoder))
-    rows = decode(model, decoder, found, sampling, max_batch_size=size).rows
+    rows = decode(model, decoder, found, sampling, batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         [alone] = decode(model, decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids

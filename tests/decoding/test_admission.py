@@ -51,7 +51,7 @@ def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.D
     sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=data.draw(temperatures()))
     make, prompts = data.draw(hash_models()), data.draw(prompts_with_a_beginning())
     size = data.draw(st.integers(1, 4))
-    shared = decode(make(decoder), decoder, prompts, sampling, max_batch_size=size)
+    shared = decode(make(decoder), decoder, prompts, sampling, batch_size=size)
     alone = decode(make(decoder), decoder, prompts, sampling, share_prefixes=False)
     for one, other in zip(shared.rows, alone.rows, strict=True):
         assert one.token_ids == other.token_ids
@@ -71,7 +71,7 @@ def texts(output: DecodingOutput) -> list[list[int]]:
 
 def run(decoder: Decoder, prompts: list[list[int]], size: int, **options: Any) -> DecodingOutput:
     found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    return decode(HashModel(3, traits=traits_for(decoder)), decoder, found, NEXT, max_batch_size=size, **options)
+    return decode(HashModel(3, traits=traits_for(decoder)), decoder, found, NEXT, batch_size=size, **options)
 
 
 COMMON = [3 + i * i % 7 for i in range(20)]
@@ -149,7 +149,7 @@ def test_a_real_model_shares_keys_and_values(decoder: Decoder) -> None:
     model = tiny_backbone(HYBRID if isinstance(decoder, ReFusion) else traits_for(decoder))
     prompts = [Prompt(token_ids=(*COMMON, 3 + i, 4), id=str(i)) for i in range(5)]
     sampling = SamplingParams(max_new_tokens=24)
-    shared = decode(model, decoder, prompts, sampling, max_batch_size=3)
+    shared = decode(model, decoder, prompts, sampling, batch_size=3)
     alone = decode(model, decoder, prompts, sampling, share_prefixes=False)
     assert shared.num_shared == 4 * len(COMMON)
     assert texts(shared) == texts(alone)
@@ -173,7 +173,7 @@ def test_a_bound_on_the_cache_changes_concurrency_and_no_token(bound: int) -> No
         Autoregressive(),
         found,
         NEXT,
-        max_batch_size=4,
+        batch_size=4,
         max_cache_tokens=bound,
     )
     assert all(num_rows * num_keys <= bound for num_rows, num_keys in rows)
@@ -206,9 +206,9 @@ def test_running_out_of_memory_names_the_options_to_lower() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     prompts = [Prompt(token_ids=(3, 4), id="a")]
-    message = r"^max_batch_size: expected prompts that fit .*, got 1 and no memory .* or set max_cache_tokens\.$"
+    message = r"^batch_size: expected prompts that fit .*, got 1 and no memory .* or set max_cache_tokens\.$"
     with pytest.raises(ValueError, match=message):
-        decode(Full(3, traits=traits_for(Autoregressive())), Autoregressive(), prompts, NEXT, max_batch_size=7)
+        decode(Full(3, traits=traits_for(Autoregressive())), Autoregressive(), prompts, NEXT, batch_size=7)
 
 
 class Interrupting(HashModel):
@@ -262,5 +262,5 @@ def test_another_decoder_or_number_of_rows_gets_a_cache_of_its_own() -> None:
         (ReFusion(slot_size=4), 1, 0), (ReFusion(slot_size=4), 1, 20), (ReFusion(slot_size=2), 1, 0),
         (RecomputeKV(slot_size=2), 1, 0), (ReFusion(slot_size=2), 1, 0), (ReFusion(slot_size=2), 2, 20),
     ]:  # fmt: skip
-        output = decode(model, decoder, prompts[:number], NEXT, max_batch_size=2, kept=kept)
+        output = decode(model, decoder, prompts[:number], NEXT, batch_size=2, kept=kept)
         assert output.num_shared == expected

@@ -15,13 +15,13 @@ from scripted import ORDER, prompts_of
 @settings(max_examples=24, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    max_batch_size=st.integers(1, 11),
+    batch_size=st.integers(1, 11),
     budget=st.integers(1, 60),
     seed=st.integers(0, 99),
     causal=st.booleans(),
 )
 def test_a_budget_bounds_calls_and_changes_no_token(
-    lengths: list[int], max_batch_size: int, budget: int, seed: int, causal: bool
+    lengths: list[int], batch_size: int, budget: int, seed: int, causal: bool
 ) -> None:
     decoder = Autoregressive() if causal else ReFusion(slot_size=3, slot_threshold=0.3, token_threshold=0.5)
     prompts, sampling = prompts_of(*lengths), SamplingParams(max_new_tokens=12)
@@ -30,7 +30,7 @@ def test_a_budget_bounds_calls_and_changes_no_token(
         model = HashModel(seed, traits=ORDER if causal else HYBRID)
         return model, decode(model, decoder, prompts, sampling, **options).rows
 
-    model, rows = run(max_batch_size=max_batch_size, max_tokens_per_forward=budget)
+    model, rows = run(batch_size=batch_size, max_tokens_per_forward=budget)
     _, alone = run()
     assert [(row.token_ids, row.forward_shapes) for row in rows] == [
         (row.token_ids, row.forward_shapes) for row in alone
@@ -51,7 +51,7 @@ def test_nobody_starves_within_a_budget() -> None:
             watcher.append(index)
 
     sampling = SamplingParams(max_new_tokens=6)
-    options = {"max_batch_size": 3, "max_tokens_per_forward": 2, "callbacks": [Watch()]}
+    options = {"batch_size": 3, "max_tokens_per_forward": 2, "callbacks": [Watch()]}
     output = decode(model, Autoregressive(), prompts_of(1, 1, 1), sampling, **options)
     assert output.num_calls == 9
     for stop in range(2, 19, 2):
@@ -62,7 +62,7 @@ def test_nobody_starves_within_a_budget() -> None:
 @pytest.mark.parametrize(("budget", "num_calls"), [(1, 18), (2, 9), (3, 6), (4, 6), (1000, 6)])
 def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -> None:
     model = HashModel(3, traits=ORDER, end_bias=-60.0)
-    options = {"max_batch_size": 3, "max_tokens_per_forward": budget}
+    options = {"batch_size": 3, "max_tokens_per_forward": budget}
     output = decode(model, Autoregressive(), prompts_of(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
     assert output.num_calls == num_calls
 

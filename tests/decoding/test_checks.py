@@ -80,7 +80,7 @@ def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda: (prompts_of(1), SamplingParams(), {"max_batch_size": 0}), "^max_batch_size: .* at least 1, got 0"),
+        (lambda: (prompts_of(1), SamplingParams(), {"batch_size": 0}), "^batch_size: .* at least 1, got 0"),
         (lambda: (prompts_of(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
         (
             lambda: (prompts_of(1), SamplingParams(stop=("x",)), {}),

@@ -19,15 +19,15 @@ def entropy_of(tokens: Sequence[int]) -> float:
     return -sum(share * math.log(share) for share in shares)
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_text_is_cut_after_the_first_stop_string(max_batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_text_is_cut_after_the_first_stop_string(batch_size: int) -> None:
     model = OracleModel(oracle_text(None), traits=ORDER)
     sampling = SamplingParams(max_new_tokens=12)
     full = decode(model, Autoregressive(), prompts_of(2, 3, 4, 5), sampling).rows
     stop = letters(full[1].token_ids)[3:5]
     rows = decode(
         OracleModel(oracle_text(None), traits=ORDER), Autoregressive(), prompts_of(2, 3, 4, 5),
-        replace(sampling, stop=("never", stop)), max_batch_size=max_batch_size, detokenize=letters,
+        replace(sampling, stop=("never", stop)), batch_size=batch_size, detokenize=letters,
     ).rows  # fmt: skip
     num_stopped = 0
     for row, unstopped in zip(rows, full, strict=True):
@@ -52,18 +52,16 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(("least", "window"), [(1.0, 6), (0.5, 4), (0.2, 8), (2.0, 8)])
-def test_a_response_ends_before_the_tokens_that_repeat_themselves(
-    least: float, window: int, max_batch_size: int
-) -> None:
+def test_a_response_ends_before_the_tokens_that_repeat_themselves(least: float, window: int, batch_size: int) -> None:
     """From position 12 on the text says 5 5 6 5 5 6 5 5 5 5 5 ..."""
     target = oracle_text(None)
     model = OracleModel(lambda place: target(place) if place < 12 else 6 if place in (14, 17) else 5, traits=ORDER)
     sampling = SamplingParams(max_new_tokens=40)
     rows = decode(
         model, Autoregressive(), prompts_of(2, 3, 4), replace(sampling, min_entropy=least, entropy_window=window),
-        max_batch_size=max_batch_size,
+        batch_size=batch_size,
     ).rows  # fmt: skip
     for row, whole in zip(rows, decode(model, Autoregressive(), prompts_of(2, 3, 4), sampling).rows, strict=True):
         lengths = range(window + 1, 41)

@@ -59,20 +59,20 @@ def test_committing_a_place_twice_is_an_error() -> None:
 @settings(max_examples=24, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    max_batch_size=st.integers(1, 11),
+    batch_size=st.integers(1, 11),
     seed=st.integers(0, 99),
 )
-def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], max_batch_size: int, seed: int) -> None:
+def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], batch_size: int, seed: int) -> None:
     model = HashModel(seed, traits=ORDER)
     prompts = prompts_of(*lengths)
-    output = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=12), max_batch_size=max_batch_size)
+    output = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=12), batch_size=batch_size)
     assert [row.id for row in output.rows] == [prompt.id for prompt in prompts]
     # Every call takes one token of each running prompt, and a new prompt in where one has finished.
     running: list[int] = []
     waiting = [row.num_forwards for row in output.rows]
     num_calls = 0
     while running or waiting:
-        while waiting and len(running) < max_batch_size:
+        while waiting and len(running) < batch_size:
             running.append(waiting.pop(0))
         assert len(model.calls[num_calls].input_ids) == len(running)
         num_calls += 1
@@ -88,7 +88,7 @@ def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], max_b
 
 
 def test_no_prompts_cost_nothing() -> None:
-    output = decode(HashModel(), ReFusion(), [], SamplingParams(), max_batch_size=4)
+    output = decode(HashModel(), ReFusion(), [], SamplingParams(), batch_size=4)
     assert (output.rows, output.num_calls, output.num_positions) == ([], 0, 0)
 
 
@@ -116,13 +116,13 @@ class Recorder(GenerationCallback):
         self.finished[index] = output
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 2, 5])
-def test_accepted_tokens_are_streamed(max_batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_accepted_tokens_are_streamed(batch_size: int) -> None:
     recorder = Recorder()
     model = HashModel(7, end_bias=-6.0)
     decoder = ReFusion(slot_size=3, num_serial_blocks=2, slot_threshold=0.4, token_threshold=0.4)
     output = decode(
-        model, decoder, prompts_of(2, 7, 4), SamplingParams(max_new_tokens=24), max_batch_size=max_batch_size,
+        model, decoder, prompts_of(2, 7, 4), SamplingParams(max_new_tokens=24), batch_size=batch_size,
         callbacks=[recorder],
     )  # fmt: skip
     assert recorder.finished == dict(enumerate(output.rows))

@@ -162,7 +162,7 @@ def test_wedlm_sees_given_tokens_within_its_window() -> None:
 def test_a_model_that_always_wants_to_end_fills_holes_and_ends_after_them(decoder: Decoder) -> None:
     model = HashModel(3, end_bias=500.0, traits=traits_for(decoder))
     prompts = [Prompt(token_ids=PROMPT, id="p", given=(None, None, 7, None, 9)), Prompt(token_ids=PROMPT, id="q")]
-    first, second = decode(model, decoder, prompts, SamplingParams(max_new_tokens=16), max_batch_size=2).rows
+    first, second = decode(model, decoder, prompts, SamplingParams(max_new_tokens=16), batch_size=2).rows
     assert (len(first.token_ids), first.token_ids[2], first.token_ids[4], first.token_ids[5]) == (6, 7, 9, EOS)
     assert first.token_ids.index(EOS) == 5
     assert second.token_ids == [EOS]

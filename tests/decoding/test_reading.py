@@ -14,9 +14,8 @@ from torch import Tensor
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.engine import reading as reading_module
-from refusion_lit.engine.proposals import Proposal
-from refusion_lit.engine.reading import LogitReader, Read
-from refusion_lit.engine.requests import Draw, Reading
+from refusion_lit.engine.reading import Read, Reader
+from refusion_lit.engine.requests import Draw, Proposal
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 
@@ -72,37 +71,35 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
     reads = []
     for _ in range(chance.randint(1, 8)):
         index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
-        given_tokens = [chance.randrange(VOCAB) for _ in index] if chance.random() < 0.4 else None
-        reads.append(Read(Reading(), chance.choice(draws), index, given_tokens))
+        scored = [chance.randrange(12) for _ in range(chance.randint(0, 3))]
+        given_tokens = [chance.randrange(VOCAB) for _ in scored]
+        reads.append(Read(draw=chance.choice(draws), drafts=index, scored=scored, given=given_tokens))
     model = TableModel(torch.tensor(table, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
         patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
-        LogitReader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
+        Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
     for one in reads:
-        given_tokens = one.given or [None] * len(one.index)
-        expected = [
-            read_slowly(table[i], one.draw.forbidden, token) for i, token in zip(one.index, given_tokens, strict=True)
-        ]
-        probabilities = pytest.approx([probability for _, probability in expected], abs=1e-12)
-        if one.given is not None:
-            assert (one.reading.scores, one.reading.tokens) == (probabilities, [])
-            continue
-        assert one.reading.tokens == [token for token, _ in expected]
+        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.drafts]
+        scored = [read_slowly(table[i], one.draw.forbidden, token)[1]
+                  for i, token in zip(one.scored, one.given, strict=True)]  # fmt: skip
+        assert one.reading.scores == pytest.approx(scored, abs=1e-12)
+        assert one.reading.tokens == [token for token, _ in drawn]
         is_read = one.draw.with_probability or all_probabilities
-        assert one.reading.probabilities == (probabilities if is_read else [])
-        assert len(one.reading.statistics.get("margin", ())) == len(one.index) * len(one.draw.statistics)
+        probabilities = [probability for _, probability in drawn] if is_read else []
+        assert one.reading.probabilities == pytest.approx(probabilities, abs=1e-12)
+        assert len(one.reading.statistics.get("margin", ())) == len(one.drafts) * len(one.draw.statistics)
 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
     model = TableModel(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)))
-    kinds: list[tuple[Draw, list[int] | None]] = [(GREEDY, None), (SILENT, None), (GREEDY, [3, 4]), (SILENT, [5, 6])]
-    reads = [Read(Reading(), how, [2 * i, 2 * i + 1], given) for i, (how, given) in enumerate(kinds)]
-    LogitReader(model).read(torch.arange(8)[:, None], reads)
+    reads = [Read(draw=how, drafts=[4 * i, 4 * i + 1], scored=[4 * i + 2, 4 * i + 3], given=[3, 4])
+             for i, how in enumerate((GREEDY, SILENT))]  # fmt: skip
+    Reader(model).read(torch.arange(8)[:, None], reads)
     assert sorted(model.rows[0]) == list(range(8))
     assert len(model.rows) == 1, "finite logits are read once"
     model.table[0] = torch.nan
-    LogitReader(model).read(torch.arange(8)[:, None], [Read(Reading(), GREEDY, range(8))])
+    Reader(model).read(torch.arange(8)[:, None], [Read(draw=GREEDY, drafts=range(8))])
     assert len(model.rows) == 3, "only broken ones are read again"
 
 
@@ -140,9 +137,9 @@ def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw)
     model.special_tokens = SpecialTokens(
         mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
     )
-    reading = Reading()
-    LogitReader(model).read(torch.zeros(1, 1, dtype=torch.long), [Read(reading, replace(how, forbidden=(0,)), [0])])
-    assert reading.tokens == [1]
+    read = Read(draw=replace(how, forbidden=(0,)), drafts=[0])
+    Reader(model).read(torch.zeros(1, 1, dtype=torch.long), [read])
+    assert read.reading.tokens == [1]
 
 
 @settings(max_examples=40)
@@ -162,20 +159,20 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
                      for row in shares / shares.sum(-1, keepdim=True)]  # fmt: skip
         keys = [stable_key("read", number, place) for place in range(size)]
         index = [chosen.randrange(9) for _ in range(size)]
-        return Read(Reading(), draw, index, noise_keys=keys, proposals=proposals if number % 3 else ())
+        return Read(draw=draw, drafts=index, keys=keys, proposals=proposals if number % 3 else ())
 
     hidden, numbers = torch.arange(9)[:, None], range(chance.randint(2, 6))
     together, alone = ([read(number) for number in numbers] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * VOCAB)
         patch.setattr(reading_module, "_MAX_SOFTMAX", chunk * 3)
-        LogitReader(model).read(hidden, together)
+        Reader(model).read(hidden, together)
     for one in alone:
-        LogitReader(model).read(hidden, [one])
+        Reader(model).read(hidden, [one])
     for one, other in zip(together, alone, strict=True):
         assert one.reading.tokens == other.reading.tokens
         assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])
-        for row, proposal, same in zip(one.index, one.reading.proposals, other.reading.proposals, strict=False):
+        for row, proposal, same in zip(one.drafts, one.reading.proposals, other.reading.proposals, strict=False):
             assert torch.equal(proposal.probabilities, same.probabilities)
             allowed = model.table[row].index_fill(0, torch.tensor([MASK, PAD]), -math.inf)
             expected = (allowed.topk(5).values / 2.0).softmax(-1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import decoder_cases
-from decoder_cases import LastState, check_output, decode_with_prefetch, prompts, setups, traits_for
+from decoder_cases import LastState, check_output, prompts, setups, traits_for
 from fakes import DRAFTS, NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -170,7 +170,7 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
         max_calls = CALLS_PER_TOKEN * (sampling.max_new_tokens + 64) * len(found)
         model, watcher = make(decoder, max_calls), LastState()
         output = decode(
-            model, decoder, found, sampling, max_batch_size=size, max_tokens_per_forward=budget, callbacks=[watcher],
+            model, decoder, found, sampling, batch_size=size, max_tokens_per_forward=budget, callbacks=[watcher],
             detokenize=detokenize, trace=True,
         )  # fmt: skip
         counts.add(output)

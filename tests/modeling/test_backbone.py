@@ -153,7 +153,7 @@ def test_attention_implementations_agree(implementation: str, lean: bool) -> Non
             sampling = SamplingParams(max_new_tokens=12)
             decoder = ReFusion(slot_size=4, slot_threshold=0.2, token_threshold=0.2)
             texts = [
-                [row.token_ids for row in decode(model, decoder, prompts, sampling, max_batch_size=3).rows]
+                [row.token_ids for row in decode(model, decoder, prompts, sampling, batch_size=3).rows]
                 for model in (reference, other)
             ]
     finally:

@@ -51,7 +51,7 @@ def _expected(precision: str) -> list[list[int]]:
     model = module.text_model().backbone.to(DTYPES[precision])
     prompts = [prompt for batch in data.test_dataloader() for prompt in batch.prompts]
     with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
-        return [row.token_ids for row in decode(model, DECODER, prompts, SAMPLING, max_batch_size=4).rows]
+        return [row.token_ids for row in decode(model, DECODER, prompts, SAMPLING, batch_size=4).rows]
 
 
 @pytest.mark.parametrize("precision", DTYPES)

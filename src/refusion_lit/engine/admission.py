@@ -8,19 +8,34 @@ the store, so sharing takes no extra memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.types import Prompt
+from refusion_lit.types import Prompt, SamplingParams
 
 MIN_SHARED = 64
-"""Minimum number of tokens to share: for fewer, waiting a call until another prompt has computed them does not pay."""
+"""Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
 
 Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt in the queue.
+
+    Attributes:
+        index: Its number.
+        prompt: The prompt.
+        sampling: Length limit and sampling options.
+    """
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +43,9 @@ class Admitted:
     """A prompt and the row of the cache assigned to it.
 
     Attributes:
-        index: Its place among the prompts.
+        index: Its number.
         prompt: The prompt.
+        sampling: Length limit and sampling options.
         storage: Its row of the cache.
         source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
         num_shared: Number of copied entries.
@@ -37,6 +53,7 @@ class Admitted:
 
     index: int
     prompt: Prompt
+    sampling: SamplingParams
     storage: int
     source: int
     num_shared: int
@@ -46,25 +63,25 @@ class Admission:
     """Prompts that wait for a row of the cache, and the prompts whose keys and values the rows hold.
 
     Args:
-        prompts: The prompts with their places, admitted in order.
         num_rows: Rows of the cache.
         decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
-        held: Prompts whose entries the rows hold from the previous call, by row.
+        held: Prompts whose entries the rows hold from an earlier engine, by row.
 
     Attributes:
         held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
     """
 
-    def __init__(
-        self,
-        prompts: Iterable[tuple[int, Prompt]],
-        num_rows: int,
-        decoder: Decoder | None,
-        held: Mapping[int, Tokens] | None = None,
-    ) -> None:
-        self._waiting, self._free, self._num_rows = deque(prompts), set(range(num_rows)), num_rows
-        self._decoder, self.held = decoder, dict(held or {})
+    def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
+        self._waiting: deque[Waiting] = deque()
+        self._free = set(range(num_rows))
+        self._num_rows = num_rows
+        self._decoder = decoder
+        self.held = dict(held or {})
         self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
+
+    def add(self, waiting: Waiting) -> None:
+        """Append a prompt to the queue."""
+        self._waiting.append(waiting)
 
     def __bool__(self) -> bool:
         """Return whether prompts wait."""
@@ -73,22 +90,23 @@ class Admission:
     def admit(self) -> Iterator[Admitted]:
         """Assign free rows to waiting prompts.
 
-        A prompt waits if a prompt in flight will soon offer it at least ``MIN_SHARED`` more shared tokens than any row
-        now. Meanwhile prompts after it may overtake it, until ``num_rows`` prompts wait in this way.
+        A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED``
+        tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
         """
-        delayed: list[tuple[int, Prompt]] = []
+        delayed: list[Waiting] = []
         while self._waiting and self._free and len(delayed) < self._num_rows:
-            index, prompt = self._waiting.popleft()
+            waiting = self._waiting.popleft()
+            prompt = waiting.prompt
             num_shared, source = self._longest(self.held, prompt.token_ids)
             if self._longest(self._pending, prompt.token_ids)[0] >= num_shared + MIN_SHARED:
-                delayed.append((index, prompt))
+                delayed.append(waiting)
                 continue
             # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
             storage = source if source in self._free else min(self._free, key=lambda row: (row in self.held, row))
             self._free.remove(storage)
             self.held.pop(storage, None)
             self._pending[storage] = prompt.token_ids
-            yield Admitted(index, prompt, storage, source, num_shared)
+            yield Admitted(waiting.index, prompt, waiting.sampling, storage, source, num_shared)
         self._waiting.extendleft(reversed(delayed))
 
     def computed(self, storage: int) -> None:

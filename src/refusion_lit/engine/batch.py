@@ -1,4 +1,8 @@
-"""Batch layout: the forwards of many prompts as one padded batch."""
+"""One call of the model: the forwards of many prompts as one padded batch.
+
+Coordinates (docs/architecture.md has a picture): a *place* counts tokens of the response, a *position* tokens of the
+text, an *offset* tokens of a branch, an *index* entries of the cache.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from refusion_lit.modeling.transfer import to_device
 from refusion_lit.modeling.visibility import Span, Visibility
 
 
-class BatchLayout:
+class Batch:
     """A padded batch of forwards.
 
     Args:
@@ -38,9 +42,9 @@ class BatchLayout:
     starts: list[list[int]]
 
     def __init__(self, forwards: Sequence[Forward]) -> None:
-        shares = [forward.shape for forward in forwards]
-        length = max(share[1] for share in shares)
-        edges = list(accumulate((share[0] for share in shares), initial=0))
+        shapes = [forward.shape for forward in forwards]
+        length = max(shape[1] for shape in shapes)
+        edges = [*accumulate((shape[0] for shape in shapes), initial=0)]
         self.sequences = [slice(first, stop) for first, stop in pairwise(edges)]
         self.starts = [
             [part.start * length + start for start in forward.starts(length)]
@@ -48,19 +52,23 @@ class BatchLayout:
         ]
         self._branches = [branch for forward in forwards for branch in forward.branches]
         self._lengths = [len(branch.tokens) for branch in self._branches]
-        shape, starts = (edges[-1], length), [start for own in self.starts for start in own]
-        tokens = np.array(list(chain.from_iterable(branch.tokens for branch in self._branches)))
-        positions = np.array(list(chain.from_iterable(branch.positions for branch in self._branches)))
+        shape = (edges[-1], length)
+        starts = [*chain.from_iterable(self.starts)]
+        tokens = np.array([*chain.from_iterable(branch.tokens for branch in self._branches)])
+        positions = np.array([*chain.from_iterable(branch.positions for branch in self._branches)])
         self.source = None
         if len(tokens) < shape[0] * shape[1]:
             source = _ranges(starts, self._lengths)
-            tokens, positions = (_scattered(values, source, shape) for values in (tokens, positions))
+            tokens = _scattered(tokens, source, shape)
+            positions = _scattered(positions, source, shape)
             self.source = torch.from_numpy(source)
-        self.ids, self.positions = (torch.from_numpy(values.reshape(shape)) for values in (tokens, positions))
+        self.ids = torch.from_numpy(tokens.reshape(shape))
+        self.positions = torch.from_numpy(positions.reshape(shape))
         self.visibility = self._visibility(starts, shape, cached=forwards[0].cached)
 
     def _visibility(self, starts: Sequence[int], shape: tuple[int, int], *, cached: bool) -> Visibility:
-        spans, num_keys = [], 0 if cached else shape[1]
+        spans = []
+        num_keys = 0 if cached else shape[1]
         for branch, start, length in zip(self._branches, starts, self._lengths, strict=True):
             sequence, offset = divmod(start, shape[1])
             first_key = branch.write_at if cached else offset
@@ -76,7 +84,7 @@ class BatchLayout:
         """Return the arguments of :meth:`~refusion_lit.modeling.kv_cache.KVCache.prepare`.
 
         Args:
-            rows: Storage row of each forward.
+            rows: The cache's row of each forward.
             device: Device of the cache.
         """
         sequences = zip(rows, self.sequences, strict=True)
@@ -90,10 +98,12 @@ class BatchLayout:
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
     """Return the concatenated ranges ``start`` to ``start + length - 1``."""
+    if len(starts) == 1:
+        return np.arange(starts[0], starts[0] + lengths[0])
     return np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 
 
-def _scattered(values: np.ndarray, places: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def _scattered(values: np.ndarray, index: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     padded = np.zeros(shape[0] * shape[1], dtype=np.int64)
-    padded[places] = values
+    padded[index] = values
     return padded

@@ -1,18 +1,55 @@
-"""Checks that run before any decoding: whether the model fits the decoder, and the prompts fit the model."""
+"""Checks that run before any decoding: of options, of the model against the decoder, of prompts against the model."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
+from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_at_least
 
 
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
+
+
+def decoding_options(named: Mapping[str, Any], *also: str) -> DecodingOptions:
+    """Return the options of keyword arguments.
+
+    Args:
+        named: The arguments.
+        also: Names of the caller's other arguments, for the message.
+
+    Raises:
+        TypeError: If one is unknown, naming those that there are.
+        ValueError: If a value is out of range.
+    """
+    known = [*DecodingOptions.__dataclass_fields__]
+    for name in named:
+        if name not in known:
+            is_sampling = name in SamplingParams.__dataclass_fields__
+            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
+            raise TypeError(f"unknown option {name}; expected one of {', '.join([*known, *also])}{hint}.")
+    return DecodingOptions(**named)
+
+
+def check_arguments(decoder: object, sampling: object, callbacks: object) -> None:
+    """Refuse arguments of another type, such as a class in place of an instance.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    fix = "create one, as in decoder=ReFusion()"
+    require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
+    fix = "create one, as in sampling=SamplingParams(max_new_tokens=64)"
+    require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, fix)
+    holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
+    fix = "derive a class from it, and put its instance in a list"
+    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, fix)
 
 
 def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "") -> list[str]:

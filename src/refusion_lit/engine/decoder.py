@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from refusion_lit.engine.requests import Steps
 from refusion_lit.types import (
-    ASSUMED_COST,
     AttentionKind,
-    ForwardCost,
     ModelTraits,
     Prediction,
     Prompt,
@@ -78,7 +76,8 @@ class RowState:
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
-        forward_cost: Measured cost of the model's forwards, if the decoder's option is ``measure``. Set by the engine.
+        forward_cost: This prompt's share of a forward's fixed cost, in positions: the model's constant divided by the
+            number of rows. Set by the engine, for decoders that weigh forwards against positions.
         num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
     """
@@ -94,7 +93,7 @@ class RowState:
     num_forwards: int = 0
     schedule_step: int = 0
     schedule_length: int = 0
-    forward_cost: ForwardCost = ASSUMED_COST
+    forward_cost: float = 32.0
     num_shared: int = 0
 
     def __post_init__(self) -> None:
@@ -201,11 +200,6 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
-    forward_cost: int | Literal["measure"] = 0  # an option of decoders that weigh forwards against positions
-
-    def cost_of_forwards(self, state: RowState) -> ForwardCost:
-        """Return the cost of forwards, from the option ``forward_cost`` or as measured."""
-        return state.forward_cost if self.forward_cost == "measure" else ForwardCost(self.forward_cost)
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""

@@ -9,18 +9,31 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
 
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_choice
-
-if TYPE_CHECKING:
-    from refusion_lit.engine.proposals import Proposal
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 _STATISTICS = ("margin", "negative_entropy", "filtered", "entropy", "kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A draft and the distribution it was drawn from, for rejection sampling.
+
+    Attributes:
+        token: The draft.
+        probabilities: The distribution, after temperature and filters; stays on the model's device.
+    """
+
+    token: int
+    probabilities: Float[Tensor, " vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +52,6 @@ class Branch:
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
         score_at: Pairs of an offset and a token id whose probability under the logits at the offset is read.
         proposals: Drafts by offset: where one of ``draft_at`` has one, it is kept or replaced by rejection sampling.
-        prefetch_at: Groups of offsets that a later :class:`MoreDrafts` may request: one group for each ``draft_at``,
-            all of equal length, or any groups if nothing is drafted.
-        num_prefetch: Number of groups to prefetch, those of the most probable drafts first. Used on accelerators to
-            save a device-to-host transfer; changes no token.
     """
 
     tokens: Sequence[int]
@@ -54,8 +63,6 @@ class Branch:
     draft_at: Sequence[int] = ()
     score_at: Sequence[tuple[int, int]] = ()
     proposals: Mapping[int, Proposal] = field(default_factory=dict)
-    prefetch_at: Sequence[Sequence[int]] = ()
-    num_prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

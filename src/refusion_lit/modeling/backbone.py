@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +14,8 @@ from torch import Tensor, nn
 from refusion_lit.modeling.attention import additive, block_mask
 from refusion_lit.modeling.checks import check_compilable, check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.forward_cost import measure_forward_cost
 from refusion_lit.modeling.fused.architectures import is_known
 from refusion_lit.modeling.fused.body import FusedBody
-from refusion_lit.modeling.fused.compiled import compiled_cache
 from refusion_lit.modeling.fused.invariant import NUM_KEYS
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
@@ -23,7 +23,7 @@ from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.range_mask import matrix_of, sdpa_mask
 from refusion_lit.modeling.visibility import Visibility, as_mask
-from refusion_lit.types import ForwardCost, ModelTraits, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -67,7 +67,6 @@ class Backbone(nn.Module, LanguageModel):
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
         self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
-        self._forward_costs: dict[tuple[object, ...], ForwardCost] = {}
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
@@ -105,16 +104,27 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        # The lean body has no gradients and no autocast.
+        return self._states(self._fused_body(), input_ids, position_ids, attention_mask, cache)
+
+    def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
+        return partial(self._states, self._fused_body())
+
+    def _states(
+        self,
+        body: FusedBody | None,
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch token hidden"]:
+        # The fused body has no gradients and no autocast.
         is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-        is_kept = torch.is_grad_enabled() or not (self.batch_invariant and is_autocast)
-        require(
-            is_kept, "batch_invariant", "decoding without autocast", "autocast", "set precision: 32-true or bf16-true"
-        )
-        if not (torch.is_grad_enabled() or is_autocast):
-            body = self._lean_body() if cache is None else cache.body
-            if body is not None:
-                return body(input_ids, position_ids, attention_mask, cache)
+        if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
+            fix = "set precision: 32-true or bf16-true"
+            require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
+        if body is not None and not (torch.is_grad_enabled() or is_autocast):
+            return body(input_ids, position_ids, attention_mask, cache)
         mask = as_mask(attention_mask, input_ids.device) if isinstance(attention_mask, Visibility) else attention_mask
         return self._library_states(input_ids, position_ids, mask, cache)
 
@@ -146,38 +156,8 @@ class Backbone(nn.Module, LanguageModel):
         self.packed = PackedWeights()
         return super()._apply(*args, **kwargs)
 
-    @property
-    def forward_costs(self) -> dict[str, float]:
-        """The fixed costs that :meth:`forward_cost` has measured: positions by rows, device, type and threads."""
-        return {" ".join(map(str, key)): round(cost.fixed, 1) for key, cost in self._forward_costs.items()}
-
-    def forward_cost(self, num_rows: int) -> ForwardCost:
-        """Return the measured cost of forwards with ``num_rows`` rows; see :func:`measure_forward_cost`.
-
-        It is measured once for each power of two of rows, device and type, which takes about a second.
-        """
-        rows = 1 << (num_rows - 1).bit_length()
-        key = (f"{rows} rows", self.device, self.dtype, f"{torch.get_num_threads()} threads")
-        if key not in self._forward_costs:
-
-            def forward(length: int) -> None:
-                # With a drafter, decoders weigh the cost of masks, at which its adapters act.
-                masks = torch.tensor(self.special_tokens.draft_token_ids[:1] or (0,), device=self.device)
-                ids = torch.cat((torch.zeros_like(masks), masks.expand(length - 1))).expand(rows, -1)
-                positions = torch.arange(length, device=self.device).expand(rows, -1)
-                self.logits(self.hidden_states(ids, positions, None))[-1, -1, 0].item()
-
-            most = self.max_positions if self.learns_positions else None
-            self._forward_costs[key] = measure_forward_cost(forward, rows, most)
-        return self._forward_costs[key]
-
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        # Modules may be wrapped or replaced between two generations, but not during one: inspect them once, here.
-        if self.compile_steps:
-            return compiled_cache(self.body, self.config, num_rows, lean=self.lean)
-        cache = KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
-        cache.body = self._lean_body()
-        return cache
+        return KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
 
     def forward(
         self,
@@ -229,7 +209,7 @@ class Backbone(nn.Module, LanguageModel):
             )
         return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
-    def _lean_body(self) -> FusedBody | None:
+    def _fused_body(self) -> FusedBody | None:
         body = self.body
         if not (self.lean and is_known(body)):
             return None

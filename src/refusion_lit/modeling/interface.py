@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Visibility
-from refusion_lit.types import ASSUMED_COST, ForwardCost, ModelTraits, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 class LanguageModel(ABC):
@@ -57,9 +58,18 @@ class LanguageModel(ABC):
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Apply the head; the caller may modify the result in place."""
 
-    def forward_cost(self, num_rows: int) -> ForwardCost:  # noqa: ARG002 - a model that takes no time, as fakes do
-        """Return the cost of forwards with ``num_rows`` rows."""
-        return ASSUMED_COST
+    def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return a function like :meth:`hidden_states` for many calls, between which the model does not change."""
+        return self.hidden_states
+
+    @property
+    def forward_cost(self) -> float:
+        """Fixed cost of a forward, in positions of one row: a / b of a cost a + b * positions.
+
+        Constants, so that forwards do not depend on the machine's load: about what a CPU was measured to take
+        (benchmarks/results/README.md), and more on accelerators, where a forward is bound by reading the weights.
+        """
+        return 32.0 if self.device.type == "cpu" else 256.0
 
     @abstractmethod
     def make_cache(self, num_rows: int) -> KVCache | None:

@@ -7,7 +7,6 @@ are written to; the attention mask says which entries a query sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -56,13 +55,11 @@ class KVCache:
         capacity: Initial number of entries per row; grows by a quarter or more, in chunks of 128.
 
     Attributes:
-        body: Runs the model's body in place of the library's forward; set by the model that made the cache.
         past_key_values: The cache as transformers takes it.
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
         self.num_rows, self.capacity = num_rows, capacity
-        self.body: Callable[..., Tensor] | None = None
         self._plan: _Plan | None = None
         self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
         self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from math import inf, prod
+from math import prod
 from typing import ClassVar, Literal, get_args
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.refusion.autoregressive_infill import infill_autoregressively
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks
-from refusion_lit.refusion.state import Plan, ReFusionState
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
+from refusion_lit.refusion.slots import Plan, ReFusionState
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
@@ -46,16 +45,12 @@ class ReFusion(Decoder):
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
-        fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
-            no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
-            text. ``auto``: append them if that is expected to save time, by ``forward_cost`` and the share of this
-            response's verifications that accepted all drafts.
-        infill_layout: Layout of ``mask`` infill; changes forwards, never the text. ``reference``: one row per slot, two
-            forwards per round, as in the paper. ``packed``: one row, without copies of the context or of cached tokens.
-            ``single_forward``: packed, and every verification proposes ahead for all lengths that it may accept.
-            ``auto``: like ``single_forward`` while proposing ahead takes at most ``forward_cost`` positions.
-        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
-            the model on its device once for the batch size at hand. A number makes counts of forwards repeatable.
+        fused: Append the masks of the next plan to a verification where that is expected to save time: by the fixed
+            cost of a forward, and the share of this response's verifications that accepted all drafts. If all drafts
+            are accepted, the next round needs no forward to plan; otherwise the masks are discarded. Exact: changes the
+            number of forwards, never the text.
+        infill_layout: Layout of ``mask`` infill; changes positions, never the text. ``reference``: one row per slot, as
+            in the released program. ``packed``: one row, without copies of the context or of cached tokens.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -70,23 +65,21 @@ class ReFusion(Decoder):
     selection: Selection = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive"] = "mask"
-    fused: bool | Literal["auto"] = "auto"
-    infill_layout: Literal["reference", "packed", "single_forward", "auto"] = "auto"
-    forward_cost: int | Literal["measure"] = "measure"
+    fused: bool = True
+    infill_layout: Literal["packed", "reference"] = "packed"
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("slot_size", self.slot_size, 1)
         if self.num_serial_blocks is not None:
             require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
-        require_at_least("forward_cost", self.forward_cost, 0, "measure")
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, get_args(Selection))
         require_choice("infill", self.infill, ("mask", "autoregressive"))
-        require_choice("fused", self.fused, (True, False, "auto"))
-        require_choice("infill_layout", self.infill_layout, ("reference", "packed", "single_forward", "auto"))
+        require_choice("fused", self.fused, (True, False))
+        require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
         takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
         holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
@@ -169,7 +162,6 @@ class ReFusion(Decoder):
             certainty = {"mean": lambda values: sum(values) / len(values), "min": min, "product": prod}[self.certainty]
             chosen = self._chosen(state, [certainty(reading.probabilities[group]) for group in groups])
             tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
-        state.num_chosen = len(chosen)
         return [plan.slots[i] for i in chosen], tokens
 
     def _chosen(self, state: ReFusionState, certainties: Sequence[float]) -> list[int]:
@@ -200,7 +192,7 @@ class ReFusion(Decoder):
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
         upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
-        if not self._pays(state, len(tokens), upcoming):
+        if not self._pays(state, upcoming):
             upcoming = []
         reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
         passes = [True] * len(tokens)
@@ -208,13 +200,11 @@ class ReFusion(Decoder):
             passes[offset] = score > self.token_threshold
         return passes
 
-    def _pays(self, state: ReFusionState, num_tokens: int, upcoming: list[int]) -> bool:
-        """Return whether to append the masks of the next plan to a verification of ``num_tokens`` tokens."""
-        if self.fused != "auto" or not upcoming:
-            return bool(self.fused)
-        cost, num_masks = self.cost_of_forwards(state), state.bounds(upcoming)[-1]
+    def _pays(self, state: ReFusionState, upcoming: list[int]) -> bool:
+        """Return whether to append the masks of the next plan to a verification."""
         share = (state.num_passed + 1) / (state.num_verified + 2)  # 0.5 before the first verification
-        return share * cost.of(num_masks) > cost.of(num_tokens + num_masks) - cost.of(num_tokens)
+        num_masks = state.bounds(upcoming)[-1]
+        return self.fused and share * (state.forward_cost + num_masks) > num_masks
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
@@ -243,8 +233,7 @@ class ReFusion(Decoder):
             cached = prefix if packed and index == 0 else 0
             start = state.prompt_length + state.slots[slot].start
             slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
-        max_ahead = {"single_forward": inf, "auto": self.cost_of_forwards(state).fixed}.get(self.infill_layout, 0)
-        infill = SlotInfill(state, slots, state.context_length, packed=packed, max_ahead=max_ahead)
+        infill = SlotInfill(state, slots, state.context_length, packed=packed)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
         yield from fill(infill, self.token_threshold, state.num_forwards)
         taken = [chosen[slot.index] for slot in infill.slots]
@@ -287,10 +276,6 @@ class ReFusion(Decoder):
             visible=((0, num_seen),),
             write_at=write_at,
             draft_at=groups[:-1] if by_first else range(len(known), len(positions)),
-            prefetch_at=[range(first + 1, stop) for first, stop in pairwise(groups)]
-            if by_first and self.slot_size > 1
-            else (),
-            num_prefetch=self.k or max(4, 2 * state.num_chosen),
         )
 
     def _draw(self, state: ReFusionState) -> Draw:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 
 
 @dataclass(slots=True)
@@ -61,25 +61,19 @@ class SlotInfill:
         slots: The slots in text order; those after a found EOS are removed.
         context_length: Cache entries of the shared context.
         packed: Whether the slots share one row, or are a row each.
-        max_ahead: Packed only: a verification also proposes the next round for every length that it may accept, if
-            that takes at most this many positions. The next round is then a single forward.
         found_eos: Whether a slot ended with an EOS.
-        scratch: First cache index after all slots, for proposals made ahead.
     """
 
     state: RowState
     slots: list[OpenSlot]
     context_length: int
     packed: bool = False
-    max_ahead: float = 0
     found_eos: bool = False
-    scratch: int = field(init=False)
     _offsets: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Place the scratch entries, and look for an EOS among the tokens accepted so far."""
+        """Lay out the slots, and look for an EOS among the tokens accepted so far."""
         self._offsets = list(accumulate((len(slot.tokens) for slot in self.slots), initial=0))
-        self.scratch = self.context_length + self._offsets[-1]
         if self.packed:
             self.drop_after_end()
 
@@ -144,20 +138,15 @@ class SlotInfill:
 def infill_by_masks(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:
     """Fill slots round by round: masks propose tokens, then the proposals are verified.
 
-    A round is two forwards, or one if the previous verification has proposed ahead. To propose ahead, a verification
-    also feeds a group of masks for every length that may be accepted; each group sees only its own prefix of the slot.
-
     Args:
         infill: Changed in place.
         token_threshold: Proposals above it are accepted.
         round_number: Number of the first draw, for its noise key (draws are greedy).
     """
     draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
-    is_proposed = False
     while not infill.is_done:
-        if not is_proposed:
-            yield from _propose(infill, draw)
-        is_proposed = yield from _verify(infill, token_threshold, draw)
+        yield from _propose(infill, draw)
+        yield from _verify(infill, token_threshold, draw)
 
 
 def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
@@ -166,7 +155,8 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
     fed = [s for s in infill.slots if not (infill.packed and s.is_complete and s.num_cached == s.num_accepted)]
     branches = []
     for slot in fed:
-        cached, size = slot.num_cached, len(slot.tokens)
+        cached = slot.num_cached
+        size = len(slot.tokens)
         num_known = size if slot.ends and not infill.packed else slot.num_accepted
         num_masks = 0 if slot.ends else size - num_known
         tokens = slot.tokens[cached:num_known] + [mask] * num_masks
@@ -180,8 +170,8 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
             slot.tokens[slot.num_accepted :] = reading.tokens
 
 
-def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[bool]:
-    """Verify proposals; return whether the same forward has proposed the next ones ahead."""
+def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[None]:
+    """Verify proposals and extend the accepted prefixes."""
     fed = [slot for slot in infill.slots if not (infill.packed and slot.is_complete)]
     branches = []
     for slot in fed:
@@ -189,38 +179,46 @@ def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[boo
         tested = () if slot.is_complete else range(slot.num_accepted + 1, len(slot.tokens))
         scores = [(offset - slot.num_cached - 1, slot.tokens[offset]) for offset in tested]
         branches.append(infill.branch(slot, slot.tokens[slot.num_cached :], score_at=scores))
-    ahead = _masks_ahead(infill, fed) if infill.packed else {}
-    phase = "infill_verify+propose" if ahead else "infill_verify"
-    readings = yield Forward(phase=phase, branches=(*branches, *ahead.values()), draw=draw, packed=infill.packed)
-    for slot, reading in zip(fed, readings, strict=False):
+    readings = yield Forward(phase="infill_verify", branches=tuple(branches), draw=draw, packed=infill.packed)
+    for slot, reading in zip(fed, readings, strict=True):
         slot.accept(reading.scores, token_threshold)
     infill.close_round()
-    if not ahead or infill.is_done:
-        return False
-    wanted = {(slot.index, slot.num_accepted): slot for slot in infill.slots if not slot.is_complete}
-    draft_at = [range(len(branch.tokens)) if key in wanted else () for key, branch in ahead.items()]
-    readings = yield MoreDrafts(draft_at=(*[()] * len(branches), *draft_at), draw=draw)
-    for key, reading in zip(ahead, readings[len(branches) :], strict=True):
-        if key in wanted:
-            wanted[key].tokens[key[1] :] = reading.tokens
-    return True
 
 
-def _masks_ahead(infill: SlotInfill, fed: Sequence[OpenSlot]) -> dict[tuple[int, int], Branch]:
-    """Return, by slot and accepted length, the masks that propose the rest; none if they take too many positions."""
-    mask = infill.state.mask_token_id
-    lengths = [(slot, length) for slot in fed for length in range(slot.num_accepted + 1, len(slot.tokens))]
-    if sum(len(slot.tokens) - length for slot, length in lengths) > infill.max_ahead:
-        return {}
-    ahead, write_at = {}, infill.scratch
-    for slot, length in lengths:
-        first, num_masks = infill.cache_index(slot), len(slot.tokens) - length
-        ahead[slot.index, length] = Branch(
-            tokens=[mask] * num_masks,
-            positions=range(slot.start + length, slot.start + len(slot.tokens)),
-            visible=((0, infill.context_length), (first, first + length)),
-            write_at=write_at,
-            prefetch_at=(range(num_masks),),
-        )
-        write_at += num_masks
-    return ahead
+def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:
+    """Fill slots left to right by next-token predictions, with guesses as in Jacobi decoding.
+
+    The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
+    the rest. Before the first round the proposals are the plan's drafts. This is a decoder of its own, not a faster
+    form of :func:`infill_by_masks`.
+
+    Args:
+        infill: Changed in place; not packed.
+        token_threshold: Proposals above it are accepted.
+        round_number: Number of the first draw, for its noise key (draws are greedy).
+    """
+    draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
+    is_first = True
+    while not infill.is_done:
+        branches = []
+        for slot in infill.slots:
+            cached = slot.num_cached
+            untested = range(0) if slot.is_complete else range(slot.num_accepted, len(slot.tokens))
+            offsets = [offset - cached - 1 for offset in untested]
+            scores = [(offset, slot.tokens[cached + 1 + offset]) for offset in offsets]
+            branches.append(infill.branch(slot, slot.tokens[cached:], draft_at=offsets, score_at=scores, shift=1))
+        readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
+        for slot, reading in zip(infill.slots, readings, strict=True):
+            if slot.is_complete:
+                continue
+            before = slot.num_accepted
+            while slot.num_accepted < len(slot.tokens):
+                score = reading.scores[slot.num_accepted - before]
+                # After the first round, the first proposal is the model's own choice: progress every round.
+                own_choice = not is_first and slot.num_accepted == before
+                if not (own_choice or score > token_threshold):
+                    break
+                slot.num_accepted += 1
+            slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
+        is_first = False
+        infill.close_round()

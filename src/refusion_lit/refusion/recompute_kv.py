@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refusion_lit.engine.requests import Branch, Steps
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.refusion.infill import SlotInfill
-from refusion_lit.refusion.state import ReFusionState
+from refusion_lit.refusion.slots import ReFusionState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = APD(mixture_weight=weight, max_lookahead=lookahead, shifted=shifted)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_apd(slow, slow, prompt.token_ids, decoder, length)
 
@@ -87,7 +87,7 @@ def test_two_transformers_write_what_the_loop_writes(weight: float) -> None:
         for parameter in verifier.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)).double())
     found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
-    rows = decode(PairedModel(masked, verifier), decoder, found, SamplingParams(max_new_tokens=20), max_batch_size=2)
+    rows = decode(PairedModel(masked, verifier), decoder, found, SamplingParams(max_new_tokens=20), batch_size=2)
     with torch.no_grad():
         expected = [slow_apd(masked, verifier, prompt.token_ids, decoder, 20) for prompt in found]
     assert [(row.token_ids, row.num_forwards) for row in rows.rows] == expected

@@ -49,17 +49,15 @@ def prompts_for(model: Backbone, lengths: list[int]) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("kind", ["trained", "llama", "qwen2"])
-@pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_greedy_decoding_is_what_transformers_generates(kind: str, max_batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_decoding_is_what_transformers_generates(kind: str, batch_size: int) -> None:
     model = model_of(kind)
     special = model.special_tokens
     prompts = prompts_for(model, [1, 2, 5, 9, 14, 23])
     if kind == "trained":
         text = AutoTokenizer.from_pretrained(CLEAN)("12+34,50+27=").input_ids
         prompts.append(Prompt(token_ids=tuple(text), id="sum"))
-    rows = decode(
-        model, Autoregressive(), prompts, SamplingParams(max_new_tokens=25), max_batch_size=max_batch_size
-    ).rows
+    rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=25), batch_size=batch_size).rows
     never = [*special.banned_token_ids, *range(special.vocab_size, model.config.vocab_size)]
     config = GenerationConfig(
         max_new_tokens=25, do_sample=False, eos_token_id=list(special.eos_token_ids), pad_token_id=special.pad_token_id,
@@ -79,12 +77,12 @@ def test_sampled_rows_are_those_of_the_prompts_alone() -> None:
     model = model_of("llama")
     prompts = prompts_for(model, [3, 11, 1, 7, 7])
     sampling = SamplingParams(max_new_tokens=12, temperature=1.3, top_p=0.95, seed=4)
-    together = decode(model, Autoregressive(), prompts, sampling, max_batch_size=4).rows
+    together = decode(model, Autoregressive(), prompts, sampling, batch_size=4).rows
     for prompt, row in zip(reversed(prompts), reversed(together), strict=True):
         [alone] = decode(model, Autoregressive(), [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
         assert row.forward_shapes == alone.forward_shapes
-    other = decode(model, Autoregressive(), prompts, replace(sampling, seed=5), max_batch_size=4).rows
+    other = decode(model, Autoregressive(), prompts, replace(sampling, seed=5), batch_size=4).rows
     assert [row.token_ids for row in other] != [row.token_ids for row in together]
 
 
@@ -120,7 +118,7 @@ def test_sampled_tokens_have_the_models_distribution(temperature: float) -> None
     model = TokenTable(probabilities / probabilities.sum(-1, keepdim=True), eos=4)
     prompts = [Prompt(token_ids=(2,), id=str(i)) for i in range(1500)]
     sampling = SamplingParams(max_new_tokens=4, temperature=temperature)
-    rows = decode(model, Autoregressive(), prompts, sampling, max_batch_size=1500).rows
+    rows = decode(model, Autoregressive(), prompts, sampling, batch_size=1500).rows
     counts = torch.zeros(5, 5, dtype=torch.float64)
     for row in rows:
         for before, after in zip([2, *row.token_ids], row.token_ids, strict=False):

@@ -191,15 +191,15 @@ def test_greedy_decoding_is_the_slow_reference(
     decoder=decoders(),
     lengths=st.lists(st.integers(1, 20), min_size=2, max_size=5),
     temperature=st.sampled_from([0.0, 1.0]),
-    max_batch_size=st.integers(2, 4),
+    batch_size=st.integers(2, 4),
     seed=st.integers(0, 99),
 )
 def test_each_prompt_gets_what_it_gets_alone(
-    decoder: BlockDiffusion, lengths: list[int], temperature: float, max_batch_size: int, seed: int
+    decoder: BlockDiffusion, lengths: list[int], temperature: float, batch_size: int, seed: int
 ) -> None:
     model, prompts = model_for(decoder, (EOS, 13)), prompts_of(lengths, seed)
     sampling = SamplingParams(max_new_tokens=11, temperature=temperature, top_k=6, seed=seed)
-    together = decode(model, decoder, prompts[::-1], sampling, max_batch_size=max_batch_size).rows[::-1]
+    together = decode(model, decoder, prompts[::-1], sampling, batch_size=batch_size).rows[::-1]
     for prompt, row in zip(prompts, together, strict=True):
         [alone] = decode(model, decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids

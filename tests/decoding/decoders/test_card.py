@@ -63,7 +63,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = CARD(block_size=block_size, threshold=threshold, max_rounds=max_rounds)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=TRAITS) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_card(slow, prompt.token_ids, decoder, length)
 
@@ -73,7 +73,7 @@ def test_blocks_of_one_token_are_autoregressive_decoding(decoder: CARD) -> None:
     model = tiny_backbone(TRAITS)
     found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
     sampling = SamplingParams(max_new_tokens=20)
-    own, expected = (decode(model, way, found, sampling, max_batch_size=2).rows for way in (decoder, Autoregressive()))
+    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in (decoder, Autoregressive()))
     assert [(r.token_ids, r.num_forwards, r.num_positions) for r in own] == [
         (r.token_ids, r.num_forwards, r.num_positions) for r in expected
     ]

@@ -45,7 +45,7 @@ def convolutional(prompt: tuple[int, ...], name: str, steps: int, kernel: int, t
 def test_the_text_is_that_of_a_plain_loop(kernel_size: int, steps: int, top_k: int | None) -> None:
     decoder = LLaDA(order="origin", steps=steps, kernel_size=kernel_size)
     named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(PROMPTS)]
-    rows = decode(model(), decoder, named, SamplingParams(max_new_tokens=LENGTH, top_k=top_k), max_batch_size=3).rows
+    rows = decode(model(), decoder, named, SamplingParams(max_new_tokens=LENGTH, top_k=top_k), batch_size=3).rows
     for prompt, row in zip(named, rows, strict=True):
         found = convolutional(prompt.token_ids, prompt.id, steps, kernel_size, top_k)
         assert row.token_ids == cut(found, [EOS])

@@ -95,7 +95,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
         num_open_blocks=num_open_blocks, shifted=shifted, prompt_is_block=prompt_is_block,
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
 
@@ -151,7 +151,7 @@ def test_one_open_block_is_block_diffusion(threshold: float) -> None:
         D2F(block_size=4, threshold=threshold, num_open_blocks=1, prompt_is_block=False),
         BlockDiffusion(block_size=4, threshold=threshold),
     )
-    own, expected = (decode(model, way, found, sampling, max_batch_size=2).rows for way in ways)
+    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in ways)
     assert [(r.token_ids, r.forward_shapes) for r in own] == [(r.token_ids, r.forward_shapes) for r in expected]
 
 
@@ -159,7 +159,7 @@ def test_a_transformer_with_a_cache_writes_what_the_loop_writes() -> None:
     decoder = D2F(block_size=4, threshold=0.5, add_threshold=0.25, activate_threshold=0.75)
     model = tiny_backbone(traits_for(decoder))
     found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=20), max_batch_size=3).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=20), batch_size=3).rows
     with torch.no_grad():
         expected = [slow_d2f(model, prompt.token_ids, decoder, 20) for prompt in found]
     assert [(row.token_ids, row.num_forwards) for row in rows] == expected

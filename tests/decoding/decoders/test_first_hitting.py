@@ -63,7 +63,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = FirstHitting(num_steps=num_steps, diffusion_share=share, shuffled=shuffled, schedule=schedule)  # type: ignore[arg-type]
     model, other = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length, seed=seed), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length, seed=seed), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         groups = groups_of(decoder, length, seed=seed, id=prompt.id)
         assert sorted(place for group in groups for place in group) == list(range(length))

@@ -46,7 +46,7 @@ def decoded(
     runs = [run for run in reference["runs"] if run["setting"] == setting]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["gen_length"])
-    return runs, decode(model(name, dtype), decoder, prompts, sampling, max_batch_size=batch_size)
+    return runs, decode(model(name, dtype), decoder, prompts, sampling, batch_size=batch_size)
 
 
 def expected_text(name: str, run: dict[str, Any]) -> list[int]:
@@ -58,7 +58,7 @@ def expected_text(name: str, run: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("setting", range(6))
 @pytest.mark.parametrize("name", ["clean", "mid"])
 def test_text_and_forwards_are_the_reference_ones(name: str, setting: int, batch_size: int, fused: bool) -> None:
-    more: dict[str, Any] = {"fused": fused, "infill_layout": "auto" if fused else "reference"}
+    more: dict[str, Any] = {"fused": fused, "infill_layout": "packed" if fused else "reference"}
     runs, output = decoded(name, setting, "float32", batch_size, **more)
     for run, row in zip(runs, output.rows, strict=True):
         assert row.token_ids == expected_text(name, run)
@@ -84,7 +84,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_in_float64() -> None:
     alone = decode(model("mid", "float64"), decoder, prompts, sampling).rows
     for order in (range(24), reversed(range(24))):
         order = list(order)
-        batch = decode(model("mid", "float64"), decoder, [prompts[i] for i in order], sampling, max_batch_size=9).rows
+        batch = decode(model("mid", "float64"), decoder, [prompts[i] for i in order], sampling, batch_size=9).rows
         for i, row in zip(order, batch, strict=True):
             assert row.token_ids == alone[i].token_ids
             assert row.forward_shapes == alone[i].forward_shapes

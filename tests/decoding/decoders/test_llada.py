@@ -47,7 +47,7 @@ def test_text_and_forwards_are_the_reference_ones(setting: int, batch_size: int)
     prompts = [Prompt(token_ids=tuple(r["prompt"]), id=str(i)) for i, r in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=length)
     canvases = Canvases()
-    output = decode(model("float32"), decoder, prompts, sampling, max_batch_size=batch_size, callbacks=[canvases])
+    output = decode(model("float32"), decoder, prompts, sampling, batch_size=batch_size, callbacks=[canvases])
     for i, (reference, row) in enumerate(zip(runs, output.rows, strict=True)):
         assert canvases.tokens[i] == reference["output"]
         assert row.token_ids == cut(reference["output"], [EOS])
@@ -139,7 +139,7 @@ def test_each_step_unmasks_its_quota_of_its_block(order: str) -> None:
 def many(decoder: LLaDA, length: int, num: int) -> list[Generation]:
     """Decode one prompt under many names, whose chances are independent."""
     prompts = [Prompt(token_ids=PROMPTS[0], id=str(i)) for i in range(num)]
-    return decode(model(), decoder, prompts, SamplingParams(max_new_tokens=length), max_batch_size=100, trace=True).rows
+    return decode(model(), decoder, prompts, SamplingParams(max_new_tokens=length), batch_size=100, trace=True).rows
 
 
 def test_a_random_order_prefers_no_place() -> None:

@@ -25,7 +25,7 @@ def decoded(
     runs = [run for run in golden["runs"] if run["setting"] == setting]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     watcher, model = LastState(), published_model(golden["model"]).backbone
-    output = decode(model, decoder, prompts, sampling, max_batch_size=batch_size, callbacks=[watcher])
+    output = decode(model, decoder, prompts, sampling, batch_size=batch_size, callbacks=[watcher])
     return runs, output, [watcher.states[i].tokens for i in range(len(runs))]
 
 
@@ -122,7 +122,7 @@ def test_fast_dllm_v2(setting: int, batch_size: int) -> None:
         sampling = SamplingParams(max_new_tokens=len(run["output"]))
         prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i in range(batch_size)]
         model = published_model("fast-dllm-v2-tiny").backbone
-        output = decode(model, decoder, prompts, sampling, max_batch_size=batch_size)
+        output = decode(model, decoder, prompts, sampling, batch_size=batch_size)
         for row in output.rows:
             assert row.token_ids == run["output"]
             assert row.num_forwards == run["num_forwards"]

@@ -96,7 +96,7 @@ def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
     def orders(seed: int, size: int) -> list[list[int]]:
         found = [prompt_of((3, 4, 5), str(i)) for i in range(12)]
         sampling = SamplingParams(max_new_tokens=8, seed=seed)
-        rows = decode(model, decoder, found, sampling, max_batch_size=size, trace=True).rows
+        rows = decode(model, decoder, found, sampling, batch_size=size, trace=True).rows
         return [[(p - 3) // 2 for record in row.trace for p in record.accepted if p % 2 == 1] for row in rows]
 
     first = orders(0, 12)

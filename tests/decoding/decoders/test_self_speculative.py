@@ -68,10 +68,10 @@ def test_the_text_is_that_of_autoregressive_decoding(
 
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed)
     expected = decode(model(), Autoregressive(), found, sampling)
-    output = decode(model(), SelfSpeculative(**options), found, sampling, max_batch_size=size)
+    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size)
     assert texts(output) == texts(expected)
     assert all(row.num_forwards <= row.num_tokens for row in output.rows), "every forward commits a token"
-    early = decode_with_prefetch(model(), SelfSpeculative(**options), found, sampling, max_batch_size=size)
+    early = decode_with_prefetch(model(), SelfSpeculative(**options), found, sampling, batch_size=size)
     assert texts(early) == texts(expected)
 
 
@@ -107,7 +107,7 @@ def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
 ) -> None:
     decoder = SelfSpeculative(slot_size=slot_size, **options)
     model, slow = (HashModel(seed, ends=ends, end_bias=-8.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert row.token_ids == slot_by_slot(slow, prompt.token_ids, slot_size, length)
 
@@ -120,7 +120,7 @@ def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperatur
     sampling = SamplingParams(max_new_tokens=40, temperature=temperature)
     expected = decode(model, Autoregressive(), found, sampling)
     for size in (1, 3):
-        output = decode(model, SelfSpeculative(layout=layout), found, sampling, max_batch_size=size)
+        output = decode(model, SelfSpeculative(layout=layout), found, sampling, batch_size=size)
         assert texts(output) == texts(expected)
 
 
@@ -217,7 +217,7 @@ def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], 
     model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
     found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
     sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)
-    rows = decode(model, SelfSpeculative(**options), found, sampling, max_batch_size=400).rows
+    rows = decode(model, SelfSpeculative(**options), found, sampling, batch_size=400).rows
     counts: dict[tuple[int, ...], int] = {}
     for row in rows:
         counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
@@ -260,7 +260,7 @@ def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forward
     for coupling in ("shared_noise", "rejection"):
         watcher, model = LastState(), HashModel(11, end_bias=-60.0, traits=NEXT)
         decoder = SelfSpeculative(layout="two_forwards", coupling=coupling)  # type: ignore[arg-type]
-        rows = decode(model, decoder, found, sampling, callbacks=[watcher], max_batch_size=100).rows
+        rows = decode(model, decoder, found, sampling, callbacks=[watcher], batch_size=100).rows
         states = [state for state in watcher.states.values() if isinstance(state, SpeculativeState)]
         shares.append(sum(state.num_accepted for state in states) / sum(state.num_tested for state in states))
         num_forwards.append(sum(row.num_forwards for row in rows))
@@ -299,6 +299,6 @@ def test_a_few_drafts_are_read_with_the_verification_and_many_when_wanted(
     monkeypatch.setattr(HashModel, "logits", counting)
     model, sampling = HashModel(5, end_bias=-60.0, traits=NEXT), SamplingParams(max_new_tokens=20)
     prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(num_rows)]
-    output = decode(model, SelfSpeculative(layout="two_forwards"), prompts, sampling, max_batch_size=num_rows)
+    output = decode(model, SelfSpeculative(layout="two_forwards"), prompts, sampling, batch_size=num_rows)
     assert (num_passes == output.num_calls) is (num_rows == 1)
     assert num_passes >= output.num_calls

@@ -65,7 +65,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = SetDiffusion(window_size=window_size, threshold=threshold, quota=quota)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_sets(slow, prompt.token_ids, decoder, length)
 

@@ -214,7 +214,7 @@ def test_tree_search_is_that_of_a_slow_search(
         horizon=horizon, immediate_weight=weight, max_candidates=max_candidates, confidence=confidence,  # type: ignore[arg-type]
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=2).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=2).rows
     for prompt, row in zip(found, rows, strict=True):
         tree, text = SlowTree(decoder), slow_root(slow, prompt, size, length)
         while text.left or text.later:
@@ -233,7 +233,7 @@ def test_a_wide_beam_finds_the_best_of_all_orders(
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
     decoder = SlotSearch(slot_size=size, selection="beam", beam_size=24, max_candidates=4)
     sampling = SamplingParams(max_new_tokens=size * num_slots)
-    for prompt, row in zip(found, decode(model, decoder, found, sampling, max_batch_size=2).rows, strict=True):
+    for prompt, row in zip(found, decode(model, decoder, found, sampling, batch_size=2).rows, strict=True):
         complete = set()
         for order in permutations(range(num_slots)):
             text = slow_root(slow, prompt, size, size * num_slots)
@@ -267,7 +267,7 @@ def test_one_simulation_without_exploration_is_the_order_of_certainty(
     sizes = {"slot_size": 4, "num_serial_blocks": num_serial_blocks}
     search = SlotSearch(**sizes, num_simulations=1, exploration=0.0, horizon=1)
     plain = ReFusion(**sizes, selection="top_k", k=1, token_threshold=1.0, infill="autoregressive")
-    own, expected = (decode(model, way, found, sampling, max_batch_size=2).rows for way in (search, plain))
+    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in (search, plain))
     assert [row.token_ids for row in own] == [row.token_ids for row in expected]
     # A plan and three further tokens for each slot.
     assert {row.num_forwards for row in own if row.finish_reason == "length"} == {6 * 4}

@@ -92,7 +92,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
         num_per_forward=num_per_forward, max_post_forwards=max_post_forwards,
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), max_batch_size=size).rows
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_editing(slow, prompt.token_ids, decoder, length)
 
@@ -125,7 +125,7 @@ def test_without_edits_it_is_block_diffusion_and_a_forward_more_for_each_block(t
         TokenEditing(block_size=4, mask_threshold=threshold, edit_threshold=1.0),
         BlockDiffusion(block_size=4, threshold=threshold),
     )
-    own, plain = (decode(model, way, found, SamplingParams(max_new_tokens=20), max_batch_size=2).rows for way in ways)
+    own, plain = (decode(model, way, found, SamplingParams(max_new_tokens=20), batch_size=2).rows for way in ways)
     assert [(row.token_ids, row.num_forwards) for row in own] == [
         (row.token_ids, row.num_forwards + 5) for row in plain
     ]

@@ -50,7 +50,7 @@ def pair() -> tuple[Backbone, Backbone]:
 
 def texts(model: Backbone, prompts: list[Prompt], size: int, length: int = 24) -> list[list[int]]:
     sampling = SamplingParams(max_new_tokens=length)
-    return [row.token_ids for row in decode(model, DECODER, prompts, sampling, max_batch_size=size).rows]
+    return [row.token_ids for row in decode(model, DECODER, prompts, sampling, batch_size=size).rows]
 
 
 def prompts_of(*lengths: int) -> list[Prompt]:
@@ -128,7 +128,7 @@ def test_golden_texts_do_not_change(counter: CompileCounter) -> None:
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["gen_length"])
     for size in (1, 8):
-        output = decode(model, decoder, prompts, sampling, max_batch_size=size)
+        output = decode(model, decoder, prompts, sampling, batch_size=size)
         for run, row in zip(runs, output.rows, strict=True):
             assert row.token_ids == cut(run["output"], [eos])
     assert counter.frame_count > 0

@@ -114,10 +114,10 @@ def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.M
     needs(torch.float32)
     model, sampling = backbone(), SamplingParams(max_new_tokens=24)
     prompts = [Prompt(token_ids=tuple(range(5 + i, 17 + i)), id=str(i)) for i in range(3)]
-    found = decode(model, decoder, prompts, sampling, max_batch_size=3).rows
+    found = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert len(model.packed) > 0
     monkeypatch.setattr(PackedWeights, "takes", lambda *_: False)
-    expected = decode(model, decoder, prompts, sampling, max_batch_size=3).rows
+    expected = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
 
 

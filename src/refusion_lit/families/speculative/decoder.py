@@ -9,16 +9,20 @@ the same token for token. Rejection sampling is an option: it accepts more draft
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from functools import lru_cache
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.families.speculative.draft_plan import draft_plan
+from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice
 
-if TYPE_CHECKING:
-    from refusion_lit.engine.proposals import Proposal
+Layout = Literal["two_forwards", "single_forward"]
+"""Where the masks of a round stand."""
+
+_FEW_POSITIONS = 16
+"""Up to this many positions, a CPU computes logits hardly slower than for one: reading the LM head's weights dominates.
+So masks that may not be needed are read together with everything else."""
 
 _ADAPTERS = 0.15
 """Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
@@ -67,13 +71,11 @@ class SelfSpeculative(Decoder):
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
             ``slot_size``.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
-        layout: ``single_forward``: masks after every possible acceptance, so that each forward verifies and drafts.
-            ``two_forwards``: draft and verify in turn, which computes fewer positions. ``auto``: the number of masks
-            after each acceptance that minimises the time per token, given the share of drafts accepted so far and
-            ``forward_cost``. Changes forwards, and the text only with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward in positions a row: a / b of a cost a + b * positions. ``measure`` times
-            forwards of five lengths, once for a model on its device and the batch size at hand. A number makes counts
-            of forwards repeatable.
+        layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
+            so that each forward verifies and drafts, which computes more positions. ``None``: the one that takes less
+            time per token by the fixed cost of a forward and the share of drafts accepted so far, or no drafts at all
+            where many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling:
+            rejection``.
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -82,8 +84,7 @@ class SelfSpeculative(Decoder):
 
     num_drafts: int | None = None
     slot_size: int | None = None
-    layout: Literal["auto", "single_forward", "two_forwards"] = "auto"
-    forward_cost: int | Literal["measure"] = "measure"
+    layout: Layout | None = None
     coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def __post_init__(self) -> None:
@@ -92,13 +93,11 @@ class SelfSpeculative(Decoder):
             require_at_least("num_drafts", self.num_drafts, 0)
         if self.slot_size is not None:
             require_at_least("slot_size", self.slot_size, 1)
-        require_choice("layout", self.layout, ("auto", "single_forward", "two_forwards"))
-        require_at_least("forward_cost", self.forward_cost, 0, "measure")
+        require_choice("layout", self.layout, (None, "two_forwards", "single_forward"))
         require_choice("coupling", self.coupling, ("shared_noise", "rejection"))
-        is_fixed = self.layout != "auto" or self.forward_cost != "measure"
-        expected = "shared_noise where layout auto is measured, as rejection makes the text depend on the machine"
-        fix = "set layout to single_forward or two_forwards, or forward_cost to a number"
-        require(self.coupling == "shared_noise" or is_fixed, "coupling", expected, self.coupling, fix)
+        expected = "shared_noise where no layout is named, as rejection makes the text depend on it"
+        fix = "set layout to single_forward or two_forwards"
+        require(self.coupling == "shared_noise" or self.layout is not None, "coupling", expected, self.coupling, fix)
 
     def requirements(self) -> ModelRequirements:
         """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
@@ -152,7 +151,8 @@ class SelfSpeculative(Decoder):
         draw = Draw(sampling=state.sampling, with_probability=False)
         phase = "+".join(["verify" if drafts else "next_token", *(["draft"] if groups else [])])
         readings = yield Forward(phase=phase, branches=(main, *groups.values()), draw=draw, packed=True)
-        exact = self._exact(place, len(drafts), readings[0], dict(zip(groups, readings[1:], strict=True)))
+        read = dict(zip(groups, readings[1:], strict=True))
+        exact = self._exact(place, len(drafts), readings[0], read)
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
         state.num_tested += min(accepted + 1, len(drafts))
         state.num_accepted += accepted
@@ -163,7 +163,7 @@ class SelfSpeculative(Decoder):
         state.finished = eos is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
         if not state.finished:
-            drafted = yield from self._drafts(groups, accepted, replace(draw, proposes=self._rejects(state)))
+            drafted = yield from self._drafts(groups, read, accepted, replace(draw, proposes=self._rejects(state)))
             state.drafts, state.proposals = drafted.tokens, drafted.proposals
 
     def _rejects(self, state: SpeculativeState) -> bool:
@@ -192,7 +192,7 @@ class SelfSpeculative(Decoder):
             # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
             length = min(len(masks), len(state.tokens) - place - j - (size is None))
             is_needed = self._starts_slot(place + j)
-            length = max(self._num_masks(state, j, num_drafts, length), int(is_needed))
+            length = max(self._num_masks(state, num_drafts, length), int(is_needed))
             if length <= 0:
                 continue
             groups[j] = Branch(
@@ -203,32 +203,64 @@ class SelfSpeculative(Decoder):
                 shift=int(size is None),
                 draft_at=(0,) if is_needed else (),
                 proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
-                prefetch_at=() if is_needed or self._rejects(state) else (range(length),),
             )
             write_at += length
-        return groups
+        if self._rejects(state) or sum(len(branch.tokens) for branch in groups.values()) > _FEW_POSITIONS:
+            return groups
+        return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
-    def _num_masks(self, state: SpeculativeState, accepted: int, num_drafts: int, most: int) -> int:
+    def _num_masks(self, state: SpeculativeState, num_drafts: int, most: int) -> int:
         """Return how many masks to put after a number of accepted drafts, at most ``most``."""
-        if self.layout != "auto":
-            return most if self.layout == "single_forward" or num_drafts == 0 else 0
+        layout = self.layout
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
-        if most <= extra:
+        wanted = most - extra
+        if layout is None and wanted > 0:
+            adapters = 0.0 if self.slot_size is not None else _ADAPTERS * state.forward_cost
+            layout, wanted = cheapest(state.forward_cost, adapters, round(state.acceptance, 1), wanted)
+            if wanted == 0 and num_drafts == 0 and state.num_tested < _NUM_TRIALS:
+                wanted = 1
+        if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
-        cost = self.cost_of_forwards(state)
-        mask_cost = 0.0 if self.slot_size is not None else _ADAPTERS * cost.fixed
-        plan = draft_plan(cost, round(state.acceptance, 1), max(most - extra, num_drafts), mask_cost)
-        wanted = plan[num_drafts][accepted]
-        if num_drafts == 0 and state.num_tested < _NUM_TRIALS:
-            wanted = max(wanted, 1)
-        return min(most, wanted + extra) if wanted else 0
+        return wanted + extra
 
-    def _drafts(self, groups: dict[int, Branch], accepted: int, draw: Draw) -> Steps[Reading]:
+    def _drafts(
+        self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw
+    ) -> Steps[Reading]:  # fmt: skip
         """Return the next drafts, from the masks after the accepted ones; no drafts if there are no such masks."""
         offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
         length = len(groups[accepted].tokens) if accepted in groups else 0
         if length <= offset:
             return Reading()
+        if len(groups[accepted].draft_at) == length:
+            return Reading(tokens=read[accepted].tokens[offset:])
         wanted = [range(offset, length) if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
         return readings[1 + list(groups).index(accepted)]
+
+
+@lru_cache(maxsize=1024)
+def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks: int) -> tuple[Layout, int]:
+    """Return the layout and number of masks with the lowest cost per token, in positions.
+
+    Each draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
+    besides the model's own. Without drafts, a token costs F + 1 positions, F the fixed cost of a forward.
+    ``two_forwards`` commits E + 2 tokens for two forwards, with d masks in the first and d drafts in the second;
+    ``single_forward`` commits E + 1 tokens for one, with d drafts and d masks after each of d + 1 acceptances.
+
+    Args:
+        forward_cost: F, at least 0.
+        adapters: What a drafter's adapters add to a forward with masks, in positions.
+        acceptance: a, in [0, 1].
+        num_masks: Maximum of d.
+
+    Returns:
+        The layout and d; 0 where drafts do not pay.
+    """
+    best: tuple[float, Layout, int] = (forward_cost + 1, "two_forwards", 0)
+    expected = 0.0
+    for d in range(1, num_masks + 1):
+        expected += acceptance**d
+        two = (2 * (forward_cost + 1 + d) + adapters) / (2 + expected)
+        single = (forward_cost + 1 + d + (d + 1) * d + adapters) / (1 + expected)
+        best = min(best, (two, "two_forwards", d), (single, "single_forward", d))
+    return best[1], best[2]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,28 +9,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes import MASK, PAD, VOCAB, HashModel
+from fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
+from refusion_lit.decoding import Autoregressive, Generation, RowState
 from refusion_lit.engine import reading as reading_module
-from refusion_lit.engine.executor import Executor, Row
+from refusion_lit.engine.engine import Engine
+from refusion_lit.engine.in_flight import InFlight
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
 
 
-class Serving(Executor):
-    """An executor that keeps the rows itself."""
+class Serving(Engine):
+    """An engine that is asked for single calls of the model."""
 
-    def __init__(self, model: Any, num_rows: int, **options: Any) -> None:
-        super().__init__(model, num_rows, **options)
-        self.rows: dict[int, Row] = {}
+    def __init__(self, model: Any, num_rows: int) -> None:
+        super().__init__(model, Autoregressive(), num_rows)
+        self.flying: dict[int, InFlight] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
         """Answer requests of prompts, given with their storage rows and ids."""
         for storage, prompt_id, request in requests:
-            row = self.rows.setdefault(storage, Row(storage=storage, prompt_id=prompt_id))
-            row.prompt_id, row.request = prompt_id, request
-        return self.run([self.rows[storage] for storage, _, _ in requests])
+            prompt = Prompt(token_ids=(3,), id=prompt_id)
+            state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
+            row = self.flying.setdefault(
+                storage,
+                InFlight(
+                    index=storage, storage=storage, state=state, steps=(_ for _ in ()), request=None,
+                    result=Generation(id=prompt_id), spans_end=0, started=0.0, waiting_since=0,
+                ),
+            )  # fmt: skip
+            row.state = state
+            row.request = request
+        answers = self._run([self.flying[storage] for storage, _, _ in requests])
+        return [answers[storage] for storage, _, _ in requests]
 
 
 @st.composite
@@ -317,61 +328,3 @@ def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str,
     assert tokens(prompt_id="q") != tokens()
     assert tokens(first=1)[:-1] == tokens()[1:], "noise belongs to positions"
     assert tokens(shift=1)[:-1] == tokens()[1:], "the predicted ones"
-
-
-@st.composite
-def followed(draw: st.DrawFn) -> Branch:
-    """Draw a branch whose drafts may be followed by further ones."""
-    tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=9))
-    places = st.integers(0, len(tokens) - 1)
-    draft_at = draw(st.lists(places, min_size=1, max_size=5))
-    prefetch_at = [draw(st.lists(places, min_size=1, max_size=3, unique=True)) for _ in draft_at]
-    return Branch(tokens=tokens, positions=range(len(tokens)), draft_at=draft_at, prefetch_at=prefetch_at)
-
-
-@settings(max_examples=36, deadline=None)
-@given(
-    branches=st.lists(followed(), min_size=1, max_size=4), num_prefetch=st.integers(1, 3), temperature=st.integers(0, 1)
-)
-def test_what_follows_the_most_probable_drafts_is_known_and_all_else_is_read(
-    branches: list[Branch], num_prefetch: int, temperature: int
-) -> None:
-    how = Draw(sampling=SamplingParams(temperature=temperature))
-    silent = replace(how, with_probability=False)
-    model = HashModel(4)
-    executor = Serving(model, len(branches), prefetches=True)
-    plain = Serving(HashModel(4), len(branches), prefetches=False)
-    forwards = [
-        Forward(phase="", branches=(replace(branch, num_prefetch=num_prefetch),), draw=how) for branch in branches
-    ]
-    requests = [(row, str(row), forward) for row, forward in enumerate(forwards)]
-    found = executor.serve(requests)
-    assert found == plain.serve(requests)
-
-    likely = []
-    for branch, [reading] in zip(branches, found, strict=True):
-        ranked = sorted(range(len(reading.tokens)), key=lambda i: (-reading.probabilities[i], i))
-        likely.append(sorted({offset for i in ranked[:num_prefetch] for offset in branch.prefetch_at[i]}))
-    everything = [sorted({offset for group in branch.prefetch_at for offset in group}) for branch in branches]
-    num_before = model.num_logit_rows
-    for offsets, draw in ((likely, silent), (everything, silent), (likely, replace(silent, forbidden=(7, 8, 9)))):
-        more = [(row, str(row), MoreDrafts(draft_at=(own,), draw=draw)) for row, own in enumerate(offsets)]
-        expected = [[reading.tokens for reading in readings] for readings in plain.serve(more)]
-        assert [[reading.tokens for reading in readings] for readings in executor.serve(more)] == expected
-        if offsets is likely and draw is silent:
-            assert model.num_logit_rows == num_before
-
-
-def test_guided_drafts_are_not_read_ahead() -> None:
-    how = Draw(sampling=SamplingParams(), guidance=2.0)
-    asked = [4, 5, 6, 7]
-    guided = Branch(tokens=range(3, 11), positions=range(8), draft_at=[3], prefetch_at=[asked], num_prefetch=1)
-    unguided = Branch(tokens=[MASK] * 3 + list(range(6, 11)), positions=range(8))
-    forward = Forward(phase="", branches=(guided, unguided), draw=how, cached=False)
-    executor, plain = (Serving(HashModel(4), 1, prefetches=ahead) for ahead in (True, False))
-    assert executor.serve([(0, "", forward)]) == plain.serve([(0, "", forward)])
-    more = MoreDrafts(draft_at=(asked, ()), draw=replace(how, with_probability=False))
-    [[reading, _]], [[expected, _]] = (one.serve([(0, "", more)]) for one in (executor, plain))
-    assert reading.tokens == expected.tokens
-    unguided_draw = replace(more, draw=replace(more.draw, guidance=None))
-    assert expected.tokens != plain.serve([(0, "", unguided_draw)])[0][0].tokens, "guidance makes no difference here"

@@ -1,0 +1,135 @@
+"""A prompt that is being decoded: its decoder's state and generator, its pending request, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from refusion_lit.engine.decoder import RowState
+from refusion_lit.engine.output import Generation, TraceRound
+from refusion_lit.engine.reading import Read
+from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request, Steps
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A prompt that is being decoded.
+
+    Attributes:
+        index: Its number among the submitted prompts.
+        storage: Its row of the cache.
+        state: The decoder's state.
+        steps: The decoder's generator of requests.
+        request: Its pending request to the model; ``None`` once it is finished.
+        result: The generation so far, with its counts.
+        spans_end: Position after the last given token of a template; no EOS is drawn before it. 0 without template.
+        started: When it was admitted, in seconds.
+        waiting_since: Number of the last call that it took part in.
+        forward: Its last forward.
+        hidden: Hidden states of that forward, for further reads.
+        twin: Index of the unconditional logits of the pending forward's first draft, if an earlier forward gives them.
+        num_forwards_before: Its forwards up to the last commit.
+        stopped_at: Tokens that remain if a stop string or a low entropy ends the response.
+    """
+
+    index: int
+    storage: int
+    state: RowState
+    steps: Steps[None]
+    request: Request | None
+    result: Generation
+    spans_end: int
+    started: float
+    waiting_since: int
+    forward: Forward | None = None
+    hidden: Tensor | None = None
+    twin: int | None = None
+    num_forwards_before: int = 0
+    stopped_at: int | None = None
+
+    @property
+    def pending(self) -> Forward:
+        """The pending request, which must be a forward."""
+        assert isinstance(self.request, Forward)
+        return self.request
+
+    @property
+    def size(self) -> int:
+        """Number of hidden states of the last forward, padding included."""
+        assert self.hidden is not None
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+    def begin_forward(self, hidden: Tensor, *, trace: bool) -> None:
+        """Take the hidden states [sequence, token, hidden] of the pending forward, and count it.
+
+        Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
+        """
+        forward = self.pending
+        self.forward = forward
+        self.hidden = hidden
+        self.state.num_forwards += 1
+        num_shared = self.state.num_shared if self.state.num_forwards == 1 else 0
+        num_rows, length = forward.shape
+        self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
+        self.result.forward_shapes.append((num_rows, length + num_shared))
+        if trace:
+            self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, length + num_shared)))
+
+    def reads(self, first: int) -> list[Read]:
+        """Return what the pending request reads from each branch of the last forward.
+
+        Args:
+            first: Index of that forward's first hidden state among those of all rows.
+        """
+        assert self.forward is not None
+        assert self.hidden is not None
+        request = self.request
+        assert request is not None
+        length = self.hidden.shape[1]
+        found = []
+        for number, (branch, start) in enumerate(zip(self.forward.branches, self.forward.starts(length), strict=True)):
+            is_more = isinstance(request, MoreDrafts)
+            draft_at = request.draft_at[number] if is_more else branch.draft_at
+            where = {"prompt_id": self.state.prompt.id, "start": first + start, "spans_end": self.spans_end}
+            read = Read.of(branch, request.draw, draft_at, **where)
+            if branch.score_at and not is_more:
+                read.scored = [first + start + offset for offset, _ in branch.score_at]
+                read.given = [token for _, token in branch.score_at]
+            if request.draw.guidance is not None and read.drafts:
+                # The second branch, without the condition, is the next sequence.
+                read.guide = length if self.twin is None else self.twin - read.drafts[0]
+            found.append(read)
+        return found
+
+    def advance(self, readings: list[Reading], *, trace: bool) -> list[int]:
+        """Send the decoder its readings and take its next request; return the places that it committed, sorted."""
+        answered = self.request
+        num_before = self.state.num_committed
+        try:
+            self.request = self.steps.send(readings)
+        except StopIteration:
+            self.request = None
+        committed = sorted(self.state.committed[num_before:])
+        if trace:
+            self._record(answered, readings, committed)
+        if committed:
+            num_new = self.state.num_forwards - self.num_forwards_before
+            self.result.round_ratios.append(len(committed) / max(num_new, 1))
+            self.num_forwards_before = self.state.num_forwards
+        return committed
+
+    def _record(self, answered: Request | None, readings: Sequence[Reading], committed: Sequence[int]) -> None:
+        """Add a request's readings to the trace of the last forward."""
+        entry = self.result.trace[-1]
+        start = self.state.prompt_length
+        assert self.forward is not None
+        branches = self.forward.branches
+        offsets = answered.draft_at if isinstance(answered, MoreDrafts) else [branch.draft_at for branch in branches]
+        for branch, at, reading in zip(branches, offsets, readings, strict=True):
+            entry.positions += [branch.positions[offset] + branch.shift for offset in at]
+            entry.tokens += reading.tokens
+            entry.probabilities += reading.probabilities
+            entry.scores += reading.scores
+        entry.accepted += [start + place for place in committed]
