@@ -150,8 +150,8 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
     said = (tmp_path / "log").read_text()
     assert said.count("refusion-lit: error:") == 1
-    assert "max_batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
-    assert "; lower it (batch_size), or set max_cache_tokens." in said
+    assert "batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
+    assert "; lower it, or set max_cache_tokens." in said
     names = ("predictions_refusion.jsonl", "predictions_other.jsonl")
     assert [len(_lines(run / name)) for name in names] == [4, 4]
     assert main(["test", f"--resume={run}", "--model.decoding.batch_size=1"]) == 0

@@ -145,17 +145,8 @@ class Evaluation:
         callbacks: Sequence[GenerationCallback] = (),
     ) -> DecodingOutput:
         """Decode prompts with the options of the evaluation."""
-        return model.decode(
-            prompts,
-            decoder,
-            self.sampling,
-            batch_size=self.options.batch_size,
-            max_tokens_per_forward=self.options.max_tokens_per_forward,
-            max_cache_tokens=self.options.max_cache_tokens,
-            share_prefixes=self.options.share_prefixes,
-            allow_mismatch=self.options.allow_mismatch,
-            callbacks=callbacks,
-        )
+        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
+        return model.decode(prompts, decoder, self.sampling, callbacks=callbacks, **options)
 
     def pair(self, model: TextModel) -> TextModel:
         """Give a model the verifier that decoders such as APD need, on the model's device."""
@@ -286,7 +277,6 @@ class Evaluation:
             **asdict(self.options),
             "batch_size": batch_size,
             "decoders": {name: described(state.decoder) for name, state in self._running.items()},
-            "forward_costs": self._model.backbone.forward_costs,
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
             "mismatches": self.mismatches,
