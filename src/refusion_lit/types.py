@@ -215,36 +215,6 @@ class DecodingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
-    """How prompts are batched and decoded; apart from ``allow_mismatch``, no option changes a token.
-
-    Attributes:
-        batch_size: Maximum number of prompts decoded concurrently, at least 1; a finished prompt frees its row for the
-            next one (continuous batching).
-        max_tokens_per_forward: Maximum number of positions, padding included, that one batched forward pass computes,
-            at least 1; prompts that do not fit wait. ``None``: no limit.
-        max_cache_tokens: Maximum number of KV cache entries (tokens of prompts and responses) of all prompts in flight,
-            at least 1; long prompts then run with fewer others at a time. ``None``: no limit.
-        share_prefixes: Compute the common beginning of several prompts once and copy its cache entries.
-        allow_mismatch: Run a decoder that the model was not trained for; tables mark it.
-    """
-
-    batch_size: int = 1
-    max_tokens_per_forward: int | None = None
-    max_cache_tokens: int | None = None
-    share_prefixes: bool = True
-    allow_mismatch: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        require_at_least("batch_size", self.batch_size, 1)
-        for option in ("max_tokens_per_forward", "max_cache_tokens"):
-            value = getattr(self, option)
-            if value is not None:
-                require_at_least(option, value, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How much to generate and how tokens are drawn.
 
