@@ -189,8 +189,8 @@ def random_model(
 
 
 def with_library_body(model: Backbone) -> Backbone:
-    """Return the same weights run by transformers' forward, never by the lean body."""
-    return Backbone(model.model, model.traits, model.special_tokens, lean=False)
+    """Return the same weights run by transformers' forward, never by the fused backbone."""
+    return Backbone(model.model, model.traits, model.special_tokens, fused_body=False)
 
 
 def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:

@@ -6,8 +6,8 @@ usage: python -m benchmarks.decode [--repeats 5] [--threads 1] [--parts '[golden
 1, 4, 16 and 64, with one thread and with two, which large batches make more of. ``heavy``: hidden size 256, 6 layers,
 151 936 tokens, random weights with replayed schedules, short (32 tokens), middle (128) and long (512) answers.
 
-Our decoders run the lean body, the plain ReFusion and ``generate`` transformers' forward, and so does the variant whose
-name says so: what it makes of the plain ReFusion is the algorithm's part of the speed.
+Our decoders run the fused backbone, the plain ReFusion and ``generate`` transformers' forward, and so does the variant
+whose name says so: what it makes of the plain ReFusion is the algorithm's part of the speed.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ def batch(
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(reference["runs"])]
     prompts = prompts[:num_prompts]
     main = next(iter(variants))
-    by_library, compiled = LIBRARY_BODY.format(main), f"{main} compiled"
+    by_library = LIBRARY_BODY.format(main)
     decoders = {name: (model, ReFusion(**refusion_options(setting), **more)) for name, more in variants.items()}
     decoders[by_library] = (with_library_body(model), decoders[main][1])
-    decoders[compiled] = (Backbone(model.model, model.traits, model.special_tokens, compile=True), decoders[main][1])
     cases = []
     before = torch.get_num_threads()
     for number in threads:
@@ -123,9 +122,6 @@ def batch(
             for name in (*decoders, "generate")
             for size in (4, 16, 64)
         }
-        for size in (1, 16):
-            ratio = speed_ratio(works[f"{compiled}, batch {size}"], works[f"{main}, batch {size}"])
-            ratios[f"{compiled} / {main}, batch {size}"] = ratio
         label = f"{number} thread{'s' * (number > 1)}"
         cases.append(_case(f"additions-clean, setting 1, batch sizes, {label}", works, ratios))
     torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.forwards [--repeats 60] [--threads '[1, 2]']
 
-Times one row and 16 rows of additions-clean over a cache of 100 entries, with transformers' body and the lean one. The
+Times one row and 16 rows of additions-clean over a cache of 100 entries, with transformers' body and the fused one. The
 ratio is positions per second of 16 rows over those of one row: no decoder can gain more from a batch.
 """
 
@@ -16,13 +16,13 @@ from benchmarks.common import golden_model, write
 from jsonargparse import auto_cli
 
 NUM_KEYS = 100
-BODIES = {"transformers' body": False, "the lean body": True}
+BODIES = {"transformers' body": False, "the fused body": True}
 
 
-def seconds(rows: int, length: int, *, lean: bool, repeats: int) -> float:
+def seconds(rows: int, length: int, *, fused: bool, repeats: int) -> float:
     """Return the shortest time of a forward of ``rows`` rows with ``length`` positions each."""
     model = golden_model("clean")
-    model.lean = lean
+    model.fused_body = fused
     cache = model.make_cache(rows)
     ids = torch.randint(3, 30, (rows, length))
     positions = (torch.arange(length) + NUM_KEYS - length).expand(rows, length)
@@ -50,9 +50,9 @@ def main(repeats: int = 60, threads: tuple[int, ...] = (1, 2), output: str | Non
     torch.manual_seed(0)
     started = time.perf_counter()
     cases = []
-    for number, (body, lean), length in product(threads, BODIES.items(), (1, 16, 38, 64)):
+    for number, (body, fused), length in product(threads, BODIES.items(), (1, 16, 38, 64)):
         torch.set_num_threads(number)
-        one, many = (seconds(rows, length, lean=lean, repeats=repeats) for rows in (1, 16))
+        one, many = (seconds(rows, length, fused=fused, repeats=repeats) for rows in (1, 16))
         cases.append(
             {
                 "threads": number,

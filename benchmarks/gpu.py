@@ -2,12 +2,11 @@
 
 usage: python -m benchmarks.gpu [--model qwen3-8b] [--batches '[1, 8, 64]'] [--max_minutes 9]
 
-Random weights in the shapes of Qwen3-0.6B and Qwen3-8B with replayed schedules: ReFusion with the lean body as it is,
-its steps compiled, or with flex attention; the plain ReFusion; one token a forward; transformers' ``generate``. At
-small batches a forward cannot be faster than its weights and cached keys and values can be read: the limit is that many
-bytes over the bandwidth that a copy reaches on the same device. The profiler says how often the host waits for the
-device in a call, and for which share of the time the device has nothing to do. ``--model tiny --device cpu`` tries the
-program without a GPU; such figures mean nothing.
+Random weights in the shapes of Qwen3-0.6B and Qwen3-8B with replayed schedules: ReFusion; the plain ReFusion; one
+token per forward; transformers' ``generate``. At small batches a forward cannot be faster than its weights and cached
+keys and values can be read: the limit is that many bytes over the bandwidth that a copy reaches on the same device. The
+profiler says how often the host waits for the device in a call, and for which share of the time the device has nothing
+to do. ``--model tiny --device cpu`` tries the program without a GPU; such figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from jsonargparse import auto_cli
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import KVCache
 
 Shape = Literal["qwen3-0.6b", "qwen3-8b", "tiny"]
-Body = Literal["lean", "compile", "flex_attention"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -73,24 +70,6 @@ def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: flo
     return num_calls * (weights + num_rows * mean_context * entry)
 
 
-class FlexBackbone(Backbone):
-    """A backbone whose lean body uses flex attention, independent of the model's config."""
-
-    def make_cache(self, num_rows: int) -> KVCache:
-        usual = self.config._attn_implementation
-        self.config._attn_implementation = "flex_attention"
-        try:
-            return super().make_cache(num_rows)  # the lean body is made here
-        finally:
-            self.config._attn_implementation = usual
-
-
-def with_body(model: Backbone, body: Body) -> Backbone:
-    """Return the same weights run in another way."""
-    given = (model.model, model.traits, model.special_tokens)
-    return {"lean": model, "compile": Backbone(*given, compile=True), "flex_attention": FlexBackbone(*given)}[body]
-
-
 def profiled(work: Work) -> dict[str, Any]:
     """Run a work under the profiler: waits of the host a call, and the share of its usual time without a kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -109,26 +88,22 @@ def profiled(work: Work) -> dict[str, Any]:
 
 
 def works_of(
-    model: Backbone, acting: dict[Body, LanguageModel], replay: Replay, size: int, prompt_length: int, num_tokens: int
+    model: Backbone, acting: LanguageModel, replay: Replay, size: int, prompt_length: int, num_tokens: int
 ) -> tuple[dict[str, Work], dict[str, Work]]:
     """Return the works of a batch size that must give the same text, and the others."""
     prompts, options = random_prompts(size, prompt_length), ReFusion(slot_size=8, num_serial_blocks=1)
-    same = {
-        "refusion" if body == "lean" else f"refusion, {body}": ours(one, options, prompts, num_tokens, size)
-        for body, one in acting.items()
-    }
+    same = {"refusion": ours(acting, options, prompts, num_tokens, size)}
     if size == 1:
         same["plain"] = plain(model, options, prompts, num_tokens, replay)
-    lean = next(iter(acting.values()))
     others = {
-        "autoregressive": ours(lean, Autoregressive(), prompts, num_tokens, size, max_repeats=2),
+        "autoregressive": ours(acting, Autoregressive(), prompts, num_tokens, size, max_repeats=2),
         "generate": library(model, prompts, num_tokens, size, max_repeats=2),
     }
     return same, others
 
 
 def aims_of(model: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the aims of batch 1, each for its best body."""
+    """Return the aims of batch 1."""
     found = []
     for case in (case for case in cases if case["batch"] == 1):
         runs = {name: run for name, run in case["runs"].items() if name.startswith("refusion")}
@@ -149,7 +124,6 @@ def main(
     num_tokens: int = 128,
     prompt_length: int = 128,
     repeats: int = 3,
-    bodies: tuple[Body, ...] = ("lean", "compile", "flex_attention"),
     max_minutes: float = 9,
     device: Literal["cuda", "cpu"] = "cuda",
     output: str | None = None,
@@ -162,7 +136,6 @@ def main(
         num_tokens: Tokens of an answer, a multiple of 16.
         prompt_length: Tokens of a prompt.
         repeats: Rounds of the interleaved timing.
-        bodies: Ways to run the body: the lean one as it is, its steps compiled, or with flex attention.
         max_minutes: Cases that would start later are left out, and the result says which.
         device: ``cpu`` only to try the program.
         output: Where to write the JSON.
@@ -180,7 +153,7 @@ def main(
                 left_out.append(name)
                 continue
             replay = Replay(schedule, prompt_length, SHAPES[model]["vocab_size"] - 1)
-            acting: dict[Body, LanguageModel] = {body: replayed(with_body(backbone, body), replay) for body in bodies}
+            acting = replayed(backbone, replay)
             same, others = works_of(backbone, acting, replay, size, prompt_length, num_tokens)
             works = {**same, **others}
             interleaved(works, repeats)
@@ -204,7 +177,7 @@ def main(
             gc.collect()
     config = {
         "model": SHAPES[model], "batches": batches, "num_tokens": num_tokens, "prompt_length": prompt_length,
-        "repeats": repeats, "bodies": bodies, "dtype": "bfloat16", "device": device,
+        "repeats": repeats, "dtype": "bfloat16", "device": device,
     }  # fmt: skip
     results = {"bandwidth_bytes_per_second": measured_bandwidth, "cases": cases, "left_out": left_out}
     results["aims"] = aims_of(model, cases) if device == "cuda" else []

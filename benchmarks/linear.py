@@ -1,4 +1,4 @@
-"""Time all linear layers of a 135 M model over a few tokens: torch's product, and the lean body's with packed weights.
+"""Time the linear layers of a 135 M model over a few tokens: torch's product and the one with packed weights.
 
 usage: python -m benchmarks.linear [--repeats 7] [--output FILE]
 """

@@ -3,7 +3,7 @@
 usage: python -m benchmarks.overhead [--repeats 5] [--threads 1]
 
 Times of body and head are taken around the calls; what is left is ours. It is given as a share of the time with
-transformers' body, and of the time with the lean body: the leaner the body, the larger the share of the same overhead.
+transformers' body, and of the time with the fused one: the faster the body, the larger the share of the same overhead.
 Where it goes is sampled from another thread, every 0.5 ms: the innermost function of this project that runs while
 neither body nor head does.
 """
@@ -45,7 +45,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Visibility
 from refusion_lit.types import Prompt
 
-BODIES = ("transformers' body", "the lean body")
+BODIES = ("transformers' body", "the fused body")
 
 _PACKAGE = str(Path(refusion_lit.__file__).parent)
 

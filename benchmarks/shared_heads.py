@@ -1,4 +1,4 @@
-"""Time bfloat16 attention of the lean body on CPUs where heads share keys: each head alone, and as queries of one head.
+"""Time the fused backbone's bfloat16 attention on CPUs where heads share keys: each head alone, and as one head.
 
 usage: python -m benchmarks.shared_heads [--repeats 15] [--output FILE]
 """

@@ -39,7 +39,7 @@ STYLE = """
 def decode() -> Trace:
     """Return the trace of the answer to the query."""
     model = refusion_lit.load(MODEL)
-    decoder = ReFusion(slot_size=SLOT_SIZE, fused=True, forward_cost=32)  # counts do not depend on the machine
+    decoder = ReFusion(slot_size=SLOT_SIZE, fused=True)  # counts do not depend on the machine
     answer = model.generate([QUERY], decoder=decoder, max_new_tokens=40, trace=True)[0]
     return trace_of(
         answer,

@@ -94,7 +94,7 @@ def ids_to_text(_: Path) -> Callable[[], object]:
     import refusion_lit
     from refusion_lit.modeling.loading import BackboneConfig
 
-    model = refusion_lit.load(MODEL, overrides=BackboneConfig(source=str(MODEL), lean=False))
+    model = refusion_lit.load(MODEL, overrides=BackboneConfig(source=str(MODEL), fused_body=False))
     return lambda: model.generate_ids([[4, 5, 13, 6, 7, 17]], max_new_tokens=32)
 
 

@@ -30,6 +30,7 @@ from refusion_lit.decoding import (
     LLaDA,
     ReFusion,
     RowState,
+    SelfSpeculative,
     SetDiffusion,
     TokenEditing,
     WeDLM,
@@ -180,6 +181,11 @@ def prompts(draw: st.DrawFn, max_size: int = 5) -> list[Prompt]:
 
 def temperatures() -> st.SearchStrategy[float]:
     return st.sampled_from([0.0, 0.0, 1.0])
+
+
+def weighs_rows(decoder: Decoder) -> bool:
+    """Whether a decoder's forwards, though not its text, depend on how many rows share their cost."""
+    return isinstance(decoder, SelfSpeculative) and decoder.layout is None
 
 
 class LastState(GenerationCallback):

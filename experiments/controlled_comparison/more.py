@@ -36,7 +36,7 @@ def decoders_of(objective: str, length: int) -> dict[str, Decoder]:
     if objective == "hybrid":
         slots: dict[str, Any] = {"slot_size": 8, "num_serial_blocks": 1}
         return {
-            "refusion_8_t90": ReFusion(**slots, slot_threshold=0.9, token_threshold=0.9, forward_cost=32),
+            "refusion_8_t90": ReFusion(**slots, slot_threshold=0.9, token_threshold=0.9),
             "search_beam_1": SlotSearch(**slots, selection="beam", beam_size=1),
             "search_beam_4": SlotSearch(**slots, selection="beam", beam_size=4),
             "first_hitting_8": FirstHitting(num_steps=8),

@@ -97,7 +97,7 @@ def decoders_of(variant: Variant) -> dict[str, Decoder]:
             "certain": FastDLLM(block_length=None, threshold=0.9),
             "almost sure": FastDLLM(block_length=None, threshold=0.99),
         }
-    slots: dict[str, Any] = {"slot_size": variant.slot_size, "num_serial_blocks": 1, "forward_cost": 32}
+    slots: dict[str, Any] = {"slot_size": variant.slot_size, "num_serial_blocks": 1}
     sure: dict[str, Any] = {"slot_threshold": 0.99, "token_threshold": 0.99}
     sizes = variant.options["model.objective.init_args.slot_sizes"]
     larger = {f"slots of {size}": ReFusion(**{**slots, "slot_size": size}, **sure)

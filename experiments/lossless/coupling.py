@@ -30,7 +30,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Prompt, SamplingParams
 
-DECODER = SelfSpeculative(layout="two_forwards", forward_cost=0)
+DECODER = SelfSpeculative(layout="two_forwards")
 
 
 class Couplings:

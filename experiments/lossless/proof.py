@@ -31,7 +31,8 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialToken
 GROUP, VOCAB = 100, 8
 MASK, PAD, EOS = VOCAB - 1, VOCAB - 2, 0
 HYBRID_EVERY = 5
-FORMATS, SIZES = ("auto", "single_forward", "two_forwards"), (1, 7, 32, GROUP)
+LAYOUTS = (None, "single_forward", "two_forwards")
+SIZES = (1, 7, 32, GROUP)
 
 
 def tiny_model(seed: int, traits: ModelTraits) -> Backbone:
@@ -81,7 +82,7 @@ def hybrid_group(seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     model = tiny_model(seed, ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot")))
     prompts, length, slot_size = random_prompts(rng), rng.randint(1, 40), rng.randint(1, 5)
-    decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(FORMATS), forward_cost=rng.choice([0, 4, 32]))
+    decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(LAYOUTS), forward_cost=rng.choice([0, 4, 32]))
     sampling, size = SamplingParams(max_new_tokens=length), rng.choice(SIZES)
     own = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
     return counted(own, decode(model, decoder, prompts, sampling, max_batch_size=size).rows) | {
@@ -100,7 +101,7 @@ def group(seed: int) -> dict[str, int]:
         seed=seed, stop=rng.choice([(), (), ("bc",), ("d", "efe")]),
     )  # fmt: skip
     decoder = SelfSpeculative(
-        layout=rng.choice(FORMATS), num_drafts=rng.randint(1, num_masks), forward_cost=rng.choice([0, 4, 32])
+        layout=rng.choice(LAYOUTS), num_drafts=rng.randint(1, num_masks), forward_cost=rng.choice([0, 4, 32])
     )
 
     def rows(way: Decoder, size: int) -> list[Any]:

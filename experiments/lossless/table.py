@@ -39,7 +39,10 @@ BASE = Path("runs/smollm2/base")
 REFERENCE = "Autoregressive"
 DECODERS: dict[str, Decoder] = {
     REFERENCE: Autoregressive(),
-    **{layout: SelfSpeculative(layout=layout) for layout in ("auto", "two_forwards", "single_forward")},
+    **{
+        layout: SelfSpeculative(layout=None if layout == "auto" else layout)
+        for layout in ("auto", "two_forwards", "single_forward")
+    },
 }
 """The model's own decoding, and the layouts of :class:`SelfSpeculative`."""
 LIBRARY = "transformers.generate"
@@ -172,7 +175,7 @@ def main() -> None:
                 found = PARTS[part](model, some, args.max_new_tokens)
                 key = "forwards" if part == "masks" else "decoders"
                 run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), key: found}
-                run |= {"forward_costs": model.backbone.forward_costs, "environment": environment(None, sys.argv)}
+                run |= {"environment": environment(None, sys.argv)}
                 result["runs"].append(run)
                 write_json(args.output, result)
     print(markdown(result["runs"]))

@@ -138,11 +138,10 @@ def _speed(
     models = {name: judge if name == JUDGE else _loaded(name, work, device) for name in names}
     rows = {row: (models[name], made(values)) for row, (name, values) in decoders.items()}
     figures = timed(judge, rows, queries, length)
-    costs = {name: model.backbone.forward_costs for name, model in models.items()}
     result = {
         "trainings": list(names), "num_prompts": len(queries) - 1, "baseline": GENERATE, "dtype": "bfloat16",
         "device": device, "num_threads": torch.get_num_threads(), "max_new_tokens": length, "rows": figures,
-        "forward_costs": costs, "git": environment(None, [])["git"],
+        "git": environment(None, [])["git"],
     }  # fmt: skip
     write_json(kept, result)
     return result

@@ -51,7 +51,6 @@ class FromKnownEnd(ReFusion):
 # One slot a round, filled token by token: with a token threshold of 1 no draft of a plan survives its verification.
 _PLAIN: dict[str, Any] = {
     "slot_size": SLOT_SIZE, "num_serial_blocks": 1, "token_threshold": 1.0, "infill": "autoregressive",
-    "forward_cost": 32,
 }  # fmt: skip
 _SEARCH: dict[str, Any] = {"slot_size": SLOT_SIZE, "num_serial_blocks": 1, "max_candidates": 4}
 ORDERS: dict[str, Decoder] = {
@@ -61,7 +60,7 @@ ORDERS: dict[str, Decoder] = {
     "best next (beam of 1)": SlotSearch(**_SEARCH, selection="beam", beam_size=1),
     "beam of 4": SlotSearch(**_SEARCH, selection="beam", beam_size=4),
     "tree search, 8 simulations": SlotSearch(**_SEARCH, num_simulations=8, horizon=2),
-    "ReFusion, all certain slots": ReFusion(slot_size=SLOT_SIZE, num_serial_blocks=1, forward_cost=32),
+    "ReFusion, all certain slots": ReFusion(slot_size=SLOT_SIZE, num_serial_blocks=1),
 }
 
 

@@ -12,6 +12,7 @@ from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
 from refusion_lit.refusion.objective import Hybrid
+from refusion_lit.refusion.zarya import Zarya
 
 __all__ = [
     "R2FT",
@@ -26,4 +27,5 @@ __all__ = [
     "Objective",
     "SoftTail",
     "StaggeredSets",
+    "Zarya",
 ]

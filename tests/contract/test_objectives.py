@@ -37,9 +37,8 @@ FIRST_PROMPT_ID, FIRST_RESPONSE_ID = 10, 200
 VARIANTS: list[Objective] = [
     *(cls() for cls in concrete_subclasses(Objective)),
     objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
-    objectives.Hybrid(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
-    objectives.Hybrid(slot_sizes=(1, 3), token_weights="harmonic", shuffle_masked=True, slot_borders=(0.5, 1.0)),
-    objectives.Hybrid(slot_sizes=(2,), mask_pattern="shuffled_groups", max_span=4),
+    objectives.Zarya(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
+    objectives.Zarya(slot_sizes=(1, 3), token_weights="harmonic", shuffle_masked=True, slot_borders=(0.5, 1.0)),
     objectives.Masked(shifted=True, cart_p=0.3),
     objectives.Masked(pad_responses_to=6),
     objectives.BlockMasked(block_size=4, t_min=0.45, t_max=0.95),

@@ -75,7 +75,7 @@ def test_finished_parts_are_known_by_type_and_threads(
         measured.append(torch.get_num_threads())
         return figures
 
-    model = SimpleNamespace(encode=lambda text: [1], backbone=SimpleNamespace(forward_costs={}))
+    model = SimpleNamespace(encode=lambda text: [1], backbone=SimpleNamespace())
     monkeypatch.setattr(table, "BASE", tmp_path)
     monkeypatch.setattr(table.refusion_lit, "load", lambda *args, **options: model)
     monkeypatch.setitem(table.PARTS, "speed", measure)

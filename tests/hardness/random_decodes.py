@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import decoder_cases
-from decoder_cases import LastState, check_output, prompts, setups, traits_for
+from decoder_cases import LastState, check_output, prompts, setups, traits_for, weighs_rows
 from fakes import DRAFTS, NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -186,11 +186,10 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
                 "a probability is out of range"
             )
         index = data.draw(st.integers(0, len(found) - 1))
-        # A single prompt also prefetches, as on a device with asynchronous execution.
         other = make(decoder, max_calls)
-        [alone] = decode_with_prefetch(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
+        [alone] = decode(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
         assert alone.token_ids == output.rows[index].token_ids
-        assert alone.forward_shapes == output.rows[index].forward_shapes
+        assert weighs_rows(decoder) or alone.forward_shapes == output.rows[index].forward_shapes
 
     with contextlib.redirect_stdout(None):  # the exception's notes have hypothesis's report
         one()

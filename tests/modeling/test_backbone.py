@@ -130,15 +130,15 @@ def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("implementation", "lean"), [("eager", True), ("flex_attention", True), ("flex_attention", False)]
+    ("implementation", "fused_body"), [("eager", True), ("flex_attention", True), ("flex_attention", False)]
 )
-def test_attention_implementations_agree(implementation: str, lean: bool) -> None:
+def test_attention_implementations_agree(implementation: str, fused_body: bool) -> None:
     ids, positions = tokens_of(2, 9), shuffled_positions(2, 9)
     mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
     reference = backbone_of(dtype=torch.float32)
     other = backbone_of(dtype=torch.float32, attn_implementation=implementation)
-    other.lean = lean
-    assert (other.make_cache(1).body is not None) == (lean and implementation != "eager")
+    other.fused_body = fused_body
+    assert (other.make_cache(1).body is not None) == (fused_body and implementation != "eager")
     # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
     torch.compiler.set_stance("force_eager")
     try:

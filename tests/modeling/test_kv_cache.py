@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from fakes import VOCAB, tiny_backbone
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.fused.compiled import StaticKVCache
 from refusion_lit.modeling.kv_cache import KVCache
 
 # Norms and rotary angles are computed in float32 even in a float64 model.
@@ -162,14 +160,13 @@ def closed(known: Recomputed, chance: random.Random) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize(("make", "expected"), [(KVCache, [128, 128, 256, 256, 256, 384]), (StaticKVCache, [512] * 6)])
-def test_storage_grows_by_chunks_and_keeps_what_it_holds(make: type[KVCache], expected: list[int]) -> None:
+def test_storage_grows_by_chunks_and_keeps_what_it_holds() -> None:
     model = tiny_backbone()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (1, 300), generator=generator)
     positions = torch.arange(300)[None].flip(1) % 250
     causal = torch.ones(1, 300, 300, dtype=torch.bool).tril()
-    cache = make(2, 2)
+    cache = KVCache(2, 2)
     with torch.no_grad():
         whole = model.hidden_states(ids, positions, causal)
         capacities = []
@@ -181,32 +178,7 @@ def test_storage_grows_by_chunks_and_keeps_what_it_holds(make: type[KVCache], ex
             )  # fmt: skip
             torch.testing.assert_close(part, whole[:, start:stop], **CLOSE)
             capacities.append(cache.capacity)
-    assert capacities == expected
-
-
-def test_static_storage_doubles_and_reserves_its_last_entry() -> None:
-    capacities = []
-    for num_keys in (3, 511, 512, 1024):
-        cache = StaticKVCache(1, 2)
-        cache.prepare([0], num_keys, None, torch.tensor([0]), torch.tensor([num_keys - 1]))
-        capacities.append(cache.capacity)
-    assert capacities == [512, 512, 1024, 2048]
-
-
-def test_a_released_cache_is_freed_and_its_storage_is_reused() -> None:
-    cache, other = StaticKVCache(2, 3), StaticKVCache(2, 3)
-    cache.prepare([0], 600, None, torch.tensor([0]), torch.tensor([1]))
-    storage = cache.all_storage(torch.empty(0, 1, 4))
-    cache.store(1, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
-    assert storage[0][1].sum() == 4
-    gone = weakref.ref(cache)
-    del cache
-    assert gone() is None
-    other.adopt(*storage)
-    again = other.all_storage(torch.empty(0, 1, 4))
-    assert all(one is before for one, before in zip(again[0] + again[1], storage[0] + storage[1], strict=True))
-    assert other.capacity == 1024
-    assert sum(float(states.sum()) for states in again[0] + again[1]) == 0
+    assert capacities == [128, 128, 256, 256, 256, 384]
 
 
 def test_a_leading_run_that_is_in_place_is_not_moved() -> None:

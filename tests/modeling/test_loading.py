@@ -107,15 +107,15 @@ def test_attention_is_computed_as_asked_for(implementation: Any) -> None:
         assert backbone.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_decoding_is_lean_unless_told_otherwise_and_no_directory_says_so(lean: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused_body", [True, False])
+def test_decoding_is_fused_unless_told_otherwise_and_no_directory_says_so(fused_body: bool, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
-    backbone = BackboneConfig(source=str(MID), lean=lean).build(tokenizer)
-    assert backbone.lean is lean
-    assert (backbone.make_cache(1).body is not None) is lean
+    backbone = BackboneConfig(source=str(MID), fused_body=fused_body).build(tokenizer)
+    assert backbone.fused_body is fused_body
+    assert (backbone.make_cache(1).body is not None) is fused_body
     save_model(backbone, tokenizer, tmp_path / "saved")
-    assert "lean" not in (tmp_path / "saved" / "config.json").read_text()
-    assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).lean
+    assert "fused_body" not in (tmp_path / "saved" / "config.json").read_text()
+    assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).fused_body
 
 
 def test_a_released_directory_needs_no_code_of_its_own() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from importlib import metadata
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +10,6 @@ from torch.nn import functional as F
 from refusion_lit.learning import cross_entropy
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput
 from refusion_lit.learning.cross_entropy import chunked_cross_entropy
-from refusion_lit.learning.liger import check_liger
-from refusion_lit.objectives import Hybrid
 
 VOCAB, HIDDEN = 11, 6
 
@@ -135,39 +130,3 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     losses = losses * weights.float().nan_to_num()
     expected = torch.stack([losses[terms == term].sum() for term in range(2)])
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: str) -> str:
-        raise metadata.PackageNotFoundError
-
-    monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(ValueError, match=r"objective\.kernel: 'liger' needs liger-kernel 0\.8\.5 or newer, got none"):
-        check_liger(torch.device("cuda"))
-    monkeypatch.setattr(metadata, "version", lambda _: "0.8.4")
-    with pytest.raises(ValueError, match=r"got 0\.8\.4; install refusion-lit\[liger\]"):
-        check_liger(torch.device("cuda"))
-    monkeypatch.setattr(metadata, "version", lambda _: "0.10.0.dev1")
-    check_liger(torch.device("cuda"))
-    with pytest.raises(ValueError, match="needs a GPU, got the device cpu"):
-        check_liger(torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"objective\.kernel: expected one of torch, liger, got 'lion'"):
-        Hybrid(kernel="lion")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("labelled", [0.6, 0.0])
-def test_the_fused_kernel_gives_the_sums_and_gradients_of_the_chunks(labelled: float) -> None:
-    """Needs liger-kernel and a GPU, or Triton's interpreter (TRITON_INTERPRET=1)."""
-    pytest.importorskip("liger_kernel")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs a GPU")
-    hidden, *others = (t.to(device).detach() for t in make_inputs(labelled, dtype=torch.float32))
-    hidden.requires_grad_()
-    head = nn.Linear(HIDDEN, VOCAB, device=device)
-    results = []
-    for kernel in ("torch", "liger"):
-        sums = chunked_cross_entropy(hidden, head, *others, num_terms=2, kernel=kernel)
-        gradients = torch.autograd.grad(sums @ sums.new_tensor([1.0, 2.0]), (hidden, head.weight, head.bias))
-        results.append((sums, *gradients))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

@@ -83,7 +83,7 @@ def test_replacements_are_uniform_over_all_other_tokens(own: int, mask: int) -> 
 @pytest.mark.parametrize(
     "options",
     [{"max_replaced": 1.5}, {"kept": -0.1}, {"edit_weight": -1.0}, {"keep_weight": -1.0}, {"shifted": True},
-     {"complementary": True}, {"search_widths": (0.5,)}],
+     {"complementary": True}],
 )  # fmt: skip
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

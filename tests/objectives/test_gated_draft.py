@@ -50,7 +50,7 @@ def logits(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
 
 
 def test_masks_after_many_anchors_give_what_a_group_alone_gives_when_it_is_decoded(backbone: Backbone) -> None:
-    """Reference: the lean body's gate, one group after the text up to its anchor."""
+    """Reference: the fused backbone's gate, one group after the text up to its anchor."""
     batch, corrupted = corrupted_by(GatedDraft(stride=2), backbone)
     with torch.no_grad():
         found = logits(backbone, corrupted)

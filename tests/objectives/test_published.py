@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from published import published_model, reference
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
-from refusion_lit.families.block_diffusion.schedule import mask_schedule
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.range_mask import ranges_mask
 from refusion_lit.noise import KeyedNoise
@@ -98,38 +97,3 @@ def test_views_and_loss_are_those_of_fast_dllm_v2(index: int) -> None:
         output = objective.loss(hidden, backbone.head, corrupted)
     assert half % 32 == 0
     torch.testing.assert_close(float(output.total), case["loss"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.45, 0.95), (0.3, 0.8), (1e-3, 0.5)])
-def test_redrawn_blocks_have_a_masked_share_in_the_interval(low: float, high: float) -> None:
-    golden = reference("bd3lm_loss")
-    for case in golden["cases"]:
-        size, shares = case["block_size"], torch.tensor(case["masked_before_bos"]).float()
-        share = shares.unflatten(1, (-1, size)).mean(-1)
-        beta, omega = case["interval"]
-        accepted = ((beta <= 1e-3) | (share >= beta)) & ((omega >= 1) | (share <= omega))
-        assert accepted.all(), "what the program keeps"
-    objective = BlockMasked(block_size=8, t_min=low, t_max=high, resample=True)
-    special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=9)
-    num_samples = 200
-    batch = batch_of([[3] * 24] * num_samples, [0] * num_samples, [24] * num_samples)
-    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    masked = objective.corrupt(batch, noise, special).is_masked[:, :24].unflatten(1, (-1, 8)).float().mean(-1)
-    assert ((masked >= (low if low > 1e-3 else 0)) & (masked <= high)).all()
-    plain = BlockMasked(block_size=8, t_min=low, t_max=high).corrupt(batch, noise, special)
-    before = plain.is_masked[:, :24].unflatten(1, (-1, 8)).float().mean(-1)
-    kept = (before >= (low if low > 1e-3 else 0)) & (before <= high)
-    assert not kept.all()
-    assert torch.equal(masked[kept], before[kept]), "accepted blocks are not redrawn"
-
-
-@pytest.mark.parametrize("schedule", ["linear", "square", "square_root", "log", "cosine"])
-def test_weights_are_the_logarithmic_derivative_of_the_mask_probability(schedule: Any) -> None:
-    times = torch.linspace(0.1, 0.95, 9, dtype=torch.float64, requires_grad=True)
-    probability, weight = mask_schedule(schedule, times)
-    (slope,) = torch.autograd.grad(probability.sum(), times)
-    eps = 1e-3 if schedule == "cosine" else 0.0  # the program's guard against 0
-    torch.testing.assert_close(weight, slope / (probability + eps))
-    ends = mask_schedule(schedule, torch.tensor([1e-9, 1.0], dtype=torch.float64))[0]
-    assert ends[0] < 0.002
-    assert ends[1] == pytest.approx(1.0)

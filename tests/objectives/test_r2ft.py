@@ -87,7 +87,7 @@ def test_the_loss_is_the_formula(
 @pytest.mark.parametrize(
     "options",
     [{"max_unit": 0}, {"min_span": 0}, {"max_span": 3}, {"eos_chance": 2.0}, {"beta": 0.0}, {"gamma": -1.0},
-     {"likelihood_weight": -1.0}, {"pad_responses_to": 0}, {"kernel": "liger"}],
+     {"likelihood_weight": -1.0}, {"pad_responses_to": 0}],
 )  # fmt: skip
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

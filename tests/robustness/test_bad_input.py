@@ -214,11 +214,8 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a negative learning rate": lambda p: p.fit("--model.optimizer=AdamW", "--model.optimizer.lr=-1"),
     "no decoder at all": lambda p: p.fit("--model.decoders.refusion=null"),
     "a device that computes nothing": lambda p: p.generate(MODEL, "--device=meta"),
-    "batch-invariant decoding without the lean body": lambda p: p.fit(
-        "--model.backbone.batch_invariant=true", "--model.backbone.lean=false"
-    ),
-    "batch-invariant decoding of compiled steps": lambda p: p.fit(
-        "--model.backbone.batch_invariant=true", "--model.backbone.compile=true"
+    "batch-invariant decoding without the fused backbone": lambda p: p.fit(
+        "--model.backbone.batch_invariant=true", "--model.backbone.fused_body=false"
     ),
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),

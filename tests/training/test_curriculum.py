@@ -13,7 +13,7 @@ from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.objectives import Hybrid
+from refusion_lit.objectives import Zarya
 from refusion_lit.tasks import Additions
 from tiny import TINY_QWEN
 
@@ -28,7 +28,7 @@ class Sizes(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: SlotDiffusionModule, *_: object) -> None:  # type: ignore[override]
         objective = module.training_objective
-        assert isinstance(objective, Hybrid)
+        assert isinstance(objective, Zarya)
         self.found[trainer.global_step] = objective.slot_sizes
 
 
@@ -36,7 +36,7 @@ def fitted(
     directory: Path, max_steps: int = NUM_STEPS, checkpoint: Path | None = None
 ) -> tuple[SlotDiffusionModule, Sizes]:
     data = InstructionDataModule(Additions(num_train=40, num_validation=4, num_test=4), CharacterTokenizer(), 4, 4)
-    objective = Hybrid(slot_sizes=(1, 3, 7), slot_borders=(0.25, 0.5, 1.0))
+    objective = Zarya(slot_sizes=(1, 3, 7), slot_borders=(0.25, 0.5, 1.0))
     module, sizes = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, objective), Sizes()
     trainer = L.Trainer(
         default_root_dir=directory, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,

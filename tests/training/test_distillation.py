@@ -128,8 +128,3 @@ def test_distillation_without_adapters_is_refused() -> None:
         ValueError, match=r"objective\.distill: expected a model with backbone\.lora, got 'one without'"
     ):
         parts(DiffusionForcing(distill=True), lora=None)
-
-
-def test_distillation_needs_the_kernel_of_torch() -> None:
-    with pytest.raises(ValueError, match=r"objective\.kernel"):
-        DiffusionForcing(distill=True, kernel="liger")

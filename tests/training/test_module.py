@@ -232,10 +232,3 @@ def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
         weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-9, atol=1e-12)
-
-
-def test_a_fused_kernel_without_a_gpu_is_refused_before_training(tmp_path: Path) -> None:
-    module, data = _parts()
-    module.objective = Hybrid(kernel="liger")
-    with pytest.raises(ValueError, match=r"objective\.kernel: 'liger' needs"):
-        _trainer(tmp_path).fit(module, data)

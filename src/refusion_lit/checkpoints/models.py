@@ -162,7 +162,7 @@ def load_model(
         dtype: Type of the weights; ``None`` keeps float32.
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
-        overrides: Options of attention and its implementation, ``lean``, ``batch_invariant`` and ``compile``.
+        overrides: Options of attention and its implementation, ``fused_body`` and ``batch_invariant``.
         draft: Directory of a drafter for the model; ``None``: a checkpoint's own, if it has one.
 
     Returns:
@@ -181,9 +181,8 @@ def load_model(
             merged(adapted.model),
             adapted.traits,
             adapted.special_tokens,
-            lean=options.lean,
+            fused_body=options.fused_body,
             batch_invariant=options.batch_invariant,
-            compile=options.compile,
         )
         if adapted.drafter is not None:
             backbone.attach(adapted.drafter)

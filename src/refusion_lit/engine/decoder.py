@@ -76,8 +76,8 @@ class RowState:
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
-        forward_cost: This prompt's share of a forward's fixed cost, in positions: the model's constant divided by the
-            number of rows. Set by the engine, for decoders that weigh forwards against positions.
+        forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
+        num_rows: Maximum number of prompts that share a forward. Set by the engine.
         num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
     """
@@ -94,6 +94,7 @@ class RowState:
     schedule_step: int = 0
     schedule_length: int = 0
     forward_cost: float = 32.0
+    num_rows: int = 1
     num_shared: int = 0
 
     def __post_init__(self) -> None:

@@ -144,8 +144,7 @@ class Engine:
         self.rows: list[InFlight] = []
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
-        # Every row carries its share of a forward's fixed cost.
-        self.forward_cost = model.forward_cost / num_rows
+        self.num_rows = num_rows
         self.num_calls = 0
         self.num_positions = 0
         self.num_shared = 0
@@ -194,7 +193,8 @@ class Engine:
     def _admit(self, admitted: Admitted) -> InFlight:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
-        state.forward_cost = self.forward_cost
+        state.forward_cost = self.model.forward_cost
+        state.num_rows = self.num_rows
         if admitted.num_shared:
             assert self.cache is not None
             self.cache.copy(admitted.source, admitted.storage, admitted.num_shared)

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX
-from refusion_lit.learning.liger import Kernel, liger_losses
 
 LOGITS_BYTES = 64 * 2**20
 """Size limit for the float32 logits of one chunk."""
@@ -34,7 +33,6 @@ def chunked_cross_entropy(
     num_terms: int,
     teacher: Float[Tensor, "batch token hidden"] | None = None,
     chunk_size: int | None = None,
-    kernel: Kernel = "torch",
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
 
@@ -50,11 +48,9 @@ def chunked_cross_entropy(
         terms: Term of each labelled position, in ``[0, num_terms)``.
         num_terms: Number of sums to return.
         teacher: Hidden states from which the head computes target distributions, without gradients. Labels then only
-            say which positions count. For the kernel ``torch``.
+            say which positions count.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
             chunk's float32 logits below ``LOGITS_BYTES``.
-        kernel: Implementation where gradients are needed; see :func:`~refusion_lit.learning.liger.check_liger`.
-            Kernels other than torch's choose their own chunks.
 
     Returns:
         The sums in nats, in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
@@ -68,8 +64,6 @@ def chunked_cross_entropy(
         # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
         return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
 
-    if kernel == "liger" and torch.is_grad_enabled() and len(values):
-        return term_sums(liger_losses(values, head, targets) * factors, groups)
     size = chunk_size or default_chunk_size(values, head)
 
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.cross_entropy import Head, chunked_cross_entropy
-from refusion_lit.learning.liger import Kernel
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +26,14 @@ class Objective(ABC):
     Attributes:
         chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
             number that fits in 64 MB. Changes memory and speed, not the loss.
-        kernel: Implementation of head and cross-entropy in training: ``torch``, in chunks, or ``liger``, a fused GPU
-            kernel of liger-kernel (``pip install refusion-lit[liger]``). Changes the loss by rounding only.
     """
 
     chunk_size: int | None = None
-    kernel: Kernel = "torch"
 
     def __post_init__(self) -> None:
         """Check the options; subclasses extend it."""
         if self.chunk_size is not None:
             require_at_least("objective.chunk_size", self.chunk_size, 1)
-        require_choice("objective.kernel", self.kernel, get_args(Kernel))
 
     @property
     @abstractmethod
@@ -100,8 +94,7 @@ class Objective(ABC):
 
         Args:
             hidden: Hidden states of ``corrupted``, in its order.
-            head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``; a linear layer for a kernel
-                other than torch's.
+            head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
             teacher: Hidden states whose predictions are the targets instead of the labels.
         """
@@ -114,7 +107,6 @@ class Objective(ABC):
             num_terms=len(corrupted.counts),
             teacher=teacher,
             chunk_size=self.chunk_size,
-            kernel=self.kernel,
         )
         return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
 

@@ -1,1 +1,1 @@
-"""Models: the adapter over transformers, attention patterns, key/value cache, the lean body, weight sharding."""
+"""Models: the adapter over transformers, attention patterns, key/value cache, the fused backbone, weight sharding."""

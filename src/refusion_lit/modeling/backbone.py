@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive, block_mask
-from refusion_lit.modeling.checks import check_compilable, check_invariant, check_packed, check_supported
+from refusion_lit.modeling.checks import check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
 from refusion_lit.modeling.fused.architectures import is_known
 from refusion_lit.modeling.fused.body import FusedBody
@@ -34,14 +34,12 @@ class Backbone(nn.Module, LanguageModel):
         model: A model with a body and one plain linear head.
         traits: What it was trained to do.
         special_tokens: Its special ids.
-        lean: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known, which is
-            faster. Other architectures, and training, use the library's forward.
+        fused_body: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known,
+            which is faster. Other architectures, and training, use the library's forward.
         batch_invariant: Decode so that a token's logits do not depend on what else is in a forward.
-        compile: Compile the lean body's decode steps; see :class:`~refusion_lit.modeling.fused.compiled.CompiledBody`.
 
     Raises:
-        ValueError: If the head is not one plain linear map, a layer's attention cannot take explicit masks, or
-            ``compile`` does not go with the other options.
+        ValueError: If the head is not one plain linear map, or a layer's attention cannot take explicit masks.
     """
 
     def __init__(
@@ -50,19 +48,16 @@ class Backbone(nn.Module, LanguageModel):
         traits: ModelTraits,
         special_tokens: SpecialTokens,
         *,
-        lean: bool = True,
+        fused_body: bool = True,
         batch_invariant: bool = False,
-        compile: bool = False,
     ) -> None:
         super().__init__()
         check_supported(model, body_of(model))
         if batch_invariant:
-            check_invariant(model.config, is_lean=lean and is_known(body_of(model)), compile=compile)
-        if compile:
-            check_compilable(lean=lean, attn_implementation=model.config._attn_implementation)
+            check_invariant(model.config, is_fused=fused_body and is_known(body_of(model)))
         self.model, self.traits, self.special_tokens = model, traits, special_tokens
         self.drafter: Drafter | None = None
-        self.lean, self.batch_invariant, self.compile_steps = lean, batch_invariant, compile
+        self.fused_body, self.batch_invariant = fused_body, batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
@@ -104,11 +99,11 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        return self._states(self._fused_body(), input_ids, position_ids, attention_mask, cache)
+        return self._states(self._make_fused_body(), input_ids, position_ids, attention_mask, cache)
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
-        return partial(self._states, self._fused_body())
+        return partial(self._states, self._make_fused_body())
 
     def _states(
         self,
@@ -118,7 +113,7 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        # The fused body has no gradients and no autocast.
+        # The fused backbone has no gradients and no autocast.
         is_autocast = torch.is_autocast_enabled(input_ids.device.type)
         if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
             fix = "set precision: 32-true or bf16-true"
@@ -130,7 +125,7 @@ class Backbone(nn.Module, LanguageModel):
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         head = self.head
-        if not (self.batch_invariant or (self.lean and self.packed.takes(head.weight))):
+        if not (self.batch_invariant or (self.fused_body and self.packed.takes(head.weight))):
             return head(hidden)
         is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)
         if is_traced or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
@@ -143,9 +138,9 @@ class Backbone(nn.Module, LanguageModel):
         Raises:
             ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
         """
-        has_gate = self.lean and is_known(self.body) and not self.compile_steps
-        expected = "a Llama, Qwen2 or Qwen3 model decoded with lean: true and compile: false"
-        got = f"{type(self.body).__name__}, lean: {self.lean}, compile: {self.compile_steps}"
+        has_gate = self.fused_body and is_known(self.body)
+        expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
+        got = f"{type(self.body).__name__}, fused_body: {self.fused_body}"
         require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
@@ -209,9 +204,9 @@ class Backbone(nn.Module, LanguageModel):
             )
         return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
-    def _fused_body(self) -> FusedBody | None:
+    def _make_fused_body(self) -> FusedBody | None:
         body = self.body
-        if not (self.lean and is_known(body)):
+        if not (self.fused_body and is_known(body)):
             return None
         if self.batch_invariant:
             require(

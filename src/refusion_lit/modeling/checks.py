@@ -53,35 +53,17 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
         )
 
 
-def check_compilable(*, lean: bool, attn_implementation: str | None) -> None:
-    """Refuse options that the compiled decode step does not support.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    if not lean:
-        raise ValueError(
-            "backbone.compile: expected lean: true, got false, but only the lean body is compiled; set lean: true, or "
-            "compile: false."
-        )
-    if attn_implementation != "sdpa":
-        raise ValueError(
-            f"backbone.compile: expected attn_implementation: sdpa, got {attn_implementation!r}, but the compiled "
-            "step has attention of its own over static shapes; set attn_implementation: sdpa, or compile: false."
-        )
-
-
-def check_invariant(config: Any, *, is_lean: bool, compile: bool) -> None:  # noqa: ANN401 - one class per architecture
+def check_invariant(config: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - one class per architecture
     """Refuse models and options for which ``batch_invariant`` cannot be kept.
 
     Raises:
         ValueError: Naming the option.
     """
     fix = "change that, or leave batch_invariant out"
-    expected = "an unadapted Llama, Qwen2 or Qwen3 model with lean: true and attn_implementation: sdpa"
-    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}, not decoded by the lean body"
-    require(is_lean and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
-    require(not compile, "batch_invariant", "compile: false", "compile: true", fix)
+    expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
+    body = "" if is_fused else ", not decoded by the fused backbone"
+    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{body}"
+    require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
     # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
     widths = config.hidden_size, config.intermediate_size
     require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)

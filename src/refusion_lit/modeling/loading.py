@@ -13,7 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone, body_of
-from refusion_lit.modeling.checks import check_compilable
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.format_weights import load_published
 from refusion_lit.modeling.formats import CheckpointFormat
@@ -45,21 +44,15 @@ class BackboneConfig:
         attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights.
-        attn_implementation: Implementation of attention (``attn_implementation`` in transformers). With
-            ``flex_attention`` the lean body packs the tokens of all rows of a batch into one row without padding; it is
-            compiled on GPUs and a slow reference on CPUs.
-        lean: Decode with the lean body where it supports the architecture (Qwen2, Qwen3, Llama with
+        attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
+            ``flex_attention`` is for training on GPUs; the fused backbone decodes such a model with ``sdpa``.
+        fused_body: Decode with the fused backbone where it supports the architecture (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). It
             gives the same hidden states up to rounding, about twice as fast on small models. Training and checkpoints
             do not depend on it.
         batch_invariant: Decode so that a token's logits are bitwise identical alone and in a batch, one by one and
-            together with drafts, in every type. For CPUs and the architectures of ``lean``; slower (see Speed in the
-            documentation).
-        compile: Compile the lean body's decode steps (up to 128 tokens a row, with a cache) with ``torch.compile`` for
-            a few static shapes, which become CUDA graphs on GPUs. Each shape is compiled at its first use. Needs
-            ``lean`` and ``attn_implementation: sdpa``. It is meant for small models and batches on GPUs, where kernel
-            launches take longer than arithmetic. It has been measured on a CPU only, where padding costs more than
-            compilation saves (see Speed in the documentation).
+            together with drafts, in every type. For CPUs and the architectures of ``fused_body``; slower (see Speed in
+            the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
@@ -76,9 +69,8 @@ class BackboneConfig:
     block_size: int | None = None
     dtype: DType = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
-    lean: bool = True
+    fused_body: bool = True
     batch_invariant: bool = False
-    compile: bool = False
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     drafter: DrafterOptions | None = None
@@ -99,13 +91,6 @@ class BackboneConfig:
         trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
         expected = "one of lora, drafter (a new one) and draft (an exported one)"
         require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
-        if self.compile:
-            check_compilable(lean=self.lean, attn_implementation=self.attn_implementation)
-            if self.lora is not None:
-                raise ValueError(
-                    "backbone.compile: expected a model without adapters, got lora; set compile: false. Commands that "
-                    "load the run's checkpoint merge the adapters, so compile works there."
-                )
 
     def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
         """Build the backbone for a tokenizer.
@@ -138,7 +123,7 @@ class BackboneConfig:
                 model = add_adapters(model, self.lora)
             base = self.source if pretrained else None
             drafter = self._drafter(model, base)
-        decoding = {"lean": self.lean, "batch_invariant": self.batch_invariant, "compile": self.compile}
+        decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
         backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
         if drafter is not None:
             backbone.attach(drafter)

@@ -45,10 +45,9 @@ class ReFusion(Decoder):
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
-        fused: Append the masks of the next plan to a verification where that is expected to save time: by the fixed
-            cost of a forward, and the share of this response's verifications that accepted all drafts. If all drafts
-            are accepted, the next round needs no forward to plan; otherwise the masks are discarded. Exact: changes the
-            number of forwards, never the text.
+        fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
+            no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
+            text.
         infill_layout: Layout of ``mask`` infill; changes positions, never the text. ``reference``: one row per slot, as
             in the released program. ``packed``: one row, without copies of the context or of cached tokens.
     """
@@ -192,19 +191,11 @@ class ReFusion(Decoder):
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
         upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
-        if not self._pays(state, upcoming):
-            upcoming = []
         reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
         passes = [True] * len(tokens)
         for offset, score in zip(tested, reading.scores, strict=True):
             passes[offset] = score > self.token_threshold
         return passes
-
-    def _pays(self, state: ReFusionState, upcoming: list[int]) -> bool:
-        """Return whether to append the masks of the next plan to a verification."""
-        share = (state.num_passed + 1) / (state.num_verified + 2)  # 0.5 before the first verification
-        num_masks = state.bounds(upcoming)[-1]
-        return self.fused and share * (state.forward_cost + num_masks) > num_masks
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
@@ -212,7 +203,6 @@ class ReFusion(Decoder):
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
         has_passed = eos is not None or num_accepted == len(tokens)
-        state.num_verified, state.num_passed = state.num_verified + 1, state.num_passed + has_passed
         if num_accepted == 0:
             return False
         if not has_passed:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from numbers import Real
-from typing import get_args
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,10 +13,8 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBa
 from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.refusion.slot_noise import MaskPattern, grouped_slots, independent_slots, masked_share
-from refusion_lit.refusion.slot_weights import TokenWeights, place_weights
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
@@ -34,35 +29,15 @@ class Hybrid(Objective):
 
     Attributes:
         slot_sizes: Slot sizes in tokens, each at least 1; one is drawn uniformly for each sample.
-        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya, arXiv 2609.19868): the first size is
-            used up to this share of all optimizer steps, the second one up to the next border, and so on; beyond the
-            last border, the last size. Ascending, in (0, 1], one for each size. Validation draws from all sizes. Zarya
-            has shares of an epoch: the same in a run of one epoch. ``None``: sizes are drawn.
         eps: Smallest probability of masking a slot, in (0, 1].
-        mdm_weight: Coefficient of the diffusion term (lambda), at least 0. Zarya's mix of the terms has lambda here and
-            1 - lambda as ``ar_weight``.
+        mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
         ar_weight: Coefficient of the autoregressive term, at least 0.
-        mask_pattern: Which slots are masked. ``independent``: each with probability p (the paper). ``grouped``: a share
-            p of them, the last ``max_span`` tokens first, then the first ones, then spans in the middle, then single
-            slots (``grouped_noise`` in Zarya, there token by token). ``shuffled_groups``: the same groups in an order
-            drawn for each sample, to train for infilling: the text on either side of a hole is known. With groups, 1/p
-            in the masked term is 1 over the share of tokens that are masked, as that is not p on average.
-        max_span: Tokens of a group at most, at least 1; whole slots, at least one.
-        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper), ``harmonic``, about n times as much
-            for the first of n tokens as for the last (``ordered_sampling`` of Zarya), or ``harmonic_normalised``, the
-            same with the sum of ``equal``.
-        shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
-    slot_borders: tuple[float, ...] | None = None
     eps: float = 1e-3
     mdm_weight: float = 1.0
     ar_weight: float = 1.0
-    mask_pattern: MaskPattern = "independent"
-    max_span: int = 50
-    token_weights: TokenWeights = "equal"
-    shuffle_masked: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -75,20 +50,6 @@ class Hybrid(Objective):
         require_number("objective.eps", self.eps, "(0, 1]")
         require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
         require_at_least("objective.ar_weight", self.ar_weight, 0.0)
-        require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
-        require_at_least("objective.max_span", self.max_span, 1)
-        require_choice("objective.token_weights", self.token_weights, get_args(TokenWeights))
-        self._check_borders()
-
-    def _check_borders(self) -> None:
-        if self.slot_borders is None:
-            return
-        holds = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)
-        borders = (0.0, *self.slot_borders) if holds else ()
-        holds = holds and all(is_number(border, Real) for border in borders)
-        holds = holds and all(low < high <= 1 for low, high in pairwise(borders))
-        expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
-        require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
 
     @property
     def traits(self) -> ModelTraits:
@@ -99,13 +60,6 @@ class Hybrid(Objective):
     def terms(self) -> Mapping[str, float]:
         """The autoregressive and the masked-diffusion term."""
         return {"ar": self.ar_weight, "mdm": self.mdm_weight}
-
-    def at(self, progress: float) -> Hybrid:
-        """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
-        if self.slot_borders is None:
-            return self
-        stage = sum(border < progress for border in self.slot_borders[:-1])
-        return replace(self, slot_sizes=self.slot_sizes[stage : stage + 1], slot_borders=None)
 
     def corrupt(
         self,
@@ -118,40 +72,10 @@ class Hybrid(Objective):
         """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)
         slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
-        # An upper bound that the host knows: reading the drawn sizes would wait for the device.
-        num_slots = -(-batch.input_ids.shape[1] // min(self.slot_sizes))
-        if self.mask_pattern == "independent":
-            slot_is_masked = independent_slots(noise, num_slots, probability)
-        else:
-            slot_is_masked = grouped_slots(
-                noise,
-                num_slots,
-                probability,
-                lengths=(batch.response_lengths + slot_sizes - 1) // slot_sizes,
-                span=(self.max_span // slot_sizes).clamp(min=1),
-                shuffled=self.mask_pattern == "shuffled_groups",
-            )
+        slot_is_masked = independent_slots(noise, most_slots(batch, self.slot_sizes), probability)
         mask_token_id = required_mask_id(self, special_tokens)
-        layout = corrupt_slots(
-            batch,
-            noise,
-            slot_is_masked,
-            slot_sizes=slot_sizes,
-            mask_token_id=mask_token_id,
-            shuffle_masked=self.shuffle_masked,
-        )
-        if self.mask_pattern != "independent":
-            probability = masked_share(layout.is_masked, batch.response_lengths)
-        corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
-        if self.token_weights == "equal":
-            return corrupted
-        offset = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0)
-        place = offset % slot_sizes[:, None]
-        length = slot_sizes[:, None].minimum(batch.response_lengths[:, None] - offset + place).clamp(min=1)
-        longest = max(self.slot_sizes)
-        factor = place_weights(self.token_weights, place, length, probability, eps=self.eps, max_length=longest)
-        weights = torch.where(layout.is_masked, corrupted.weights * factor, corrupted.weights)
-        return replace(corrupted, weights=weights.float())
+        layout = corrupt_slots(batch, noise, slot_is_masked, slot_sizes=slot_sizes, mask_token_id=mask_token_id)
+        return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
 
     def targets(
         self, layout: SlotLayout, *, mask_probability: Float[Tensor, " batch"], response_lengths: Int[Tensor, " batch"]
@@ -204,6 +128,18 @@ def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tenso
     return to_device(slot_sizes, choice.device)[choice]
 
 
+def most_slots(batch: ResponseBatch, slot_sizes: tuple[int, ...]) -> int:
+    """Return an upper bound of the number of slots that the host knows: reading drawn sizes waits for the device."""
+    return -(-batch.input_ids.shape[1] // min(slot_sizes))
+
+
+def independent_slots(
+    noise: KeyedNoise, num_slots: int, mask_probability: Float[Tensor, " batch"]
+) -> Bool[Tensor, "batch slot"]:
+    """Mask each slot independently; uses the stream ``slot_mask``."""
+    return noise.uniform("slot_mask", num_slots) < mask_probability[:, None]
+
+
 def corrupt_slots(
     batch: ResponseBatch,
     noise: KeyedNoise,
@@ -211,7 +147,7 @@ def corrupt_slots(
     *,
     slot_sizes: Int[Tensor, " batch"],
     mask_token_id: int,
-    shuffle_masked: bool = False,
+    masked_order: Int[Tensor, "batch slot"] | None = None,
 ) -> SlotLayout:
     """Mask slots, then move the clean ones, in random order, before the masked ones.
 
@@ -222,15 +158,14 @@ def corrupt_slots(
             response's end are ignored.
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
-        shuffle_masked: Put masked slots in random order; the stream ``masked_order`` is used.
+        masked_order: Numbers by which masked slots are sorted, at least 0; ``None`` for text order.
     """
     num_tokens, num_slots = batch.input_ids.shape[1], slot_is_masked.shape[1]
     positions, in_response = response_positions(batch)
     offsets = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
     slots = offsets // slot_sizes[:, None]
 
-    text_order = torch.arange(num_slots, device=slots.device)
-    masked_order = noise.bits("masked_order", num_slots) if shuffle_masked else text_order
+    masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, noise.bits("slot_order", num_slots))
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 

@@ -87,8 +87,6 @@ class ReFusionState(SlotState):
         context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
         keep: Pending compaction of the cache by the next forward.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
-        num_verified: Number of verifications so far.
-        num_passed: Number of verifications that accepted all drafts, or all up to an EOS.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
     """
 
@@ -96,8 +94,6 @@ class ReFusionState(SlotState):
     context_length: int = 0
     keep: Compaction | None = None
     num_plans: int = 0
-    num_verified: int = 0
-    num_passed: int = 0
     planned: Plan | None = None
 
     @property

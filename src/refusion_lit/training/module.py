@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -22,15 +21,13 @@ from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
-from refusion_lit.learning.liger import check_liger
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import BlockMasked, Hybrid, Objective
-from refusion_lit.training.interval_search import search_interval
+from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.validation import Validation, is_whole
@@ -39,7 +36,6 @@ from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
-_INTERVAL = "refusion_lit_noise_interval"
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -97,8 +93,6 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation = Validation(objective, self.evaluation)
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
-        self._interval: dict[str, float] = {}
-        self._searched_at = 0
 
     # --- model -----------------------------------------------------------------------------------------------
 
@@ -131,8 +125,6 @@ class SlotDiffusionModule(L.LightningModule):
         assert self.tokenizer is not None
         checkpoint[METADATA_KEY] = collect_metadata(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.num_positions)
-        if self._interval:
-            checkpoint[_INTERVAL] = self._interval
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
@@ -147,15 +139,11 @@ class SlotDiffusionModule(L.LightningModule):
         if "state_dict" in checkpoint and (self._trainer is None or is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
-        has_search = isinstance(self.objective, BlockMasked) and self.objective.search_widths
-        self._interval = checkpoint.get(_INTERVAL, {}) if has_search else {}
 
     # --- training --------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
         """Check what training needs, and record what the weights are trained for."""
-        if self.objective.kernel == "liger":
-            check_liger(self.device)
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
             data.check_context(self.model.max_positions)
@@ -173,27 +161,13 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
-        self._search_interval()
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
         torch.manual_seed(key & (1 << 63) - 1)
 
-    def _search_interval(self) -> None:
-        """Search the objective's noise interval before the first micro-batch of a step, if it is due."""
-        step, objective = self.global_step, self.objective
-        if not isinstance(objective, BlockMasked) or not objective.search_is_due(step) or step == self._searched_at:
-            return
-        self._searched_at = step
-        self._progress.pause()
-        self.model.eval()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-            self._interval = search_interval(objective, self.trainer, self.model.special_tokens, self.loss)
-        self.model.train()
-        self._progress.resume()
-
     @property
     def training_objective(self) -> Objective:
-        """The objective as it is at this step, with the noise interval that the last search has found."""
-        objective = replace(self.objective, **self._interval)
+        """The objective as it is at this step."""
+        objective = self.objective
         start = objective.at(0.0)
         if start is objective or self._trainer is None or not self.global_step:
             return start
@@ -240,7 +214,7 @@ class SlotDiffusionModule(L.LightningModule):
         loss = self.loss(self._progress.next_micro_batch())
         self._progress.add(loss)
         if batch.is_last and self._logs_now():
-            for name, value in {**self._progress.figures(), **self._interval}.items():
+            for name, value in self._progress.figures().items():
                 self.log(f"train/{name}", value, prog_bar=name == "loss")
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
         return loss.total * (num_accumulated * self.trainer.world_size)

@@ -207,7 +207,7 @@ def test_more_serial_blocks_than_slots_are_refused() -> None:
 
 
 def test_an_unknown_way_to_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^fused: expected one of True, False, auto, got 'always'"):
+    with pytest.raises(ValueError, match=r"^fused: expected one of True, False, got 'always'"):
         ReFusion(fused="always")  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from refusion_lit.learning.objective import Objective, mask_probability, require
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,6 @@ class DiffusionForcing(Objective):
         require_at_least("objective.block_size", self.block_size, 1)
         require_number("objective.t_min", self.t_min, "(0, 1]")
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
-        only_torch = self.kernel == "torch" or not self.distill
-        require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
 
     @property
     def distills(self) -> bool:

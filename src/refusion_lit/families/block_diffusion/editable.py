@@ -52,9 +52,6 @@ class EditableBlockMasked(BlockMasked):
         for name in ("complementary", "shifted"):
             fix = "leave it out, or train with BlockMasked"
             require(not getattr(self, name), f"objective.{name}", "false with visible tokens as targets", True, fix)
-        fix = "leave it out, or train with BlockMasked"
-        require(not self.search_widths, "objective.search_widths", "none with visible tokens as targets",
-                self.search_widths, fix)  # fmt: skip
 
     @property
     def traits(self) -> ModelTraits:

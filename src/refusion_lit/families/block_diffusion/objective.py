@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.families.block_diffusion.schedule import (
-    UNCLIPPED,
-    Schedule,
-    check_search,
-    clipped_intervals,
-    mask_schedule,
-)
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_responses, shift_left
@@ -28,8 +20,8 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
-_MAX_REDRAWS = 1000
-"""Bound on redraws of a block, far beyond what an interval needs that some number of masks fits."""
+_MIN_PROBABILITY = 1e-3
+"""Weights 1 / t are computed with at least this t, as in BD3-LM's program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +35,12 @@ class BlockMasked(Objective):
     of response tokens of the batch, masked or not (unlike :class:`Masked`, which normalises sample by sample).
 
     Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
-    stratified=False``. BD3-LM's released runs are ``resample=True, denominator="all_tokens"``.
+    stratified=False``. BD3-LM's training divides by ``denominator="all_tokens"``.
 
-    Deliberate differences: the noise interval is searched at a fixed interval of steps and not at each validation, so
-    that no checkpoint lies between a validation and its search. t is stratified over a sample's blocks, in random
-    order, and not over the batch's blocks: a sample's noise must not depend on its neighbours. A sample whose length is
-    a multiple of the block size gets no block of padding.
+    Deliberate differences: the noise interval is fixed and not searched during training, and masks are not drawn again
+    until their fraction lies in it. t is stratified over a sample's blocks, in random order, and not over the batch's
+    blocks: a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
+    gets no block of padding.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1.
@@ -57,18 +49,8 @@ class BlockMasked(Objective):
         t_max: Largest mask probability (omega), in [t_min, 1]. Only [0.001, 1] gives a likelihood bound.
         stratified: Stratify t over a sample's blocks, the default; ``False`` draws each block's t independently, as
             Fast-dLLM v2 does.
-        schedule: Mask probability p(t), with the weight p'(t) / p(t) instead of 1 / t: ``linear`` (p = t), ``square``
-            (t^2), ``square_root``, ``log`` (log2(1 + t)) or ``cosine`` (1 - (1 - 0.001) cos(pi t / 2)).
-        resample: Redraw a block's masks until its masked fraction lies in [t_min, t_max], as BD3-LM's released runs do;
-            the bounds 0.001 and 1 are not enforced, nor is a range that no number of masks fits.
         denominator: Tokens that the loss is divided by: those of the ``response``, masked or not, or ``all_tokens``,
             the prompt's too (BD3-LM's training).
-        search_widths: Search the interval [t_min, t_max] during a fit: train on with the one whose loss on validation
-            data varies least between blocks, among [0.001, 1] and all intervals of these widths. BD3-LM's released runs
-            have 0.5, 0.6, 0.7, 0.8 and 0.9. Empty: no search.
-        search_every: Number of optimizer steps between searches.
-        search_delta: Distance between the lower limits of intervals of equal width.
-        search_batches: Number of validation batches that a search looks at; each costs a forward for each interval.
         complementary: Show each sample in two views, the second masked where the first is not, so that each response
             token is a target exactly once; weights are 1. Doubles the rows.
         shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
@@ -82,13 +64,7 @@ class BlockMasked(Objective):
     t_min: float = 1e-3
     t_max: float = 1.0
     stratified: bool = True
-    schedule: Schedule = "linear"
-    resample: bool = False
     denominator: Literal["response", "all_tokens"] = "response"
-    search_widths: tuple[float, ...] = ()
-    search_every: int = 1000
-    search_delta: float = 0.05
-    search_batches: int = 100
     complementary: bool = False
     shifted: bool = False
     fill_blocks_with: Literal["eos", "mask"] = "eos"
@@ -100,15 +76,10 @@ class BlockMasked(Objective):
         require_number("objective.t_min", self.t_min, "(0, 1]")
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         require_choice("objective.fill_blocks_with", self.fill_blocks_with, ("eos", "mask"))
-        require_choice("objective.schedule", self.schedule, get_args(Schedule))
         require_choice("objective.denominator", self.denominator, ("response", "all_tokens"))
         weighted = not self.complementary or self.denominator == "response"
         fix = "use 'response', which counts each token of the two views once"
         require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
-        check_search(self.search_widths, self.search_every, self.search_delta, self.search_batches)
-        fix = "search without it: the two views have no weights"
-        require(not (self.search_widths and self.complementary), "objective.search_widths", "none with complementary",
-                self.search_widths, fix)  # fmt: skip
 
     @property
     def traits(self) -> ModelTraits:
@@ -132,25 +103,23 @@ class BlockMasked(Objective):
         """Mask response tokens block by block and append the clean sequence; see :meth:`Objective.corrupt`.
 
         With ``mask_ratio``, all blocks of a row have that probability and, without ``complementary``, the weight
-        1 / ratio: a clipped schedule has no influence.
+        1 / ratio: a clipped interval has no influence.
         """
         mask_token_id = required_mask_id(self, special_tokens)
         batch, lengths = self._with_whole_blocks(batch, special_tokens)
         num_tokens = batch.input_ids.shape[1]
         times = self._times(batch, noise, mask_ratio)
-        ratios, weights = (
-            repeat(values, "sample block -> sample (block within)", within=self.block_size)
-            for values in mask_schedule("linear" if mask_ratio is not None else self.schedule, times)
-        )
+        ratios = repeat(times, "sample block -> sample (block within)", within=self.block_size)
+        ratios = ratios.clamp(min=_MIN_PROBABILITY)
         positions, in_response = response_positions(batch)
-        is_masked = self._masked(in_response, ratios, noise, redraws=mask_ratio is None)
+        is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
 
         masks = [is_masked, in_response & ~is_masked] if self.complementary else [is_masked]
         is_masked = rearrange(masks, "view sample token -> (view sample) token")
         clean = repeat(batch.input_ids, "sample token -> (view sample) token", view=len(masks))
         labels = clean.where(is_masked, IGNORE_INDEX)
         unweighted = self.complementary or (mask_ratio is None and self.t_min > 0.5)
-        weights = torch.ones_like(ratios) if unweighted else weights
+        weights = torch.ones_like(ratios) if unweighted else 1 / ratios
         weights = repeat(weights.float(), "sample token -> (view sample) token", view=len(masks)).where(is_masked, 0.0)
         if self.shifted:
             labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
@@ -175,33 +144,6 @@ class BlockMasked(Objective):
             num_views=len(masks),
         )
 
-    def search_is_due(self, step: int) -> bool:
-        """Whether the noise interval is searched after this number of optimizer steps."""
-        return bool(self.search_widths) and step > 0 and step % self.search_every == 0
-
-    def candidates(self) -> tuple[BlockMasked, ...]:
-        """Return the objective with each interval that the search chooses from; none without a search."""
-        pairs = clipped_intervals(self.search_widths, self.search_delta) if self.search_widths else ()
-        return tuple(replace(self, t_min=low, t_max=high) for low, high in pairs)
-
-    def by_block(
-        self, corrupted: CorruptedBatch, batch: ResponseBatch, special_tokens: SpecialTokens
-    ) -> CorruptedBatch:
-        """Let a corrupted batch's blocks be the terms of its loss, each divided by its number of response tokens.
-
-        Args:
-            corrupted: What :meth:`corrupt` returned, of one view.
-            batch: What it was made of.
-            special_tokens: Ids of the tokenizer's special tokens.
-        """
-        filled, _ = self._with_whole_blocks(batch, special_tokens)
-        positions, in_response = response_positions(filled)
-        sizes = rearrange(in_response, "sample (block within) -> sample block within", within=self.block_size).sum(-1)
-        number = torch.arange(sizes.numel(), device=sizes.device).view_as(sizes)
-        block = (positions + self.shifted).clamp(max=len(positions) - 1) // self.block_size
-        terms = F.pad(number[:, block], (0, len(positions)))  # the clean half has no labels
-        return replace(corrupted, terms=terms, counts=sizes.flatten().float())
-
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
@@ -216,33 +158,6 @@ class BlockMasked(Objective):
         if not with_eos:
             filled.response_lengths = batch.response_lengths
         return filled, lengths
-
-    def _masked(
-        self,
-        in_response: Bool[Tensor, "batch token"],
-        ratios: Float[Tensor, "batch token"],
-        noise: KeyedNoise,
-        *,
-        redraws: bool,
-    ) -> Bool[Tensor, "batch token"]:
-        """Draw which response tokens are masked; redraw the blocks that ``resample`` does not accept."""
-        num_tokens = in_response.shape[1]
-        is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
-        if not (self.resample and redraws):
-            return is_masked
-        split = partial(rearrange, pattern="sample (block within) -> sample block within", within=self.block_size)
-        sizes = split(in_response).sum(-1)
-        lowest = torch.ceil(self.t_min * sizes - 1e-9) if self.t_min > UNCLIPPED[0] else torch.zeros_like(sizes)
-        highest = torch.floor(self.t_max * sizes + 1e-9) if self.t_max < UNCLIPPED[1] else sizes
-        for number in range(_MAX_REDRAWS):
-            count = split(is_masked).sum(-1)
-            rejected = ((count < lowest) | (count > highest)) & (lowest <= highest)
-            if not bool(rejected.any()):
-                break
-            again = in_response & (noise.uniform(f"token_mask_{number + 1}", num_tokens) < ratios)
-            is_masked = torch.where(repeat(rejected, "sample block -> sample (block within)", within=self.block_size),
-                                    again, is_masked)  # fmt: skip
-        return is_masked
 
     def _times(
         self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: Float[Tensor, " batch"] | None

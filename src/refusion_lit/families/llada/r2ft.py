@@ -18,7 +18,7 @@ from refusion_lit.learning.objective import Objective, mask_probability, require
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_number, require_probability
+from refusion_lit.utils.require import require_at_least, require_number, require_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,6 @@ class R2FT(Objective):
             require_at_least(f"objective.{name}", getattr(self, name), 0.0)
         if self.pad_responses_to is not None:
             require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
-        fix = "leave it out"
-        require(self.kernel == "torch", "objective.kernel", "'torch' with a preference", self.kernel, fix)
 
     @property
     def traits(self) -> ModelTraits:

@@ -15,7 +15,7 @@ from typing import Literal
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
 Layout = Literal["two_forwards", "single_forward"]
 """Where the masks of a round stand."""
@@ -73,9 +73,10 @@ class SelfSpeculative(Decoder):
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
             so that each forward verifies and drafts, which computes more positions. ``None``: the one that takes less
-            time per token by the fixed cost of a forward and the share of drafts accepted so far, or no drafts at all
-            where many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling:
-            rejection``.
+            time per token by ``forward_cost`` and the share of drafts accepted so far, or no drafts where many rows
+            share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling: rejection``.
+        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 32 on a CPU,
+            256 on accelerators.
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -85,6 +86,7 @@ class SelfSpeculative(Decoder):
     num_drafts: int | None = None
     slot_size: int | None = None
     layout: Layout | None = None
+    forward_cost: float | None = None
     coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class SelfSpeculative(Decoder):
         if self.slot_size is not None:
             require_at_least("slot_size", self.slot_size, 1)
         require_choice("layout", self.layout, (None, "two_forwards", "single_forward"))
+        if self.forward_cost is not None:
+            require_number("forward_cost", self.forward_cost, "[0, inf)", "use 32, say")
         require_choice("coupling", self.coupling, ("shared_noise", "rejection"))
         expected = "shared_noise where no layout is named, as rejection makes the text depend on it"
         fix = "set layout to single_forward or two_forwards"
@@ -215,8 +219,10 @@ class SelfSpeculative(Decoder):
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
         wanted = most - extra
         if layout is None and wanted > 0:
-            adapters = 0.0 if self.slot_size is not None else _ADAPTERS * state.forward_cost
-            layout, wanted = cheapest(state.forward_cost, adapters, round(state.acceptance, 1), wanted)
+            cost = state.forward_cost if self.forward_cost is None else self.forward_cost
+            cost /= state.num_rows  # rows share it
+            adapters = 0.0 if self.slot_size is not None else _ADAPTERS * cost
+            layout, wanted = cheapest(cost, adapters, round(state.acceptance, 1), wanted)
             if wanted == 0 and num_drafts == 0 and state.num_tested < _NUM_TRIALS:
                 wanted = 1
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):

@@ -49,8 +49,6 @@ class GatedDraft(Objective):
         super().__post_init__()
         require_at_least("objective.stride", self.stride, 1)
         require_number("objective.decay", self.decay, "(0, 1]", "use 0.8, say")
-        only_torch = self.kernel == "torch" or not self.distill
-        require(only_torch, "objective.kernel", "'torch' with distill", self.kernel, "set kernel to torch")
 
     @property
     def traits(self) -> ModelTraits:

@@ -1,1 +1,1 @@
-"""The lean body: runs known architectures with fewer operations per layer than the library's forward."""
+"""The fused backbone: runs known architectures with fewer operations per layer than the library's forward."""

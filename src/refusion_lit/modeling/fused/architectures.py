@@ -38,9 +38,9 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wr
     """Return whether :class:`~refusion_lit.modeling.fused.body.FusedBody` computes what a body computes.
 
     It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
-    unpatched, with full attention by sdpa or flex attention, SiLU, rotary frequencies that do not depend on the batch,
-    and no biases but those of queries, keys and values. So adapters, quantised or sharded weights and offloading are
-    all refused.
+    unpatched, with full attention by sdpa or (in training) flex attention, SiLU, rotary frequencies that do not depend
+    on the batch, and no biases but those of queries, keys and values. So adapters, quantised or sharded weights and
+    offloading are all refused.
     """
     family = next((family for family in _FAMILIES if family[0] is type(body)), None)
     if family is None or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

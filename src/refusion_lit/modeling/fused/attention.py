@@ -1,4 +1,4 @@
-"""Attention of the lean body: chooses flex attention, one padded call or, on CPUs, several calls.
+"""Attention of the fused backbone: chooses one padded call or, on CPUs, several calls.
 
 All other operations run on real tokens only, concatenated without padding. Attention needs rows, which usually differ
 in their numbers of queries and keys.
@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.fused.flex import FlexAttention
 from refusion_lit.modeling.fused.invariant import InvariantAttention
 from refusion_lit.modeling.fused.rows import Attention, Rows, additive_of, attend_rows
 from refusion_lit.modeling.fused.segments import segmented
@@ -96,7 +95,6 @@ def attention_for(
     cache: KVCache | None,
     like: Tensor,
     width: int,
-    implementation: str = "sdpa",
     *,
     batch_invariant: bool = False,
 ) -> Attention:
@@ -109,13 +107,10 @@ def attention_for(
         cache: Prepared for the forward.
         like: A tensor of the states' type and device.
         width: Size of the query states, all heads together.
-        implementation: ``sdpa`` or ``flex_attention``.
         batch_invariant: Run attention on CPUs in calls of one fixed shape.
     """
     if batch_invariant:
         return InvariantAttention(rows, _whole_mask(rows, attention, like.dtype), cache)
-    if implementation == "flex_attention" and isinstance(attention, Visibility):
-        return FlexAttention(rows, attention, cache, like.device)
     if isinstance(attention, Visibility) and like.device.type == "cpu":
         call = _CALL * torch.get_num_threads() // width
         if attention.shape[0] * attention.shape[1] * attention.num_keys > _MIN_CALLS * call:

@@ -1,4 +1,4 @@
-"""Lean body: forward of known architectures with the model's own weights and far fewer operations per layer.
+"""Fused backbone: forward of known architectures with the model's own weights and far fewer operations per layer.
 
 Small models spend most of a forward in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama bodies
 on their own parameters: it copies no matrix and calls no module's ``forward`` but the rotary embedding's. For bodies
@@ -43,10 +43,6 @@ class _Norm:
         self._floor = weight.new_tensor((size * eps) ** 0.5)
         self._weight = weight * size**0.5 if self._by_hand else weight.clone()
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that it owns."""
-        return [self._weight, self._floor]
-
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
             root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
@@ -72,10 +68,6 @@ class _Layer:
     gate: Linear
     up: Linear
     down: Linear
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linear layers."""
-        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
 
 
 class FusedBody:
@@ -103,7 +95,6 @@ class FusedBody:
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
-        self._implementation = config._attn_implementation
         self._head_dim = attention.head_dim
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._batch_invariant = batch_invariant
@@ -113,35 +104,6 @@ class FusedBody:
         self._sign[: self._head_dim // 2] = -1
         self._table: tuple[Tensor, Tensor] | None = None
         self._drafts = None if drafter is None else DraftMasks(drafter, self._embedding, len(self._layers))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of weights and states."""
-        return self._embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._embedding.device
-
-    @property
-    def entry_shape(self) -> tuple[int, int]:
-        """Heads and dimensions of a cache entry."""
-        return self._num_key_heads, self._head_dim
-
-    def weights(self) -> list[Tensor]:
-        """Return the modules' own tensors that a forward reads: all but the norms'."""
-        found = [self._embedding]
-        for layer in self._layers:
-            found += [tensor for linear in layer.linears() for tensor in linear.tensors()]
-        return found
-
-    def copies(self) -> list[Tensor]:
-        """Return the tensors that were derived from the modules' own ones."""
-        norms = [self._norm]
-        for layer in self._layers:
-            norms += [one for one in (layer.attention_norm, layer.heads_norm, layer.mlp_norm) if one is not None]
-        return [self._sign, *(tensor for norm in norms for tensor in norm.tensors())]
 
     @torch.no_grad()
     def __call__(
@@ -160,19 +122,20 @@ class FusedBody:
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
-        options = {"implementation": self._implementation, "batch_invariant": self._batch_invariant}
-        attention = attention_for(rows, attention_mask, cache, self._embedding, width, **options)
-        hidden = self.run(rows.real_of(input_ids.flatten()), rotation, attention)
+        attention = attention_for(
+            rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
+        )
+        hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
 
-    def run(
+    def _run(
         self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
     ) -> Float[Tensor, "token hidden"]:
         """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
 
         Args:
             ids: The tokens.
-            rotation: Result of :meth:`angles` for their positions.
+            rotation: Result of :meth:`_angles` for their positions.
             attention: Attention of the forward.
         """
         drafts = self._drafts
@@ -204,13 +167,13 @@ class FusedBody:
         """Return cosines and signed sines [token, 1, dim] of positions [token]."""
         length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
-            return self.angles(positions)
+            return self._angles(positions)
         if self._table is None or length > len(self._table[0]):
-            self._table = self.angles(torch.arange(-(-length // 128) * 128))
+            self._table = self._angles(torch.arange(-(-length // 128) * 128))
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
         """Compute cosines and signed sines [token, 1, dim] of positions."""
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)

@@ -1,4 +1,4 @@
-"""Draft masks in the lean body: tokens with learnt embeddings, at which a drafter's adapters act."""
+"""Draft masks in the fused backbone: tokens with learnt embeddings, at which a drafter's adapters act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of the lean body, with packed weights that make products of a few tokens fast on CPUs.
+"""Linear layers of the fused backbone, with packed weights that make products of a few tokens fast on CPUs.
 
 A decode step multiplies a few tokens with every weight. The usual product is optimised for one row or for many.
 oneDNN's product with packed weights takes down to half the time for numbers in between, and the same time for others
@@ -94,10 +94,6 @@ class Linear:
         self.weight, self.bias, self._batch_invariant = weight, bias, batch_invariant
         self._packed = packed if packed is not None and packed.takes(weight) else None
         self._copy: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Return weight and bias."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""

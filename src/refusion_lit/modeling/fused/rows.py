@@ -1,4 +1,4 @@
-"""Shared code of the lean body's attention implementations: the batch's layout, and attention over padded rows."""
+"""Shared code of the fused backbone's attention implementations: the batch's layout, and attention over padded rows."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_the_library_computes_the_same() -> None:
 
 CASES = [
     ("additions-clean", "causal", Autoregressive()),
-    ("additions-mid", "causal", ReFusion(slot_size=4, forward_cost=8)),
+    ("additions-mid", "causal", ReFusion(slot_size=4)),
     ("additions-bidirectional", "bidirectional", LLaDA(steps=8)),
 ]  # fmt: skip
 
@@ -124,9 +124,7 @@ def test_what_cannot_be_invariant_is_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_invariant: expected .* multiples of 32"):
         backbone("qwen3", torch.float32, intermediate_size=100)
     model = backbone("qwen3", torch.float32)
-    with pytest.raises(ValueError, match=r"batch_invariant: expected .* lean: true"):
-        Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, lean=False)
-    with pytest.raises(ValueError, match="batch_invariant: expected compile: false"):
-        Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, compile=True)
+    with pytest.raises(ValueError, match=r"batch_invariant: expected .* fused_body: true"):
+        Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, fused_body=False)
     with pytest.raises(ValueError, match="batch_invariant: expected a model on the CPU"):
         model.to("meta").make_cache(1)

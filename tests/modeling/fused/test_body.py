@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fakes import SPECIAL, VOCAB
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.fused import body as lean_module
+from refusion_lit.modeling.fused import body as body_module
 from refusion_lit.modeling.fused.architectures import is_known
 from refusion_lit.modeling.fused.body import FusedBody
 from refusion_lit.modeling.kv_cache import KVCache
@@ -55,8 +55,8 @@ def library(model_type: str, dtype: torch.dtype = torch.float64, **options: Any)
     return model
 
 
-def backbone(model: Any, *, lean: bool) -> Backbone:
-    return Backbone(model, ModelTraits(), SPECIAL, lean=lean)
+def backbone(model: Any, *, fused_body: bool) -> Backbone:
+    return Backbone(model, ModelTraits(), SPECIAL, fused_body=fused_body)
 
 
 def seen(rows: int, queries: int, keys: int, seed: int) -> Tensor:
@@ -82,9 +82,9 @@ def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: in
     positions = torch.randint(0, 120, (rows, length), generator=generator)
     mask = seen(rows, length, length, seed) if masked else None
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean_module, "_MAX_TABLE", table)  # of angles; positions reach 119
-        expected = backbone(model, lean=False).hidden_states(ids, positions, mask)
-        found = backbone(model, lean=True).hidden_states(ids, positions, mask)
+        patch.setattr(body_module, "_MAX_TABLE", table)  # of angles; positions reach 119
+        expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
+        found = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -100,7 +100,7 @@ def test_it_writes_and_reads_the_same_cache(
     model, chance = library(MODELS[name][0], **MODELS[name][1]), random.Random(seed)
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
-    pairs = [(one, one.make_cache(3)) for one in (backbone(other, lean=True), backbone(model, lean=False))]
+    pairs = [(one, one.make_cache(3)) for one in (backbone(other, fused_body=True), backbone(model, fused_body=False))]
     assert isinstance(pairs[0][1].body, FusedBody)
     assert pairs[1][1].body is None
     for step in range(6):
@@ -117,7 +117,7 @@ def test_it_writes_and_reads_the_same_cache(
             every = len(places) == ids.numel() and step % 3 < 2
             cache.prepare(rows, num_keys, None if every else source, row_index, cache_index)
             with torch.no_grad():
-                # What is not stored is padding: the lean body does not compute it.
+                # What is not stored is padding: the fused backbone does not compute it.
                 states.append(one.hidden_states(ids, positions, mask, cache).flatten(0, 1)[source])
             cache.compact(rows[0], [3, 1, 0, 2])
         torch.testing.assert_close(states[0], states[1], rtol=1e-10, atol=1e-10)
@@ -129,8 +129,8 @@ def test_other_types_agree_as_far_as_they_can(dtype: torch.dtype) -> None:
     model = library("qwen3", dtype, initializer_range=0.1)
     ids, positions, mask = torch.arange(12).view(2, 6), torch.arange(6).expand(2, 6), seen(2, 6, 6, 0)
     with torch.no_grad():
-        expected = backbone(model, lean=False).hidden_states(ids, positions, mask)
-        found = backbone(model, lean=True).hidden_states(ids, positions, mask)
+        expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
+        found = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
     assert found.dtype == dtype
     close = 1e-4 if dtype == torch.float32 else 0.06
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -139,10 +139,10 @@ def test_other_types_agree_as_far_as_they_can(dtype: torch.dtype) -> None:
 def test_gradients_and_training_are_the_library_s() -> None:
     model = library("qwen3")
     calls: list[int] = []
-    one = backbone(model, lean=True)
+    one = backbone(model, fused_body=True)
     ids, positions = torch.arange(6)[None], torch.arange(6)[None]
     assert one.hidden_states(ids, positions, None).requires_grad
-    plain = backbone(model, lean=False)
+    plain = backbone(model, fused_body=False)
     with torch.no_grad():
         assert torch.equal(one(ids, positions), plain.hidden_states(ids, positions, None))
     model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
@@ -216,20 +216,20 @@ def test_adapters_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules="all-linear")
     adapted = peft.get_peft_model(library("qwen3", torch.float32), config)
-    assert backbone(adapted, lean=True).make_cache(1).body is None
+    assert backbone(adapted, fused_body=True).make_cache(1).body is None
 
 
 def test_no_matrix_is_copied() -> None:
     model = library("qwen2", head_dim=6)
-    lean = FusedBody(model.model)
-    layer, kept = model.model.layers[0], lean._layers[0]
+    fused = FusedBody(model.model)
+    layer, kept = model.model.layers[0], fused._layers[0]
     assert kept.query.weight.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
     assert kept.down.weight.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
-    assert copy.deepcopy(backbone(model, lean=True)).lean
+    assert copy.deepcopy(backbone(model, fused_body=True)).fused_body
 
 
 def test_a_cache_that_others_made_serves_the_library() -> None:
-    model = backbone(library("qwen3"), lean=True)
+    model = backbone(library("qwen3"), fused_body=True)
     cache = KVCache(2, 1)
     ids, positions, mask = torch.arange(4)[None], torch.arange(4)[None], torch.ones(1, 4, 4, dtype=torch.bool).tril()
     cache.prepare([0], 4, torch.arange(4), torch.zeros(4, dtype=torch.long), torch.arange(4))
