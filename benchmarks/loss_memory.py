@@ -22,7 +22,7 @@ from benchmarks.common import write
 from benchmarks.memory import peak_resident_bytes, resident_bytes
 from torch.nn import functional as F
 
-from refusion_lit.learning.cross_entropy import LOGITS_BYTES, chunked_cross_entropy
+from refusion_lit.learning.objective import LOGITS_BYTES, chunked_cross_entropy
 
 WAYS = ("straightforward", "chunked")
 

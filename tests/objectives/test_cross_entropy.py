@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from refusion_lit.learning import cross_entropy
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput
-from refusion_lit.learning.cross_entropy import chunked_cross_entropy
+from refusion_lit.learning.objective import chunked_cross_entropy
 
 VOCAB, HIDDEN = 11, 6
 

@@ -136,7 +136,9 @@ def check_model_source(source: str | Path) -> None:
     Raises:
         ValueError: Naming the newest checkpoint in the directory.
     """
-    option, expected, path = "ckpt_path", "a checkpoint, a Hugging Face directory or a hub id", Path(source)
+    option = "ckpt_path"
+    expected = "a checkpoint, a Hugging Face directory or a hub id"
+    path = Path(source)
     require(str(source) != "", option, expected, source, "give one")
     fix = "give it with --draft, and its model as ckpt_path"
     require(not (path / "drafter.json").is_file(), option, expected, f"{source}, which is a drafter", fix)

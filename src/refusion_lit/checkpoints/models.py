@@ -94,7 +94,8 @@ class CheckpointMetadata:
                 f"refusion-lit {stored.get('version')} wrote; install that version or a newer one."
             )
         try:
-            adapters, drafter = stored.get("adapters"), stored.get("drafter")
+            adapters = stored.get("adapters")
+            drafter = stored.get("drafter")
             return cls(
                 architecture=json.loads(stored["architecture"]),
                 traits=ModelTraits.from_dict(json.loads(stored["traits"])),

@@ -93,7 +93,8 @@ class _Guard:
         used = set().union(*texts)
         # From U+FDD0 on, Unicode reserves code points for internal use that texts do not contain.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
-        self._open, self._close = next(free), next(free)
+        self._open = next(free)
+        self._close = next(free)
 
     def guarded(self, text: str) -> str:
         """Return a text with the names of special tokens marked."""

@@ -77,7 +77,8 @@ class InstructionDataModule(L.LightningDataModule):
         for option, value in sizes.items():
             require_at_least(f"data.{option}", value, 1)
         fits = pack_length is None or pack_length >= max_length
-        expected, fix = f"at least max_length, which is {max_length}", "raise it, lower max_length, or set it to null"
+        expected = f"at least max_length, which is {max_length}"
+        fix = "raise it, lower max_length, or set it to null"
         require(fits, "data.pack_length", expected, pack_length, fix)
         has_query = "{query}" in prompt_template
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")

@@ -20,8 +20,10 @@ from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
-MAX_LENGTHS, MAX_GAP = 64, 1_000_000
-"""Maximum number of combinations of gap lengths tried for one prompt, and maximum number of tokens in a gap."""
+MAX_LENGTHS = 64
+"""Maximum number of combinations of gap lengths tried for one prompt."""
+MAX_GAP = 1_000_000
+"""Maximum number of tokens in a gap."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
@@ -46,7 +48,8 @@ class Template:
             ValueError: If it is empty, a gap is impossible, or there are too many combinations of lengths.
         """
         parts: list[str | tuple[int, int]] = []
-        end, is_open = 0, False
+        end = 0
+        is_open = False
         for mark in _GAP.finditer(text):
             if text[end : mark.start()]:
                 parts.append(text[end : mark.start()])
@@ -95,7 +98,8 @@ def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBa
     Raises:
         ValueError: Naming the prompt and what the tokenizer does not know.
     """
-    option, size = f"prompt {name}", len(tokenizer)
+    option = f"prompt {name}"
+    size = len(tokenizer)
     try:
         token_ids = tuple(index(token) for token in tokens)
     except TypeError as error:

@@ -25,7 +25,11 @@ from refusion_lit.types import Example
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
-_PAD, _EOS, _MASK = "<|pad|>", "<|eos|>", "<|mask|>"
+_PAD = "<|pad|>"
+_EOS = "<|eos|>"
+_MASK = "<|mask|>"
+_MAX_BPE_EXAMPLES = 100_000
+"""BPE is trained on this many examples at most."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -79,14 +83,10 @@ class TrainedBPE(TokenizerSource):
 
     Attributes:
         vocab_size: Maximum number of tokens, special ones included; at least 260.
-        min_frequency: Minimum number of occurrences of a merge.
-        max_examples: Maximum number of training examples to learn from; ``None`` for all.
         chat_template: Jinja template of a chat; ``None`` for none.
     """
 
     vocab_size: int = 4096
-    min_frequency: int = 2
-    max_examples: int | None = 100_000
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -105,13 +105,13 @@ class TrainedBPE(TokenizerSource):
                 "tokenizer: expected a task for TrainedBPE to learn from, got none; give one, or use another tokenizer."
             )
         examples = task.examples("train")
-        num_examples = len(examples) if self.max_examples is None else min(len(examples), self.max_examples)
+        num_examples = min(len(examples), _MAX_BPE_EXAMPLES)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size,
-            min_frequency=self.min_frequency,
+            min_frequency=2,
             special_tokens=[_PAD, _EOS, _MASK],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -277,7 +277,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
     except ValueError as error:
         warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
         return
-    expected, found = own.get_vocab(), tokenizer.get_vocab()
+    expected = own.get_vocab()
+    found = tokenizer.get_vocab()
     if mask_is_new(own) and own.mask_token is not None:
         del expected[str(own.mask_token)]  # unknown to the weights
     for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):

@@ -40,11 +40,6 @@ class ResponseBatch:
         """Return the batch on a device."""
         return _moved(self, device, non_blocking)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of prompt and response tokens, padding excluded."""
-        return int((self.prompt_lengths + self.response_lengths).sum())
-
 
 @dataclass
 class MicroBatch:

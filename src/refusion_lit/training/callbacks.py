@@ -65,7 +65,8 @@ class SaveLastStep(Checkpoint):
     def _keep(self, trainer: L.Trainer) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             for callback in _callbacks(trainer):
-                self._kept[callback], callback.save_last = callback.save_last, None
+                self._kept[callback] = callback.save_last
+                callback.save_last = None
 
 
 def _callbacks(trainer: L.Trainer) -> list[ModelCheckpoint]:
@@ -116,7 +117,8 @@ class SaveOnSignal(L.Callback):
             # After resuming, it would save the same step again, after a micro-batch and without its gradients.
             if isinstance(callback, ModelCheckpoint) and trainer.global_step:
                 callback._last_global_step_saved = trainer.global_step
-        self._signum, self._message = 0, ""
+        self._signum = 0
+        self._message = ""
         if threading.current_thread() is not threading.main_thread():
             return
         signals = [signal.SIGTERM, signal.SIGINT]

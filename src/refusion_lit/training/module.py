@@ -176,8 +176,10 @@ class SlotDiffusionModule(L.LightningModule):
     @property
     def _num_steps(self) -> int:
         """Number of optimizer steps of the whole training."""
-        number, fix = self.trainer.estimated_stepping_batches, "set one of them"
-        expected, got = "a number above 0, or one in trainer.max_epochs", self.trainer.max_steps
+        number = self.trainer.estimated_stepping_batches
+        fix = "set one of them"
+        expected = "a number above 0, or one in trainer.max_epochs"
+        got = self.trainer.max_steps
         require(0 < number < math.inf, "trainer.max_steps", expected, got, fix)
         return int(number)
 
@@ -205,7 +207,8 @@ class SlotDiffusionModule(L.LightningModule):
         """Return a micro-batch's share of its step's loss; log the step's loss after the last one."""
         num_accumulated = self.trainer.accumulate_grad_batches
         if isinstance(batch, ResponseBatch):  # of a loader that knows nothing of steps
-            expected, fix = "1 with a loader that does not look ahead", "use the loader of InstructionDataModule"
+            expected = "1 with a loader that does not look ahead"
+            fix = "use the loader of InstructionDataModule"
             require(num_accumulated == 1, "trainer.accumulate_grad_batches", expected, num_accumulated, fix)
             batch = MicroBatch((batch,), 0)
         if batch.index == 0:

@@ -98,7 +98,8 @@ class TrainingProgress:
             "num_positions": self.num_positions,
             "padding": self._padding,
         }
-        now, num_positions = time.perf_counter(), float(self.num_positions)
+        now = time.perf_counter()
+        num_positions = float(self.num_positions)
         if self._since:
             rate = (num_positions - self._positions_before) / (now - self._since)
             figures["positions_per_second"] = torch.tensor(rate, dtype=torch.float64)  # the default may be bfloat16
