@@ -6,11 +6,13 @@ from pathlib import Path
 import nox
 
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 CONSTRAINTS = "constraints.txt"
 # Threads that wait for each other must not spin: on a machine with other work that costs a factor of ten.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Two processes; one that has run its tests takes over tests of the other.
+IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -22,16 +24,16 @@ def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the test suite."""
+    """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
     install(session, "-e", ".[dev,eval]")
-    session.run("pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def tests_lowest(session: nox.Session) -> None:
     """Run the test suite with the oldest versions that pyproject.toml allows."""
     install(session, "-e", ".[dev]", constraints="constraints-lowest.txt")
-    session.run("pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -70,21 +72,18 @@ def bench(session: nox.Session) -> None:
     install(session, ".", "matplotlib")
     parts = session.posargs or [
         "decode",
+        "batches",
         "forwards",
+        "overhead",
+        "host_time",
+        "growth",
         "long_prompts",
         "shared_prefixes",
         "many_prompts",
-        "host_time",
-        "batches",
-        "linear",
-        "shared_heads",
-        "forward_cost",
-        "overhead",
-        "startup",
+        "kernels",
         "training",
         "training_memory",
-        "growth",
-        "loss_memory",
+        "startup",
     ]
     for part in (*parts, "table"):
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)

@@ -1,13 +1,16 @@
-"""What the benchmarks share: paired timing, models, prompts, and results that say how they came about."""
+"""What the benchmarks share: paired timing, memory, models, prompts, and results that say how they came about."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
+import resource
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.reports.environment import environment
-from refusion_lit.types import AttentionKind, ForwardCost, ModelTraits, Prompt, SpecialTokens
+from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -134,11 +138,60 @@ class WrappedModel(LanguageModel):
     def device(self) -> torch.device:
         return self.model.device
 
-    def forward_cost(self, num_rows: int) -> ForwardCost:
-        return self.model.forward_cost(num_rows)
-
     def make_cache(self, num_rows: int) -> KVCache | None:
         return self.model.make_cache(num_rows)
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def status_bytes(field: str) -> int:
+    """Return a size that Linux reports of this process, ``VmRSS`` for example."""
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds now; on other systems than Linux, the most that it has held."""
+    return status_bytes("VmRSS") if _STATUS.exists() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has held."""
+    if _STATUS.exists():  # getrusage would count what the parent held before this program was started
+        return status_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> None:
+    """Let :func:`peak_resident_bytes` start again from the memory held now (Linux only)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def alone(module: str, function: str, **options: Any) -> Any:
+    """Call a function of a benchmark in a process of its own, with JSON values in and out."""
+    code = f"import json, sys; from benchmarks.{module} import {function} as run; "
+    code += "print(json.dumps(run(**json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, json.dumps(options)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
+def decoded(
+    model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], num_tokens: int, batch_size: int = 1,
+    **options: Any,
+) -> DecodingOutput:  # fmt: skip
+    """Decode prompts greedily; all benchmarks call the engine here.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        prompts: The prompts.
+        num_tokens: New tokens of each.
+        batch_size: Prompts decoded at the same time.
+        options: Further options of decoding: ``max_tokens_per_forward``, ``max_cache_tokens``, ``share_prefixes``.
+    """
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    return decode(model, decoder, prompts, sampling, batch_size=batch_size, **options)
 
 
 def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:
@@ -154,6 +207,13 @@ def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:
 def golden_runs(name: str) -> dict[str, Any]:
     """Load settings and runs of a reference file."""
     return json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text())
+
+
+def expected_response(run: Mapping[str, Any]) -> list[int]:
+    """Return the response of a reference run up to its end."""
+    eos = 1  # of all models of the reference outputs
+    output = run["output"]
+    return output[: output.index(eos) + 1] if eos in output else output
 
 
 def refusion_options(setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +237,8 @@ def random_model(
     """Make a Qwen3-shaped model with random weights; its last id is the mask."""
     values: dict[str, Any] = {
         "tie_word_embeddings": True, "max_position_embeddings": 8192, "use_sliding_window": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **options,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "mask_token_id": options["vocab_size"] - 1,
+        **options,
     }  # fmt: skip
     config = AutoConfig.for_model("qwen3", **values)
     with torch.random.fork_rng(devices=()), torch.device(device):
@@ -202,9 +263,9 @@ def random_prompts(number: int, length: int, *, seed: int = 0) -> list[Prompt]:
 def write(
     name: str, config: Mapping[str, Any], results: Mapping[str, Any], *, output: str | None, seconds: float, seed: int
 ) -> None:
-    """Write a result with all that it depends on."""
-    module = Path(sys.argv[0]).stem
-    described = environment(seed, ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    """Write a result with all that it depends on; of absolute paths, the last part."""
+    options = [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", option) for option in sys.argv[1:]]
+    described = environment(seed, ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *options])
     path = Path(output) if output else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}

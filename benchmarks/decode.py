@@ -1,13 +1,14 @@
 """Decoding: our ReFusion against a plain one, transformers' ``generate`` and LLaDA, in one run.
 
-usage: python -m benchmarks.decode [--repeats 5] [--threads 1] [--parts '[golden, batch, heavy]']
+usage: python -m benchmarks.decode [--repeats 5] [--threads 1] [--parts '[golden, heavy]']
 
-``golden``: additions-clean in the six settings of the reference outputs, batch 1. ``batch``: additions-clean at batch
-1, 4, 16 and 64, with one thread and with two, which large batches make more of. ``heavy``: hidden size 256, 6 layers,
-151 936 tokens, random weights with replayed schedules, short (32 tokens), middle (128) and long (512) answers.
+``golden``: additions-clean in the six settings of the reference outputs, batch 1. ``heavy``: hidden size 256, 6 layers,
+151 936 tokens, random weights with replayed schedules, short (32 tokens), middle (128) and long (512) answers. For
+batch sizes, see ``batches.py``.
 
-Our decoders run the fused backbone, the plain ReFusion and ``generate`` transformers' forward, and so does the variant
-whose name says so: what it makes of the plain ReFusion is the algorithm's part of the speed.
+The plain ReFusion is the program that checkpoints export for transformers. It and ``generate`` run transformers'
+forward, our decoders the fused one, except for the variant whose name says so: what it makes of the plain ReFusion is
+the algorithm's part of the speed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from refusion_lit.decoding import Autoregressive, LLaDA, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits, Prompt
 
-Part = Literal["golden", "batch", "heavy"]
+Part = Literal["golden", "heavy"]
 PROMPT_LENGTH = 32
 LIBRARY_BODY = "{} on transformers' body"
 
@@ -92,40 +93,6 @@ def golden(variants: Variants, repeats: int, num_prompts: int) -> tuple[list[dic
             mean(against_generate), 0.6, at_least=True),
     ]  # fmt: skip
     return cases, aims
-
-
-def batch(
-    variants: Variants, repeats: int, num_prompts: int, threads: tuple[int, ...] = (1, 2)
-) -> list[dict[str, Any]]:
-    """Compare batch sizes on the small model: setting 1, the reference's prompts."""
-    reference, model = golden_runs("clean"), golden_model("clean")
-    setting = reference["settings"][0]
-    prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(reference["runs"])]
-    prompts = prompts[:num_prompts]
-    main = next(iter(variants))
-    by_library = LIBRARY_BODY.format(main)
-    decoders = {name: (model, ReFusion(**refusion_options(setting), **more)) for name, more in variants.items()}
-    decoders[by_library] = (with_library_body(model), decoders[main][1])
-    cases = []
-    before = torch.get_num_threads()
-    for number in threads:
-        torch.set_num_threads(number)
-        works = {}
-        for size in (1, 4, 16, 64):
-            for name, (body, decoder) in decoders.items():
-                works[f"{name}, batch {size}"] = ours(body, decoder, prompts, setting["gen_length"], size)
-            works[f"generate, batch {size}"] = library(model, prompts[: max(4, size)], setting["gen_length"], size)
-        interleaved(works, repeats)
-        check_same_text({label: work for label, work in works.items() if not label.startswith("generate")})
-        ratios = {
-            f"{name}, batch {size} / batch 1": speed_ratio(works[f"{name}, batch {size}"], works[f"{name}, batch 1"])
-            for name in (*decoders, "generate")
-            for size in (4, 16, 64)
-        }
-        label = f"{number} thread{'s' * (number > 1)}"
-        cases.append(_case(f"additions-clean, setting 1, batch sizes, {label}", works, ratios))
-    torch.set_num_threads(before)
-    return cases
 
 
 def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -187,7 +154,7 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
 def main(
     repeats: int = 5,
     threads: int = 1,
-    parts: tuple[Part, ...] = ("golden", "batch", "heavy"),
+    parts: tuple[Part, ...] = ("golden", "heavy"),
     variants: Variants | None = None,
     num_prompts: int = 64,
     scale: float = 1.0,
@@ -197,7 +164,7 @@ def main(
 
     Args:
         repeats: Rounds of the interleaved timing.
-        threads: Threads of torch, but for the part ``batch``.
+        threads: Threads of torch.
         parts: What to measure.
         variants: Options of ReFusion by name; the first is the one that aims are about.
         num_prompts: Prompts of the small model's cases (20 a setting at most).
@@ -216,13 +183,11 @@ def main(
     aims: list[dict[str, Any]] = []
     for part in parts:
         if part == "golden":
-            more = golden(variants, repeats, num_prompts)
-        elif part == "batch":
-            more = batch(variants, max(repeats - 2, 1), num_prompts), []
+            found = golden(variants, repeats, num_prompts)
         else:
-            more = heavy(variants, max(repeats - 2, 1), scale)
-        cases += more[0]
-        aims += more[1]
+            found = heavy(variants, max(repeats - 2, 1), scale)
+        cases += found[0]
+        aims += found[1]
     seconds = time.perf_counter() - started
     write("decode", config, {"aims": aims, "cases": cases}, output=output, seconds=seconds, seed=0)
 

@@ -14,7 +14,7 @@ import time
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import Work, aim, interleaved, random_model, time_ratio, write
+from benchmarks.common import Work, aim, interleaved, now, random_model, time_ratio, write
 from benchmarks.gpu import SHAPES, Shape, check_device
 from benchmarks.training import OBJECTIVES, batch_of, step_of
 from jsonargparse import auto_cli

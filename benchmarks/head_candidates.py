@@ -11,13 +11,13 @@ The model gives a real head and real hidden states, on which certificates depend
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.common import Work, interleaved, time_ratio, write
+from jsonargparse import auto_cli
 from torch import Tensor
 
 VOCAB, HIDDEN = 151_936, 1024
@@ -105,24 +105,25 @@ def times(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-@torch.no_grad()
-def main() -> None:
-    """Measure certificates and times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory of a pretrained model")
-    parser.add_argument("--text", required=True, help="file whose first 257 tokens are read")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", help="where to write the JSON")
-    options = parser.parse_args()
+def main(model: str, text: str, repeats: int = 7, output: str | None = None) -> None:
+    """Measure certificates and times.
+
+    Args:
+        model: Directory of a pretrained model.
+        text: File whose first 257 tokens are read.
+        repeats: Rounds of the interleaved timing.
+        output: Where to write the JSON.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     started = time.perf_counter()
-    weight, hidden = states_of(options.model, Path(options.text).read_text(encoding="utf-8"))
-    found = {"certificates": certificates(weight, hidden), "times": times(options.repeats)}
-    config = {"head": list(weight.shape), "text": Path(options.text).name, "timed_head": [VOCAB, HIDDEN],
-              "candidates": 256, "repeats": options.repeats}  # fmt: skip
-    write("head_candidates", config, found, output=options.output, seconds=time.perf_counter() - started, seed=0)
+    with torch.no_grad():
+        weight, hidden = states_of(model, Path(text).read_text(encoding="utf-8"))
+        found = {"certificates": certificates(weight, hidden), "times": times(repeats)}
+    config = {"head": list(weight.shape), "text": Path(text).name, "timed_head": [VOCAB, HIDDEN],
+              "candidates": 256, "repeats": repeats}  # fmt: skip
+    write("head_candidates", config, found, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main, as_positional=False)

@@ -15,17 +15,17 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import WrappedModel, aim, random_prompts, write
+from benchmarks.common import WrappedModel, aim, decoded, random_prompts, write
 from benchmarks.replay import ACCEPTED_IN_PARTS, Replay, ReplayedModel
 from jaxtyping import Bool, Float, Int
 from jsonargparse import auto_cli
 from torch import Tensor
 
-from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, decode
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Visibility
-from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 VOCABULARY = 129
 DECODERS: dict[str, Decoder] = {"refusion": ReFusion(num_serial_blocks=1), "autoregressive": Autoregressive()}
@@ -85,8 +85,7 @@ def milliseconds_a_call(decoder: Decoder, length: int, batch_size: int, num_toke
     model = Clocked(ReplayedModel(idle, replay))
     prompts = random_prompts(batch_size, length)
     gc.collect()
-    decode(model, decoder, prompts, SamplingParams(max_new_tokens=num_tokens), max_batch_size=batch_size,
-           share_prefixes=False)  # fmt: skip
+    decoded(model, decoder, prompts, num_tokens, batch_size, share_prefixes=False)
     spans = model.spans[2:]
     return {"milliseconds": round(statistics.median(spans) * 1e3, 3), "num_calls": len(spans)}
 

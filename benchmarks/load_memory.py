@@ -8,23 +8,23 @@ usage: python -m benchmarks.load_memory
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import write
+from benchmarks.common import alone, status_bytes, write
+from jsonargparse import auto_cli
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import refusion_lit
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
+from refusion_lit.modeling.loading import BackboneConfig
 
 _SIZES = {
     "hidden_size": 2048,
@@ -69,43 +69,34 @@ def save(layout: CheckpointFormat, directory: Path) -> int:
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
-def load(directory: str, layout: str) -> None:
-    """Load a model and print the resident memory before, at the peak, and after using all weights, in bytes."""
-    import refusion_lit
-    from refusion_lit.modeling.loading import BackboneConfig
-
+def load(directory: str, layout: str) -> dict[str, int]:
+    """Load a model; return the resident memory before, at the peak, and after using all weights, in bytes."""
     before = status_bytes("VmRSS")
     overrides = BackboneConfig(source="x", layout=layout)
     model = refusion_lit.load(directory, dtype="bfloat16", overrides=overrides)
     with torch.no_grad():
         total = sum(float(weight.sum()) for weight in model.backbone.parameters())  # reads every page
     assert total == total
-    sys.stdout.write(json.dumps({"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS")}))
+    return {"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS")}
 
 
-def main() -> None:
-    """Measure all layouts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", help="where to write the JSON")
-    parser.add_argument("--load", nargs=2, default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.load is not None:
-        load(*options.load)
-        return
+def main(output: str | None = None) -> None:
+    """Measure all layouts.
+
+    Args:
+        output: Where to write the JSON.
+    """
     started, layouts = time.perf_counter(), {}
     for name, layout in FORMATS.items():
         with tempfile.TemporaryDirectory() as folder:
             num_bytes = save(layout, Path(folder))
-            command = [sys.executable, "-m", "benchmarks.load_memory", "--load", folder, name]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+            found = alone("load_memory", "load", directory=folder, layout=name)
         ratio = (found["peak"] - found["before"]) / num_bytes
         layouts[name] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
-        sys.stdout.write(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times\n")
+        print(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times", flush=True)
     config = {"sizes": _SIZES, "num_shards": _NUM_SHARDS, "dtype": "bfloat16"}
-    seconds = time.perf_counter() - started
-    write("load_memory", config, {"layouts": layouts}, output=options.output, seconds=seconds, seed=0)
+    write("load_memory", config, {"layouts": layouts}, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)

@@ -17,8 +17,19 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import SMALL, Work, aim, interleaved, random_model, random_prompts, time_ratio, write
-from benchmarks.memory import peak_resident_bytes, reset_peak, resident_bytes
+from benchmarks.common import (
+    SMALL,
+    Work,
+    aim,
+    interleaved,
+    peak_resident_bytes,
+    random_model,
+    random_prompts,
+    reset_peak,
+    resident_bytes,
+    time_ratio,
+    write,
+)
 from benchmarks.peers import ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
 from jsonargparse import auto_cli
@@ -52,7 +63,7 @@ def works_of(model: Backbone, length: int) -> dict[str, Work]:
     return {
         "transformers": library_prefill(model, length),
         "autoregressive": ours(model, Autoregressive(), prompts, 1),
-        "refusion": ours(replayed(model, replay), ReFusion(num_serial_blocks=1, forward_cost=32), prompts, 8),
+        "refusion": ours(replayed(model, replay), ReFusion(num_serial_blocks=1), prompts, 8),
     }
 
 

@@ -16,18 +16,26 @@ import json
 import math
 import random
 import resource
-import subprocess
-import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.common import SMALL, aim, random_model, write
-from benchmarks.memory import peak_resident_bytes, resident_bytes, status_bytes
+from benchmarks.common import (
+    SMALL,
+    aim,
+    alone,
+    decoded,
+    peak_resident_bytes,
+    random_model,
+    resident_bytes,
+    status_bytes,
+    write,
+)
 from jsonargparse import auto_cli
 
-from refusion_lit.decoding import ReFusion, decode
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.decoding import ReFusion
+from refusion_lit.types import Prompt
 
 SHORTEST, LONGEST, NUM_TOKENS, BATCH_SIZE = 16, 2048, 8, 64
 BOUNDS = {"max_cache_tokens": 16_384, "max_tokens_per_forward": 4096}
@@ -52,14 +60,14 @@ def run(num_prompts: int, *, bounded: bool, megabytes: float | None = None) -> d
     """
     torch.set_num_threads(1)
     model, prompts = random_model(SMALL), mixed_prompts(num_prompts)
-    decoder, sampling = ReFusion(num_serial_blocks=1, forward_cost=32), SamplingParams(max_new_tokens=NUM_TOKENS)
-    decode(model, decoder, prompts[:1], sampling)  # loads kernels
+    decoder = ReFusion(num_serial_blocks=1)
+    decoded(model, decoder, prompts[:1], NUM_TOKENS)  # loads kernels
     before = resident_bytes()
     if megabytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + int(megabytes * 2**20),) * 2)
     started = time.process_time()
     try:
-        output = decode(model, decoder, prompts, sampling, max_batch_size=BATCH_SIZE, **(BOUNDS if bounded else {}))
+        output = decoded(model, decoder, prompts, NUM_TOKENS, BATCH_SIZE, **(BOUNDS if bounded else {}))
     except ValueError as error:
         return {"ended_with": str(error)}
     digest = hashlib.sha256(json.dumps([row.token_ids for row in output.rows]).encode()).hexdigest()[:16]
@@ -72,16 +80,6 @@ def run(num_prompts: int, *, bounded: bool, megabytes: float | None = None) -> d
     }
 
 
-def _case(**options: Any) -> dict[str, Any]:
-    """Run a case in a process of its own."""
-    code = (
-        "import json, sys; from benchmarks.many_prompts import run; print(json.dumps(run(**json.loads(sys.argv[1]))))"
-    )
-    command = [sys.executable, "-c", code, json.dumps(options)]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(found.stdout.splitlines()[-1])
-
-
 def main(num_prompts: int = 10_000, output: str | None = None) -> None:
     """Measure.
 
@@ -90,13 +88,13 @@ def main(num_prompts: int = 10_000, output: str | None = None) -> None:
         output: Where to write the JSON.
     """
     started = time.perf_counter()
-    cases = {name: _case(num_prompts=num_prompts, bounded=name == "bounded") for name in ("bounded", "unbounded")}
+    case = partial(alone, "many_prompts", "run", num_prompts=num_prompts)
+    cases = {name: case(bounded=name == "bounded") for name in ("bounded", "unbounded")}
     limit = round((cases["bounded"]["extra_megabytes"] + cases["unbounded"]["extra_megabytes"]) / 2)
     for name in ("bounded", "unbounded"):
-        options = {"num_prompts": num_prompts, "bounded": name == "bounded", "megabytes": limit}
-        cases[f"{name}, {limit} MB at most"] = _case(**options)
-    for name, case in cases.items():
-        print(name, case, flush=True)
+        cases[f"{name}, {limit} MB at most"] = case(bounded=name == "bounded", megabytes=limit)
+    for name, found in cases.items():
+        print(name, found, flush=True)
     answered = cases[f"bounded, {limit} MB at most"].get("num_answers", 0)
     same = cases["bounded"]["text"] == cases["unbounded"]["text"]
     config = {

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks.common import Work
-from benchmarks.plain_refusion import PlainReFusion
+from benchmarks.common import Work, decoded
 from benchmarks.replay import Replay, ReplayedModel
 
-from refusion_lit.decoding import Decoder, ReFusion, decode
+from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.refusion import export
+from refusion_lit.types import Prompt
 
 Variants = dict[str, dict[str, Any]]
 """Options of ReFusion by the name that results show."""
@@ -36,8 +36,7 @@ def ours(
     """Return the work of decoding prompts with one of our decoders."""
 
     def run() -> dict[str, Any]:
-        sampling = SamplingParams(max_new_tokens=num_tokens)
-        output = decode(model, decoder, prompts, sampling, max_batch_size=batch_size)
+        output = decoded(model, decoder, prompts, num_tokens, batch_size)
         return {
             "num_prompts": len(prompts),
             "batch_size": batch_size,
@@ -55,18 +54,34 @@ def plain(
     model: Backbone, options: ReFusion, prompts: Sequence[Prompt], num_tokens: int, replay: Replay | None = None,
     max_repeats: int = 1_000,
 ) -> Work:  # fmt: skip
-    """Return the work of decoding prompts with the plain ReFusion."""
-    overwrite: Callable[..., None] | None = None if replay is None else replay.overwrite
+    """Return the work of decoding prompts with the plain ReFusion: the program that checkpoints export.
+
+    It runs on transformers alone, one prompt at a time. A schedule is replayed by a hook that overwrites its logits.
+    """
 
     def run() -> dict[str, Any]:
-        decoder = PlainReFusion(model.model, model.special_tokens, options, num_tokens, overwrite)
-        texts = [decoder.decode(prompt.token_ids) for prompt in prompts]
+        num_forwards = 0
+
+        def after(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal num_forwards
+            num_forwards += 1
+            if replay is not None:
+                replay.overwrite(output.logits, kwargs["input_ids"], kwargs["position_ids"])
+
+        known = {name: getattr(options, name) for name in export.OPTIONS}
+        model.model.generation_config.refusion = {**known, "vocab_size": model.special_tokens.vocab_size}
+        hook = model.model.register_forward_hook(after, with_kwargs=True)
+        try:
+            ids = [torch.tensor([prompt.token_ids], device=model.device) for prompt in prompts]
+            texts = [export.generate(model.model, one, max_new_tokens=num_tokens)[0, one.shape[1] :] for one in ids]
+        finally:
+            hook.remove()
         return {
             "num_prompts": len(prompts),
             "batch_size": 1,
             "num_tokens": sum(len(text) for text in texts),
-            "num_forwards": decoder.num_forwards,
-            "text": hash(tuple(tuple(text) for text in texts)),
+            "num_forwards": num_forwards,
+            "text": hash(tuple(tuple(text.tolist()) for text in texts)),
         }
 
     return Work(run, max_repeats)

@@ -13,13 +13,13 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import SMALL, Work, aim, interleaved, random_model, random_prompts, time_ratio, write
+from benchmarks.common import SMALL, Work, aim, decoded, interleaved, random_model, random_prompts, time_ratio, write
 from benchmarks.replay import ALL_ACCEPTED, Replay, ReplayedModel
 from jsonargparse import auto_cli
 
-from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, decode
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import Prompt
 
 
 def prompts_of(number: int, common: int, own: int) -> list[Prompt]:
@@ -34,8 +34,7 @@ def work_of(
     """Return the work of decoding the prompts."""
 
     def run() -> dict[str, Any]:
-        sampling = SamplingParams(max_new_tokens=num_tokens)
-        output = decode(model, decoder, prompts, sampling, max_batch_size=batch_size, share_prefixes=share)
+        output = decoded(model, decoder, prompts, num_tokens, batch_size, share_prefixes=share)
         tokens = sum(row.num_tokens for row in output.rows)
         text = hash(tuple(tuple(row.token_ids) for row in output.rows))
         return {"num_tokens": tokens, "num_shared": output.num_shared, "num_calls": output.num_calls, "text": text}

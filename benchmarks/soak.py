@@ -12,19 +12,18 @@ benchmarks/results/soak.json, has the curve and the slope of a straight line thr
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import random
-import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import write
-from benchmarks.memory import resident_bytes
+from benchmarks.common import GOLDENS, resident_bytes, write
+from jsonargparse import auto_cli
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, FastDLLM, LLaDA, RecomputeKV, ReFusion
@@ -50,49 +49,56 @@ def decoders(rng: random.Random) -> list[Decoder]:
     ]
 
 
-def main() -> None:
-    """Run and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--model", default="tests/goldens/models/additions-clean")
-    parser.add_argument("--warmup_decodes", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", help="where to write the JSON")
-    args = parser.parse_args()
+def main(
+    minutes: float = 60,
+    model: str = str(GOLDENS / "models" / "additions-clean"),
+    warmup_decodes: int = 3000,
+    seed: int = 0,
+    output: str | None = None,
+) -> None:
+    """Run and write the result.
+
+    Args:
+        minutes: How long to decode.
+        model: Directory of a model.
+        warmup_decodes: Memory counts after so many decodes.
+        seed: Of options and prompts.
+        output: Where to write the JSON.
+    """
     warnings.filterwarnings("ignore", message=".* does not fit this model")
     torch.set_num_threads(1)
-    model = refusion_lit.load(args.model)
-    rng = random.Random(args.seed)
+    loaded = refusion_lit.load(model)
+    rng = random.Random(seed)
     queries = Additions(num_train=1000, num_validation=1, num_test=1).examples("train")
     preface = "".join(example.query for example in queries[:6])  # long enough to be shared
     curve: list[tuple[float, float, int]] = []
     kept: list[float] = []
     start = last = time.monotonic()
     num_decodes = num_tokens = 0
-    while time.monotonic() - start < args.minutes * 60:
+    while time.monotonic() - start < minutes * 60:
         for decoder in decoders(rng):
             beginning = rng.choice(["", preface])
             chosen = [beginning + queries[rng.randrange(1000)].query for _ in range(rng.choice([1, 3, 16]))]
             sampling = SamplingParams(max_new_tokens=64, temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1000))
-            answers = model.generate(
+            answers = loaded.generate(
                 chosen, decoder=decoder, sampling=sampling, batch_size=rng.choice([1, 4, 16]), allow_mismatch=True,
                 max_cache_tokens=rng.choice([None, 1000]),
             )  # fmt: skip
             num_decodes += len(answers)
             num_tokens += sum(answer.num_tokens for answer in answers)
-        if time.monotonic() - last >= min(60, args.minutes * 60 / 20):
+        if time.monotonic() - last >= min(60, minutes * 60 / 20):
             gc.collect()
             before = resident_bytes()
             ctypes.CDLL(None).malloc_trim(0)
             last = time.monotonic()
             curve.append(((last - start) / 60, resident_bytes() / 2**20, num_decodes))
             kept.append((before - resident_bytes()) / 2**20)
-    steady = [(m, mb) for m, mb, decodes in curve if m >= args.minutes / 10 and decodes >= args.warmup_decodes]
+    steady = [(m, mb) for m, mb, decodes in curve if m >= minutes / 10 and decodes >= warmup_decodes]
     if len(steady) < 10:
         raise SystemExit(f"minutes: {num_decodes} decodes are too few; run it longer or where less else runs.")
     slope = float(np.polyfit([m / 60 for m, _ in steady], [mb for _, mb in steady], 1)[0])
     result = {
-        "minutes": args.minutes,
+        "minutes": minutes,
         "num_decodes": num_decodes,
         "num_tokens": num_tokens,
         "megabytes_an_hour": round(slope, 2),
@@ -102,10 +108,10 @@ def main() -> None:
         "processor_minutes": round(time.process_time() / 60, 1),
         "curve": [[round(m, 2), round(mb, 2), decodes] for m, mb, decodes in curve],
     }
-    config = {"model": args.model, "warmup_decodes": args.warmup_decodes}
-    write("soak", config, result, output=args.output, seconds=time.monotonic() - start, seed=args.seed)
-    sys.stdout.write(f"{num_decodes} decodes, {slope:.2f} MB an hour\n")
+    config = {"model": Path(model).name, "warmup_decodes": warmup_decodes}
+    write("soak", config, result, output=output, seconds=time.monotonic() - start, seed=seed)
+    print(f"{num_decodes} decodes, {slope:.2f} MB an hour")
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)

@@ -49,11 +49,18 @@ def decoding(result: Result) -> str:
     return note + table(head, rows)
 
 
-def forward_cost(result: Result) -> str:
-    cases = result["cases"]
-    rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
-    costs = next(iter(cases.values()))["tokens_per_second"]
-    return table(["tokens/s, batch size", *(f"`forward_cost: {cost}`" for cost in costs)], rows)
+def versions(result: Result) -> str:
+    pairs = list(result["mean"])
+    rows = [[case, *values["ratios"].values()] for case, values in result["cases"].items()]
+    about = "\n".join(
+        f"- {name}: commit {(one['commit'] or 'unknown')[:10]}, transformers {one['transformers']}"
+        for name, one in result["contestants"].items()
+    )
+    texts = [one["reference_text"] for case in result["cases"].values() for sizes in case["contestants"].values()
+             for one in sizes.values()]  # fmt: skip
+    text = "All texts are the reference's." if all(texts) else "Some texts are not the reference's."
+    note = f"{about}\n\nTimes as fast, by processor time. {text}\n\n"
+    return note + table(["additions-clean", *pairs], [*rows, ["mean", *result["mean"].values()]])
 
 
 def gpu_training(result: Result) -> str:
@@ -66,11 +73,11 @@ def gpu_training(result: Result) -> str:
 
 def overhead(result: Result) -> str:
     rows = [
-        [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values(),
-         ", ".join(f"{place} {share:.1%}" for place, share in list(case["where_outside"].items())[:4])]
+        [name, f"{case['share_outside']:.1%}", *case["milliseconds_a_call"].values()]
         for name, case in result["cases"].items()
-    ]  # fmt: skip
-    return table(["case", "outside body and head", "body (ms a call)", "head", "outside", "most of it in"], rows)
+    ]
+    rows.append(["mean", f"{result['mean_share_outside']:.1%}"] + [""] * 3)
+    return table(["additions-clean", "outside body and head", "body (ms a call)", "head", "outside"], rows)
 
 
 def forwards(result: Result) -> str:
@@ -208,7 +215,8 @@ def load_memory(result: Result) -> str:
 
 
 SECTIONS: dict[str, Callable[[Result], str]] = {
-    "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forward_cost": forward_cost, "forwards": forwards,
+    "versions": versions,
+    "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,

@@ -8,15 +8,23 @@ taken for each objective in a process of its own. Packing: samples with lengths 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import VOCABULARY_HEAVY, Work, aim, interleaved, random_model, time_ratio, write
-from benchmarks.memory import peak_resident_bytes, resident_bytes
+from benchmarks.common import (
+    VOCABULARY_HEAVY,
+    Work,
+    aim,
+    alone,
+    interleaved,
+    peak_resident_bytes,
+    random_model,
+    resident_bytes,
+    time_ratio,
+    write,
+)
 from jsonargparse import auto_cli
 
 from refusion_lit.data.datasets import pack_samples
@@ -103,14 +111,9 @@ def packing(repeats: int) -> dict[str, Any]:
     }
 
 
-def _alone(model: str, objective: str, shape: tuple[int, int, int], threads: int) -> float:
-    """Return the extra megabytes of two steps in a fresh process."""
-    arguments = [sys.executable, "-m", "benchmarks.training", "--alone", objective, "--model", model,
-                 "--shape", json.dumps(shape), "--threads", str(threads)]  # fmt: skip
-    return json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
-
-
-def _measure_alone(model: str, objective: str, shape: tuple[int, int, int]) -> None:
+def extra_megabytes(model: str, objective: str, shape: tuple[int, int, int], threads: int) -> float:
+    """Return the memory that two steps take in this process, in megabytes."""
+    torch.set_num_threads(threads)
     options = MODELS[model]
     backbone = random_model(options)
     small = batch_of(1, 4, 4, options["vocab_size"])
@@ -119,7 +122,7 @@ def _measure_alone(model: str, objective: str, shape: tuple[int, int, int]) -> N
     before = resident_bytes()
     step.run()
     step.run()
-    print(round((peak_resident_bytes() - before) / 2**20, 1))
+    return round((peak_resident_bytes() - before) / 2**20, 1)
 
 
 def main(
@@ -127,7 +130,6 @@ def main(
     threads: int = 1,
     shape: tuple[int, int, int] | None = None,
     model: Literal["small", "vocabulary-heavy"] | None = None,
-    alone: Literal["autoregressive", "hybrid", "masked", "block"] | None = None,
     output: str | None = None,
 ) -> None:
     """Measure training steps.
@@ -137,16 +139,11 @@ def main(
         threads: Threads of torch.
         shape: Rows, prompt tokens, response tokens; by default 32, 18, 46 (small) and 2, 32, 96 (vocabulary-heavy).
         model: Measure this model only.
-        alone: Print the memory of this objective's steps in megabytes and stop.
         output: Where to write the JSON.
     """
     torch.set_num_threads(threads)
     started = time.perf_counter()
     shapes = {"small": shape or (32, 18, 46), "vocabulary-heavy": shape or (2, 32, 96)}
-    if alone is not None:
-        chosen = model or "small"
-        _measure_alone(chosen, alone, shapes[chosen])
-        return
     cases, aims = {}, []
     for name in [model] if model else list(MODELS):
         options = MODELS[name]
@@ -155,10 +152,10 @@ def main(
         works = {label: step_of(backbone, objective, batch) for label, objective in OBJECTIVES.items()}
         interleaved(works, repeats)
         ratios = {label: round(time_ratio(work, works["autoregressive"]), 3) for label, work in works.items()}
+        memory = partial(alone, "training", "extra_megabytes", model=name, shape=shapes[name], threads=threads)
         cases[name] = {
             "runs": {
-                label: {**work.summary(), "extra_megabytes": _alone(name, label, shapes[name], threads)}
-                for label, work in works.items()
+                label: {**work.summary(), "extra_megabytes": memory(objective=label)} for label, work in works.items()
             },
             "over_autoregressive": ratios,
         }

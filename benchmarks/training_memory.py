@@ -1,33 +1,48 @@
-"""Memory of a training step against the length: what tokens see as ranges, and as a matrix.
+"""Memory of training: of a step against the length, and of the loss, computed in chunks and straightforwardly.
 
-usage: python -m benchmarks.training_memory [--lengths '[1024, 2048]']
+usage: python -m benchmarks.training_memory [--parts '[step, loss]'] [--lengths '[1024, 2048]'] [--device cpu]
 
-A step is forward, loss and backward of one row on the small model. Packed rows hold samples of 256 tokens; block's rows
-are doubled. Each measurement is a process of its own; its extra memory is the peak above what model and batch take.
-Seconds are processor time (one thread).
+``step`` (training_memory.json): forward, loss and backward of one row on the small model, what tokens see given as
+ranges and as a matrix. Packed rows hold samples of 256 tokens; block's rows are doubled. ``loss`` (loss_memory.json):
+loss and backward alone. Straightforward means float32 logits at every position, then one cross-entropy. Every position
+has a label, which is the worst case for the chunked way.
+
+Each measurement is a process of its own; its extra memory is the peak above what model and batch take: the process's
+resident memory, on CUDA the allocator's. Seconds are processor time (one thread).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import SMALL, aim, random_model, write
-from benchmarks.memory import peak_resident_bytes, reset_peak, resident_bytes
+from benchmarks.common import (
+    RESULTS,
+    SMALL,
+    aim,
+    alone,
+    peak_resident_bytes,
+    random_model,
+    reset_peak,
+    resident_bytes,
+    write,
+)
 from jsonargparse import auto_cli
+from torch.nn import functional as F
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import LOGITS_BYTES, chunked_cross_entropy
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Hybrid, Masked, Objective
 
+Part = Literal["step", "loss"]
 Way = Literal["ranges", "matrix"]
+LOSSES = ("straightforward", "chunked")
+LOSS_SHAPE = {"batch": 4, "tokens": 1024, "hidden": 256, "vocab": 151_936}
 OBJECTIVES: dict[str, Objective] = {
     "hybrid": Hybrid(), "masked": Masked(), "block": BlockMasked(), "hybrid packed": Hybrid(),
     "block packed": BlockMasked(),
@@ -53,6 +68,7 @@ def corrupted_of(name: str, length: int, model: Backbone) -> CorruptedBatch:
 
 def measure(name: str, length: int, way: Way) -> dict[str, float]:
     """Run a step in this process."""
+    torch.set_num_threads(1)
     model = random_model({**SMALL, "max_position_embeddings": length}).train()
 
     def step(corrupted: CorruptedBatch) -> None:
@@ -69,13 +85,6 @@ def measure(name: str, length: int, way: Way) -> dict[str, float]:
     return {"extra_megabytes": round((peak_resident_bytes() - before) / 2**20, 1), "seconds": round(seconds, 3)}
 
 
-def measured_alone(name: str, length: int, way: Way) -> dict[str, float]:
-    """Run :func:`measure` in a fresh process."""
-    alone = json.dumps([name, length, way])
-    arguments = [sys.executable, "-m", "benchmarks.training_memory", "--alone", alone]
-    return json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
-
-
 def growth(found: dict[str, dict[str, float]]) -> float:
     """Return what a token takes between the two longest rows over what it takes between the two shortest ones."""
     points = [(int(length), one["extra_megabytes"]) for length, one in found.items()]
@@ -83,41 +92,101 @@ def growth(found: dict[str, dict[str, float]]) -> float:
     return slopes[-1] / slopes[0]
 
 
-def main(
-    lengths: tuple[int, ...] = (2048, 4096, 8192),
-    longest_matrix: int = 4096,
-    alone: tuple[str, int, Way] | None = None,
-    output: str | None = None,
-) -> None:
-    """Measure.
-
-    Args:
-        lengths: Tokens of the row, before it is doubled; at least three.
-        longest_matrix: Longer rows are measured without the matrix, which takes gigabytes.
-        alone: Print one measurement and stop: objective, length and way.
-        output: Where to write the JSON.
-    """
+def measure_loss(way: str, device: str) -> dict[str, Any]:
+    """Run loss and backward once in this process, computed in one of ``LOSSES``."""
     torch.set_num_threads(1)
-    if alone is not None:
-        sys.stdout.write(json.dumps(measure(*alone)))
-        return
-    started = time.perf_counter()
+    torch.manual_seed(0)
+    shape = (LOSS_SHAPE["batch"], LOSS_SHAPE["tokens"])
+    hidden = torch.randn(*shape, LOSS_SHAPE["hidden"], device=device, requires_grad=True)
+    head = torch.nn.Linear(LOSS_SHAPE["hidden"], LOSS_SHAPE["vocab"], bias=False, device=device)
+    labels = torch.randint(0, LOSS_SHAPE["vocab"], shape, device=device)
+    ones, terms = torch.ones(shape, device=device), torch.zeros_like(labels)
+    # A first small loss loads the kernels, whose memory is no part of the comparison.
+    F.cross_entropy(head(hidden[0, :2]), labels[0, :2]).backward()
+    hidden.grad = head.weight.grad = None
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = resident_bytes()
+    started = time.process_time()
+    if way == "straightforward":
+        loss = F.cross_entropy(head(hidden).float().flatten(0, 1), labels.flatten())
+    else:
+        loss = chunked_cross_entropy(hidden, head, labels, ones, terms, num_terms=1).sum() / labels.numel()
+    loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.process_time() - started
+    after = torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident_bytes()
+    assert head.weight.grad is not None
+    return {
+        "extra_megabytes": round((after - before) / 2**20, 1),
+        "seconds": round(seconds, 2),
+        "loss": loss.item(),
+        "gradient_norm": head.weight.grad.norm().item(),
+    }
+
+
+def compared_losses(device: str) -> dict[str, Any]:
+    """Measure both ways of the loss."""
+    ways = {way: alone("training_memory", "measure_loss", way=way, device=device) for way in LOSSES}
+    extra = [ways[way]["extra_megabytes"] for way in ("chunked", "straightforward")]
+    return {
+        "ways": ways,
+        "chunked_over_straightforward": round(extra[0] / extra[1], 4),
+        "logits_megabytes_a_chunk": LOGITS_BYTES / 2**20,
+    }
+
+
+def compared_steps(lengths: tuple[int, ...], longest_matrix: int) -> dict[str, Any]:
+    """Measure a step of each objective at each length, seen in both ways."""
     cases: dict[str, Any] = {}
     for name in OBJECTIVES:
         ways: dict[str, dict[str, Any]] = {"ranges": {}, "matrix": {}}
         for length in lengths:
             for way in ("ranges", "matrix"):
                 if way == "ranges" or length <= longest_matrix:
-                    ways[way][str(length)] = measured_alone(name, length, way)
+                    ways[way][str(length)] = alone("training_memory", "measure", name=name, length=length, way=way)
         memory = [found["extra_megabytes"] for found in ways["ranges"].values()]
         slope = (memory[-1] - memory[0]) * 2**20 / max(lengths[-1] - lengths[0], 1)
         cases[name] = {"ways": ways, "bytes_a_token": round(slope)}
         print(name, cases[name], flush=True)
     text = f"bytes a token from {lengths[-2]} to {lengths[-1]} over those from {lengths[0]} to {lengths[1]}, training"
     aims = [aim(text, max(growth(case["ways"]["ranges"]) for case in cases.values()), 1.25, at_least=False)]
-    config = {"lengths": lengths, "longest_matrix": longest_matrix, "sample": SAMPLE, "model": SMALL}
-    results = {"cases": cases, "aims": aims}
-    write("training_memory", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+    return {"cases": cases, "aims": aims}
+
+
+def main(
+    parts: tuple[Part, ...] = ("step", "loss"),
+    lengths: tuple[int, ...] = (2048, 4096, 8192),
+    longest_matrix: int = 4096,
+    device: Literal["cpu", "cuda"] = "cpu",
+    directory: str = str(RESULTS),
+) -> None:
+    """Measure.
+
+    Args:
+        parts: What to measure.
+        lengths: Tokens of the row of a step, before it is doubled; at least three.
+        longest_matrix: Longer rows are measured without the matrix, which takes gigabytes.
+        device: Where the loss is computed; steps are measured on the CPU.
+        directory: Where to write the JSON of each part.
+    """
+    started = time.perf_counter()
+    if "step" in parts:
+        config = {"lengths": lengths, "longest_matrix": longest_matrix, "sample": SAMPLE, "model": SMALL}
+        results = compared_steps(lengths, longest_matrix)
+        output = f"{directory}/training_memory.json"
+        write("training_memory", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
+        started = time.perf_counter()
+    if "loss" in parts:
+        config = {"shape": LOSS_SHAPE, "device": device}
+        results = compared_losses(device)
+        output = f"{directory}/loss_memory.json"
+        write("loss_memory", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

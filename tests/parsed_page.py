@@ -7,7 +7,7 @@ from typing import Any
 
 _RUNS_OR_LOADS = (
     "script", "iframe", "object", "embed", "link", "base", "form", "img", "image",
-    "foreignobject", "use", "animate", "set",
+    "foreignobject", "animate", "set",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ class ParsedPage(HTMLParser):
         found = [tag for tag, _ in self.elements if tag in _RUNS_OR_LOADS]
         for tag, attributes in self.elements:
             for name, value in attributes.items():
-                loads = name in ("src", "href", "srcset", "action", "data")
+                loads = name in ("src", "href", "xlink:href", "srcset", "action", "data")
                 if name.startswith("on") or (loads and not (value or "").startswith("#")):
                     found.append(f"{tag} {name}={value}")
         return found

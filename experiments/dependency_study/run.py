@@ -18,10 +18,10 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from dependency import dependency_curve
 
 import refusion_lit
 from refusion_lit import tasks
-from refusion_lit.analysis import dependency_curve
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.reports.environment import environment
 from refusion_lit.types import Example

@@ -16,12 +16,13 @@ from typing import Any
 
 import yaml
 from experiments.common import library_generate, write_json
+from experiments.real_conversion.annotations import count_annotations
 
 import refusion_lit
 from refusion_lit import decoding
 from refusion_lit.evaluation.likelihood import autoregressive
 from refusion_lit.reports.intervals import Bootstrap, Interval
-from refusion_lit.tasks.gsm8k import count_annotations, extract_answer
+from refusion_lit.tasks.gsm8k import extract_answer
 from refusion_lit.types import Prompt, SamplingParams
 
 HERE = Path(__file__).parent

@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.plots import curves_plot
-from refusion_lit.reports.svg import standalone
+from refusion_lit.reports.plots import curves_plot, standalone
 
 HERE = Path(__file__).parent
 HEAD = (

@@ -130,7 +130,7 @@ def test_training_changes_the_logits_and_the_checkpoint_alone_has_them(checkpoin
 def test_a_loaded_checkpoint_is_merged_and_decodes_by_the_fused_backbone(checkpoint: Path) -> None:
     model = refusion_lit.load(checkpoint)
     assert not [name for name in model.backbone.state_dict() if "lora" in name]
-    assert model.backbone.make_cache(1).body is not None
+    assert model.backbone.make_fused_body() is not None
 
 
 def test_generate_needs_the_checkpoint_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

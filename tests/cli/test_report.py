@@ -31,7 +31,7 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     capsys.readouterr()
     assert main(["report", str(run), "--format=all"]) == 0
     written = capsys.readouterr().out
-    assert [name for name in ("report.html", "table.md", "table.tex", "tradeoff.svg") if name not in written] == []
+    assert [name for name in ("report.html", "table.md", "tradeoff.svg") if name not in written] == []
     assert (run / "report" / "report.html").read_bytes() == page
     notes = tmp_path / "table.md"
     notes.write_text("notes")
@@ -45,7 +45,7 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     ("options", "expected"),
     [
         (["missing"], "RUN: expected the directory"),
-        ([".", "--format=pdf"], "format: expected some of html, markdown, latex, got 'pdf'"),
+        ([".", "--format=pdf"], "format: expected some of html, markdown, got 'pdf'"),
         ([".", "--seed=-1"], "seed: expected an integer of at least 0, got -1"),
         ([".", "--num_resamples=0"], "num_resamples: expected an integer of at least 1"),
         ([".", "--basline=x"], "did you mean 'baseline'"),

@@ -134,7 +134,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
     [
         ("grid: [1]", "grid"),
         ("gird: {a: [1]}", "did you mean 'grid'"),
-        ("num_samples: 0", "num_samples: expected an integer of at least 1"),
+        ("num_samples: 2", "'num_samples' is no option of a sweep"),
         ("launcher: Locl", "Locl"),
         ("a: [", "); correct the file."),
         ("- 1", "got list; write them as NAME: VALUE."),

@@ -14,7 +14,7 @@ import torch
 
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
-from refusion_lit.reports.drafter_card import drafter_card
+from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[2]

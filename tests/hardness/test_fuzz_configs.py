@@ -23,8 +23,7 @@ SWEEP = b"""base: [x.yaml]
 subcommands: [fit, test]
 options: {trainer.max_steps: 3}
 grid: {model.decoders.refusion.slot_size: [2, 4]}
-random: {model.lr: {log_uniform: [1.0e-4, 1.0e-2]}}
-num_samples: 2
+entries: [{model.lr: 1.0e-4}, {model.lr: 1.0e-2}]
 launcher: {class_path: Local, init_args: {num_workers: 1}}
 """
 TOKENS = [

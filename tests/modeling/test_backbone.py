@@ -138,7 +138,7 @@ def test_attention_implementations_agree(implementation: str, fused_body: bool) 
     reference = backbone_of(dtype=torch.float32)
     other = backbone_of(dtype=torch.float32, attn_implementation=implementation)
     other.fused_body = fused_body
-    assert (other.make_cache(1).body is not None) == (fused_body and implementation != "eager")
+    assert (other.make_fused_body() is not None) == (fused_body and implementation != "eager")
     # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
     torch.compiler.set_stance("force_eager")
     try:

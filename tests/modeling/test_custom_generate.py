@@ -29,7 +29,7 @@ from pathlib import Path
 sys.modules["refusion_lit"] = None  # importing it fails
 sys.path.insert(0, sys.argv[1])
 import standalone
-print(json.dumps(standalone.compared(Path(sys.argv[2]), stride=5)))
+print(json.dumps(standalone.compared(Path(sys.argv[2]), stride=10)))
 """
 
 
@@ -42,7 +42,7 @@ def test_reference_outputs_and_drafted_texts_come_out(tmp_path: Path, monkeypatc
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(PROGRAMS), str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"goldens clean": [24, 24], "goldens mid": [25, 25], "drafter": [20, 20]}
+    assert json.loads(done.stdout) == {"goldens clean": [12, 12], "goldens mid": [13, 13], "drafter": [10, 10]}
 
 
 def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_decoding_is_fused_unless_told_otherwise_and_no_directory_says_so(fused_
     tokenizer = AutoTokenizer.from_pretrained(MID)
     backbone = BackboneConfig(source=str(MID), fused_body=fused_body).build(tokenizer)
     assert backbone.fused_body is fused_body
-    assert (backbone.make_cache(1).body is not None) is fused_body
+    assert (backbone.make_fused_body() is not None) is fused_body
     save_model(backbone, tokenizer, tmp_path / "saved")
     assert "fused_body" not in (tmp_path / "saved" / "config.json").read_text()
     assert BackboneConfig(source=str(tmp_path / "saved")).build(tokenizer).fused_body

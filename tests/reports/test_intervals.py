@@ -1,10 +1,9 @@
-"""Bootstrap intervals, the Pareto front and AUP, against closed forms and slow loops."""
+"""Bootstrap intervals and the Pareto front, against closed forms and slow loops."""
 
 from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,67 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from refusion_lit.reports import Bootstrap, accuracy_under_parallelism, pareto_front, wilson
-
-POINTS = st.lists(st.tuples(st.floats(0.1, 20), st.floats(0, 100)), min_size=1, max_size=8)
-
-
-def _slow_aup(points: list[tuple[float, float]], best: float) -> float:
-    """AUP by its definition: a midpoint sum over the pieces of the weighted curve."""
-    points = sorted(points, key=lambda p: (p[0], -p[1]))
-    points = [p for i, p in enumerate(points) if i == 0 or p[0] != points[i - 1][0]]
-    kept = [p for p in points if p[1] >= points[0][1] - 5]
-    curve = [(x, y * (min(math.exp(-3 * (1 - y / best)), 1.0) if best > 0 else 1.0)) for x, y in kept]
-    area = points[0][0] * points[0][1]
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        for step in range(50):
-            share = (step + 0.5) / 50
-            area += (x1 - x0) / 50 * (y0 + share * (y1 - y0))
-    return area
-
-
-def test_aup_by_hand() -> None:
-    assert accuracy_under_parallelism([(2.0, 80.0)]) == pytest.approx(160)
-    # y_max = 80, both kept: 1 * 80 + (3 - 1) / 2 * (80 + 78 exp(-3 * 2 / 80))
-    assert accuracy_under_parallelism([(3.0, 78.0), (1.0, 80.0)]) == pytest.approx(80 + 80 + 78 * math.exp(-0.075))
-    # 74 is more than 5 points below the slowest point's 80: the trapezoid spans the gap
-    assert accuracy_under_parallelism([(1.0, 80.0), (2.0, 74.0), (3.0, 80.0)]) == pytest.approx(80 + 160)
-    assert accuracy_under_parallelism([(1.0, 80.0), (2.0, 75.0)]) == pytest.approx(
-        80 + (80 + 75 * math.exp(-3 * 5 / 80)) / 2
-    )
-    # another method has a better score, which lowers the weight
-    assert accuracy_under_parallelism([(1.0, 50.0), (2.0, 50.0)], best=100.0) == pytest.approx(50 + 50 * math.exp(-1.5))
-    assert accuracy_under_parallelism([(1.0, 0.0), (4.0, 0.0)]) == 0.0
-    with pytest.raises(ValueError, match="points: expected"):
-        accuracy_under_parallelism([])
-
-
-@settings(max_examples=30, deadline=None)
-@given(POINTS, st.floats(0, 100), st.randoms(use_true_random=False))
-def test_aup_is_the_area_under_the_weighted_curve(
-    points: list[tuple[float, float]], other: float, shuffler: random.Random
-) -> None:
-    best = max(other, *(y for _, y in points))
-    area = accuracy_under_parallelism(points, best)
-    assert area == pytest.approx(_slow_aup(points, best), rel=1e-9, abs=1e-9)
-    shuffler.shuffle(points)
-    assert accuracy_under_parallelism(points, best) == area
-    assert 0 <= area <= max(x for x, _ in points) * best * (1 + 1e-9)
-    assert accuracy_under_parallelism(points, best + 1) <= area + 1e-9  # a better rival never raises the AUP
-
-
-@settings(max_examples=30, deadline=None)
-@given(POINTS, st.floats(0, 5), st.floats(0.01, 10))
-def test_aup_grows_with_accuracy_and_with_reach(points: list[tuple[float, float]], gain: float, further: float) -> None:
-    points = sorted(dict(points).items())
-    best = 106.0
-    kept = [p for p in points if p[1] >= points[0][1] - 5]
-    before = accuracy_under_parallelism(kept, best)
-    if len(kept) > 1:  # not the first, whose accuracy also decides which points are kept
-        better = [*kept[:-1], (kept[-1][0], kept[-1][1] + gain)]
-        assert accuracy_under_parallelism(better, best) >= before - 1e-9
-    longer = [*kept, (kept[-1][0] + further, kept[0][1])]
-    assert accuracy_under_parallelism(longer, best) >= before
+from refusion_lit.reports import Bootstrap, pareto_front, wilson
 
 
 @settings(max_examples=30, deadline=None)
@@ -171,8 +110,15 @@ def test_a_paired_difference_resamples_the_same_prompts_for_both() -> None:
 def test_resampling_in_chunks_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [float(i % 7) for i in range(100)]
     whole = Bootstrap(num_resamples=50).ratio(values, [1.0] * 100)
-    monkeypatch.setattr("refusion_lit.reports.intervals._MAX_DRAWN_COUNTS", 700)
+    monkeypatch.setattr("refusion_lit.reports.intervals._MAX_DRAWN", 700)
     assert Bootstrap(num_resamples=50).ratio(values, [1.0] * 100) == whole
+
+
+def test_a_single_prompt_and_resamples_without_forwards_have_intervals() -> None:
+    alone = Bootstrap(num_resamples=20).ratio([6.0], [2.0])
+    assert (alone.low, alone.estimate, alone.high) == (3, 3, 3)
+    mostly_empty = Bootstrap(num_resamples=200).ratio([6.0, 0.0, 0.0], [2.0, 0.0, 0.0])
+    assert (mostly_empty.low, mostly_empty.estimate, mostly_empty.high) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(("option", "value"), [("num_resamples", 0), ("level", 1.0)])

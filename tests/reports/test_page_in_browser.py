@@ -26,12 +26,12 @@ def test_texts_are_readable_in_both_schemes(show: Show, tmp_path: Path, scheme: 
         assert (sum(background) < 384) == (scheme == "dark")
         texts = colours(driver, "p:not(.note), h1, tbody th, td, .range, caption, sup.mark, dt", "color")
         assert min(contrast(c, background) for c in texts) >= 4.5
-        plot_texts = colours(driver, ".plot > text, .plot > g:not(.point) > text", "fill")
+        plot_texts = colours(driver, ".plot g:not(.value) > text", "fill")
         assert min(contrast(c, background) for c in plot_texts) >= 4.5
-        markers = colours(driver, ".plot .point > path:not([fill=none])", "stroke")
+        markers = colours(driver, ".plot .marker use", "stroke")
         assert min(contrast(c, background) for c in markers) >= 3
         for text, fill in zip(
-            colours(driver, ".point rect + text", "fill"), colours(driver, ".point rect", "fill"), strict=True
+            colours(driver, ".value text", "fill"), colours(driver, ".point > path", "fill"), strict=True
         ):
             assert contrast(text, fill) >= 4.5
 
@@ -50,9 +50,9 @@ def test_the_mouse_finds_every_point_and_a_plot_opens_alone(chrome: object, tmp_
         found = js(
             driver,
             """[...document.querySelector('.plot').querySelectorAll('.point')].map(point => {
-                const box = point.querySelector('.target').getBoundingClientRect();
+                const box = point.getBoundingClientRect();
                 scrollTo(0, box.top + scrollY - 200);
-                const now = point.querySelector('.target').getBoundingClientRect();
+                const now = point.getBoundingClientRect();
                 const top = document.elementFromPoint(now.left + now.width / 2, now.top + now.height / 2);
                 return top.closest('.point').querySelector('title').textContent;
             })""",

@@ -14,12 +14,13 @@ from scipy.stats import binomtest
 from parsed_page import ParsedPage
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports import compare, read_runs, write_report
-from refusion_lit.reports.plots import curves_plot
-from refusion_lit.reports.scores import read_scores
-from refusion_lit.reports.tables import latex_table, markdown_table
+from refusion_lit.reports.plots import curves_plot, standalone
+from refusion_lit.reports.runs import read_scores
+from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import write_test_report
 from reports.samples import HOSTILE, QUICK, prediction, predictions, write_run, write_sweep
 
+SVG = "{http://www.w3.org/2000/svg}"
 WILSON_20 = 100 * binomtest(20, 20).proportion_ci(method="wilson").low
 
 
@@ -87,7 +88,7 @@ def test_fields_may_be_null(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {"a": predictions([1.0])}) / "results.json"
     nothing = dict.fromkeys(("mismatches", "batch_size", "sampling", "environment", "config"))
     path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
-    assert write_report([path.parent], formats=("html", "markdown", "latex"), bootstrap=QUICK)
+    assert write_report([path.parent], formats=("html", "markdown"), bootstrap=QUICK)
 
 
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
@@ -101,17 +102,13 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     assert difference.score is not None
     assert (difference.row.label, difference.num_shared) == ("good", 20)
     assert difference.score.low == pytest.approx(100 - math.hypot(100 - WILSON_20, 100 - WILSON_20))
-    assert comparison.aup == {"good": (1000.0, 1), "bad": (0.0, 1)}
-    markdown, latex = markdown_table(comparison), latex_table(comparison)
+    markdown = markdown_table(comparison)
     assert "| bad * |" in markdown
     assert "| good |" in markdown
-    assert r"bad$^{*}$ &" in latex
     assert "7.5 | 3 |" in markdown
-    assert "7.5 & 3 &" in latex
-    for table, mark in ((markdown, r"\*"), (latex, "$^{*}$")):
-        assert f" {mark}: the model was not trained for this decoder." in table
-    write_report([run], tmp_path / "out", formats=("html", "markdown", "latex"), bootstrap=QUICK)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "table.tex", "tradeoff.svg"}
+    assert r" \*: the model was not trained for this decoder." in markdown
+    write_report([run], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "tradeoff.svg"}
     assert "another attention" in _page(tmp_path / "out" / "report.html").text
 
 
@@ -134,7 +131,6 @@ def test_a_sweep_has_curves_and_heat_maps(tmp_path: Path) -> None:
     comparison = compare(read_runs([sweep]), bootstrap=QUICK)
     assert len({m.row.label for m in comparison.measured}) == 6
     assert comparison.measured[0].row.label == "refusion (slot_size=4, slot_threshold=0.5)"
-    assert comparison.aup["refusion"][1] == 6
     score, speed = comparison.grids
     assert (score.y_values, score.x_values) == (["4", "8", "16"], ["0.5", "0.9"])
     assert [row[0] for row in score.values] == pytest.approx([100 / 3] * 3)
@@ -156,11 +152,10 @@ def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_pat
     (tmp_path / "sweep.json").write_text(json.dumps({"points": ids}))
     comparison = compare(read_runs([tmp_path]), bootstrap=QUICK)
     assert [tuple(m.row.options.values()) for m in comparison.measured] == [(str(a), str(b)) for a, b in grid]
-    files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown", "latex"), bootstrap=QUICK)
+    files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
     head = [text for tag, text in _page(files[0]).texts if tag == "th"]
     assert head[:4] == ["decoder", "slot_size", "slot_threshold", "prompts"]
     assert "| refusion | 8 | 0.9 | 1 |" in (tmp_path / "out" / "table.md").read_text()
-    assert "refusion & 8 & 0.9 & 1 &" in (tmp_path / "out" / "table.tex").read_text()
 
 
 def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Path) -> None:
@@ -189,8 +184,6 @@ def test_a_row_with_few_prompts_is_no_headline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full, "slow": slow})
     comparison = compare(read_runs([run]), "full", QUICK)
     assert [m.on_front for m in comparison.measured] == [False, True, False]
-    assert list(comparison.aup) == ["full", "slow"]
-    assert comparison.aup["full"] == (pytest.approx(2 * 87.5), 1)
     files = write_report([run], baseline="full", formats=("html", "markdown"), bootstrap=QUICK)
     page = _page(files[0])
     best, left_out = [text for tag, text in page.texts if tag == "li"][:2]
@@ -224,7 +217,7 @@ def test_a_test_of_few_prompts_says_so(tmp_path: Path) -> None:
 def test_every_point_and_cell_says_what_it_is(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
     _, tradeoff, score, _ = write_report([sweep], bootstrap=QUICK)
-    titles = [[e.text for e in ElementTree.parse(path).iter() if e.tag.endswith("title")] for path in (tradeoff, score)]
+    titles = [[e.text for e in ElementTree.parse(path).iter(f"{SVG}title")] for path in (tradeoff, score)]
     assert len(titles[0]) == len(titles[1]) == 6
     assert titles[0][0] is not None
     assert titles[0][0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
@@ -232,16 +225,23 @@ def test_every_point_and_cell_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_curves_rise_to_the_right_and_name_every_point() -> None:
-    picture = curves_plot({"one & only": [(0, 1.5), (10, 2.5)], "other": [(5, 2.0)]}, "steps", "loss")
-    root = ElementTree.fromstring(picture)
-    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles == ["one & only: loss 1.5 at steps 0", "one & only: loss 2.5 at steps 10", "other: loss 2 at steps 5"]
-    lines = [line.attrib["points"].split() for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    (left, low), (right, high) = (tuple(map(float, point.split(","))) for point in lines[0])
-    (middle,) = (tuple(map(float, point.split(","))) for point in lines[1])
-    assert middle == pytest.approx(((left + right) / 2, (low + high) / 2), abs=0.02)
+    curves = {"one & only": [(0, 1.5), (10, 2.5)], "_other": [(5, 2.0)]}
+    picture = curves_plot(curves, "steps", "loss")
+    assert picture == curves_plot(curves, "steps", "loss")
+    root = ElementTree.fromstring(standalone(picture))
+    points = [group for group in root.iter(f"{SVG}g") if group.get("class") == "point"]
+    titles = [group.findtext(f"{SVG}title") for group in points]
+    assert titles == [
+        "one & only: loss 1.5 at steps 0",
+        "one & only: loss 2.5 at steps 10",
+        "_other: loss 2 at steps 5",
+    ]
+    places = [next(group.iter(f"{SVG}use")) for group in points]
+    (left, low), (right, high), (middle, between) = [(float(p.attrib["x"]), float(p.attrib["y"])) for p in places]
+    assert (middle, between) == pytest.approx(((left + right) / 2, (low + high) / 2), abs=0.02)
     assert left < right
     assert high < low  # pixels are counted from the top
+    assert {"one & only", "_other", "steps", "loss"} <= {text.text for text in root.iter(f"{SVG}text")}
 
 
 def test_table_heads_have_a_scope(tmp_path: Path) -> None:
@@ -255,7 +255,6 @@ def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
     assert comparison.measured[0].row.label == "run: refusion"
     assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
     assert {grid.method for grid in comparison.grids} == {"sweep: refusion"}
-    assert comparison.aup["run: refusion"][1] == 1
 
 
 def test_directories_with_the_same_name_are_distinct_sources(tmp_path: Path) -> None:
@@ -314,33 +313,13 @@ def test_a_report_of_a_test_that_cannot_be_written_is_a_warning(tmp_path: Path) 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
     for formats in ((), ("html", "pdf")):
-        with pytest.raises(ValueError, match="format: expected some of html, markdown, latex, got"):
+        with pytest.raises(ValueError, match="format: expected some of html, markdown, got"):
             write_report([tmp_path], formats=formats)
 
 
-def test_a_cut_of_the_model_costs_bytes_for_positions_and_round_trips_for_forwards(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"one": predictions([1.0] * 4, forwards=5)})
-    results = json.loads((run / "results.json").read_text())
-    results["results"]["one"] |= {"positions_per_token": 2.5}
-    (run / "results.json").write_text(json.dumps(results))
-    [measured] = compare(read_runs([run])).measured
-    files = {path.name: path for path in write_report([run], formats=("html", "markdown"), position_bytes=2 * 576)}
-    bytes_up, trips = "2880", f"{1 / measured.tokens_per_forward.estimate:.2f}"
-    head, _, row, *_ = files["table.md"].read_text().splitlines()
-    assert head.endswith("| bytes up/token | round trips/token |")
-    assert row.endswith(f"| {bytes_up} | {trips} |")
-    assert "1152 bytes for each position" in files["table.md"].read_text()
-    assert bytes_up in _page(files["report.html"]).text
-    plain = write_report([run], formats=("markdown",))[0].read_text()
-    assert "bytes up" not in plain
-    with pytest.raises(ValueError, match="position_bytes: expected an integer of at least 1, got 0"):
-        write_report([run], position_bytes=0)
-
-
-def test_latex_and_markdown_escape_names(tmp_path: Path) -> None:
+def test_markdown_escapes_names(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a_b|50%&<x>": predictions([1.0])})
     comparison = compare(read_runs([run]), bootstrap=QUICK)
-    assert r"a\_b|50\%\&\textless{}x\textgreater{} &" in latex_table(comparison)
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
     assert len(re.findall(r"(?<!\\)\|", row)) == 10

@@ -11,6 +11,28 @@ from refusion_lit.sweeps.points import overlay, set_option
 from sweeps.conftest import resolve
 
 
+def test_points_are_all_combinations_of_entries_and_grid() -> None:
+    sweep = Sweep(grid={"a": [1, 2], "b": ["x", "y", "z"]}, entries=[{"c": 1, "d": 10}, {"c": 2, "d": 20}])
+    found = [(point["c"], point["d"], point["a"], point["b"]) for point in sweep.combinations()]
+    assert found == [(c, 10 * c, a, b) for c in (1, 2) for a in (1, 2) for b in "xyz"]
+    assert sweep.swept == ("a", "b", "c", "d")
+    assert list(Sweep().combinations()) == [{}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"subcommands": ["test", "fit"]}, "subcommands: expected"),
+        ({"grid": {"a": []}}, "grid.a: expected a list"),
+        ({"grid": {"a": [1]}, "entries": [{"a": 2}]}, "a: expected in one place, got it in grid and in entries"),
+        ({"options": {"a": 1}, "grid": {"a": [1]}}, "in grid and in options"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sweep(**options)
+
+
 def test_a_plain_name_below_a_component_is_an_init_arg() -> None:
     config: dict[str, Any] = {"decoders": {"main": {"class_path": "ReFusion"}}, "callbacks": [{"class_path": "C"}]}
     set_option(config, "decoders.main.slot_size", 4)

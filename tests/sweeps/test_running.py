@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,8 +67,6 @@ def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journ
     assert [(row["point"], row["x"], row["score"]) for row in table] == [
         (row["point"], str(row["x"]), str(row["score"])) for row in result.rows
     ]
-    parquet = pytest.importorskip("pyarrow.parquet")
-    assert parquet.read_table(tmp_path / "sweep" / "results.parquet").to_pylist() == result.rows
 
 
 def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
@@ -113,8 +112,10 @@ def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], 
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path, command: list[str], journal: Path) -> None:
     lock = try_lock(tmp_path / "sweep" / "lock")
     assert lock is not None
-    with lock, pytest.raises(ValueError, match="expected no running sweep in"):
+    with pytest.raises(ValueError, match="expected no running sweep in"):
         _run(tmp_path, command, journal, resume=True, options={"x": 1})
+    lock.release()
+    assert not _run(tmp_path, command, journal, resume=True, options={"x": 1}).failed
 
 
 DRIVER = """
@@ -182,6 +183,18 @@ def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journa
     assert len(result.failed) == 1
     assert "exit code -9" in result.rows[0]["error"]
     assert "last words" in result.rows[0]["error"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_point_that_ends_has_a_line(tmp_path: Path, command: list[str], journal: Path, is_terminal: bool) -> None:
+    shown = io.StringIO()
+    sweep = Sweep(options={"journal": str(journal), "broken": 2}, grid={"x": [1, 2]})
+    console = Console(file=shown, force_terminal=is_terminal, width=200)
+    run(sweep, directory=tmp_path / "sweep", resolve=resolve, command=command, console=console)
+    assert re.search(r"\[1/2\] finished in \d\.\d s: x=1\b", shown.getvalue())
+    assert re.search(r"\[2/2\] failed in \d\.\d s: x=2\b", shown.getvalue())
+    assert "exit code 1:\nworking on 2\nx is broken" in shown.getvalue()
+    assert ("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in shown.getvalue()) == is_terminal
 
 
 def test_description_lists_points_with_their_commands(tmp_path: Path, command: list[str], journal: Path) -> None:

@@ -21,7 +21,7 @@ from refusion_lit.tasks import (
     Task,
     Walk,
 )
-from refusion_lit.tasks.generated import permute
+from refusion_lit.utils.keys import permute
 
 TASKS = sorted(GeneratedTask.__subclasses__(), key=lambda task_class: task_class.__name__)
 INDICES = st.integers(0, 199_999)

@@ -20,12 +20,12 @@ usage: refusion-lit COMMAND [OPTIONS]
   generate     answer prompts from a checkpoint, a directory or a hub id
   chat         talk to a model and see in which order it decodes
   trace        watch a decode, forward by forward; writes an HTML page
-  report       compare finished tests: a page, plots, tables for papers
+  report       compare finished tests: a page, plots, a table
   score        score a predictions file again       refusion-lit score FILE --task Gsm8k --task.test DATA
   evaluate     run tasks of the lm-evaluation-harness
   export       turn a checkpoint into a Hugging Face directory
   import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
-  sweep        run a grid, a list or a random sample of options, and gather the results
+  sweep        run a grid or a list of options, and gather the results
   init         copy the example configs into a directory
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.

@@ -99,8 +99,7 @@ def _card(options: Namespace, backbone: Backbone) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
     from refusion_lit.checkpoints.models import load_model
     from refusion_lit.modeling.weights import weights_digest
-    from refusion_lit.reports.drafter_card import drafter_card
-    from refusion_lit.reports.model_card import model_card
+    from refusion_lit.reports.model_card import drafter_card, model_card
 
     name, results = options.push_to_hub or options.output, [Path(path) for path in as_list(options.results)]
     if results:

@@ -17,11 +17,9 @@ def run(args: list[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run or a sweep")
     parser.add_argument("--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default")
     parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
-    parser.add_argument("--format", type=str, default="html", help="some of html,markdown,latex, or all")
+    parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
     parser.add_argument("--num_resamples", type=int, default=2000, help="resamples of the bootstrap")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap")
-    help_text = "hidden size times bytes a value: adds the bytes that cross a cut between two layers for each token"
-    parser.add_argument("--position_bytes", type=int | None, default=None, help=help_text)
     options = parser.parse(args)
 
     from refusion_lit.reports.intervals import Bootstrap
@@ -29,10 +27,7 @@ def run(args: list[str]) -> int:
 
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
     bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
-    files = write_report(
-        options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap,
-        position_bytes=options.position_bytes,
-    )  # fmt: skip
+    files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)
     for path in files:
         sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -67,9 +67,7 @@ def run(args: list[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     _print_results(result, sweep.swept)
-    print(f"results in {' and '.join(str(path) for path in result.files)}")
-    if len(result.files) == 1:
-        print("no results.parquet without pyarrow: pip install 'refusion-lit[data]'", file=sys.stderr)
+    print(f"results in {result.file}")
     _report(directory)
     if result.failed:
         print(

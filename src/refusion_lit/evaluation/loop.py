@@ -20,7 +20,7 @@ from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.environment import environment
 from refusion_lit.reports.results import RESULTS
-from refusion_lit.reports.scores import scores_of
+from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of

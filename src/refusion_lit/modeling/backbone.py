@@ -99,11 +99,11 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"] | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        return self._states(self._make_fused_body(), input_ids, position_ids, attention_mask, cache)
+        return self._states(self.make_fused_body(), input_ids, position_ids, attention_mask, cache)
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
-        return partial(self._states, self._make_fused_body())
+        return partial(self._states, self.make_fused_body())
 
     def _states(
         self,
@@ -204,7 +204,8 @@ class Backbone(nn.Module, LanguageModel):
             )
         return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
-    def _make_fused_body(self) -> FusedBody | None:
+    def make_fused_body(self) -> FusedBody | None:
+        """Return the fused backbone on the weights as they are now; ``None`` if the library's forward decodes."""
         body = self.body
         if not (self.fused_body and is_known(body)):
             return None

@@ -1,11 +1,11 @@
-"""Compares rows: intervals, paired differences, the Pareto front, AUP and grids over two options."""
+"""Compares rows: intervals, paired differences, the Pareto front and grids over two options."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refusion_lit.reports.intervals import Bootstrap, Interval, accuracy_under_parallelism, pareto_front
+from refusion_lit.reports.intervals import Bootstrap, Interval, pareto_front
 from refusion_lit.reports.runs import Collection, Row, Run, option_text, varied_options
 
 _MAX_LISTED_NAMES = 20
@@ -22,7 +22,7 @@ class MeasuredRow:
         has_intervals: ``False`` without predictions, where low and high equal the estimate.
         num_prompts: Number of prompts that the score is a mean over.
         num_expected: Number of prompts of the largest test. A row with less than half of them is shown, but takes no
-            part in the summary, the Pareto front and AUP: few prompts give extreme scores by chance.
+            part in the summary and the Pareto front: few prompts give extreme scores by chance.
         on_front: Whether the row is on the Pareto front.
     """
 
@@ -89,11 +89,8 @@ class Comparison:
         measured: All rows with their intervals.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
-        aup: AUP and number of points of each method, without partial rows.
         grids: Score and tokens per forward of each method, for sweeps that vary exactly two options.
         option_names: Short names of the swept options of all rows, by their full names.
-        position_bytes: Bytes of a position's hidden states, for a model that is cut between two layers; ``None`` for no
-            figures on such a cut.
     """
 
     collection: Collection
@@ -101,30 +98,11 @@ class Comparison:
     measured: list[MeasuredRow]
     baseline: str
     differences: list[Difference]
-    aup: dict[str, tuple[float, int]]
     grids: list[Grid]
     option_names: dict[str, str]
-    position_bytes: int | None = None
-
-    def across_a_cut(self, measured: MeasuredRow) -> tuple[float, float] | None:
-        """Return what a token costs a model cut between two layers: bytes to the later layers, and round trips.
-
-        Every computed position crosses the cut, in every forward; token ids come back.
-        """
-        positions = measured.row.figures.get("positions_per_token")
-        speed = measured.tokens_per_forward.estimate
-        if self.position_bytes is None or positions is None or not speed:
-            return None
-        return self.position_bytes * float(positions), 1 / speed
 
 
-def compare(
-    collection: Collection,
-    baseline: str | None = None,
-    bootstrap: Bootstrap | None = None,
-    *,
-    position_bytes: int | None = None,
-) -> Comparison:
+def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
     """Compare all rows of a collection.
 
     Args:
@@ -132,7 +110,6 @@ def compare(
         baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
             first row by default.
         bootstrap: Settings of the intervals.
-        position_bytes: Bytes of a position's hidden states at a cut of the model; ``None``: no cut.
 
     Raises:
         ValueError: If no row or decoder has the baseline's name.
@@ -152,10 +129,8 @@ def compare(
         measured=measured,
         baseline=baseline,
         differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
-        aup=_aup(complete),
         grids=_grids(measured, collection.runs),
         option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
-        position_bytes=position_bytes,
     )
 
 
@@ -163,7 +138,8 @@ def _measure(row: Row, num_expected: int, bootstrap: Bootstrap) -> MeasuredRow:
     scores, speed = _values(row, list(row.predictions))
     has_intervals = sum(speed[1]) > 0
     if has_intervals:
-        score, tokens_per_forward = bootstrap.score(scores), bootstrap.ratio(*speed)
+        score = bootstrap.score(scores)
+        tokens_per_forward = bootstrap.ratio(*speed)
     else:
         figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
         score, tokens_per_forward = (Interval(estimate=value, low=value, high=value) for value in figures)
@@ -201,7 +177,8 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
     shared = [i for i in row.predictions if i in baseline.predictions]
     score = speed = None
     if shared:
-        (scores, counts), (base_scores, base_counts) = _values(row, shared), _values(baseline, shared)
+        scores, counts = _values(row, shared)
+        base_scores, base_counts = _values(baseline, shared)
         score = bootstrap.score_difference(scores, base_scores)
         speed = bootstrap.paired_difference(counts, base_counts)
     return Difference(
@@ -215,20 +192,13 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
     )
 
 
-def _aup(measured: Sequence[MeasuredRow]) -> dict[str, tuple[float, int]]:
-    best = max((m.score.estimate for m in measured), default=0.0)
-    points: dict[str, list[tuple[float, float]]] = {}
-    for m in measured:
-        points.setdefault(m.row.method, []).append((m.tokens_per_forward.estimate, m.score.estimate))
-    return {method: (accuracy_under_parallelism(values, best), len(values)) for method, values in points.items()}
-
-
 def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
     varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
     cells: dict[str, dict[tuple[str, str], list[MeasuredRow]]] = {}
     axes: dict[str, list[str]] = {}
     for m in measured:
-        names, options = varied[m.row.run.source], m.row.run.options
+        names = varied[m.row.run.source]
+        options = m.row.run.options
         if len(names) != 2 or not options:
             continue
         axes[m.row.method] = names

@@ -46,7 +46,8 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
 
 def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return an environment as short texts by name, without the entries that were not recorded."""
-    hardware, git = environment.get("hardware") or {}, environment.get("git") or {}
+    hardware = environment.get("hardware") or {}
+    git = environment.get("git") or {}
     devices = ", ".join(hardware.get("devices") or []) or "no GPU"
     cpus = f"{hardware.get('num_cpus')} CPUs, {hardware.get('num_threads')} threads"
     values = {

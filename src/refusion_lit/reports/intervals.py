@@ -1,22 +1,19 @@
-"""Statistics of a comparison: bootstrap and Wilson intervals, the Pareto front and accuracy under parallelism (AUP)."""
+"""Statistics of a comparison: bootstrap and Wilson intervals (scipy's), and the Pareto front."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refusion_lit.utils.require import require, require_at_least, require_between, require_number
+from refusion_lit.utils.require import require_at_least, require_between, require_number
 
-_MAX_DRAWN_COUNTS = 1 << 22
-"""Bootstrap counts that are held in memory at a time (32 MB)."""
-
-_AUP_TOLERANCE, _AUP_DECAY = 5.0, 3.0
-"""Percentage points that accuracy may fall, and the steepness of its weight; the paper's."""
+_MAX_DRAWN = 1 << 22
+"""Drawn prompts that are held in memory at a time (32 MB for each column of values)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +52,7 @@ class Bootstrap:
             numerators: One value per prompt.
             denominators: One value per prompt; at least one must not be 0.
         """
-        columns = np.stack([_floats(numerators), _floats(denominators)], axis=1)
-        return self._interval(_ratio_of_totals(columns.sum(axis=0)), _ratio_of_totals(self._resampled_totals(columns)))
+        return self._interval(_ratio, numerators, denominators)
 
     def paired_difference(
         self,
@@ -69,12 +65,7 @@ class Bootstrap:
             first: Numerators and denominators, one value per prompt.
             second: Numerators and denominators of the other row, with the prompts in the same order.
         """
-        columns = np.stack([_floats(values) for pair in (first, second) for values in pair], axis=1)
-        totals, resampled = columns.sum(axis=0), self._resampled_totals(columns)
-        return self._interval(
-            _ratio_of_totals(totals[:2]) - _ratio_of_totals(totals[2:]),
-            _ratio_of_totals(resampled[:, :2]) - _ratio_of_totals(resampled[:, 2:]),
-        )
+        return self._interval(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
 
     def score(self, values: Sequence[float]) -> Interval:
         """Return the mean of scores in percent.
@@ -102,30 +93,37 @@ class Bootstrap:
         ones = [1.0] * len(first)
         if not (_at_edge(first) and _at_edge(second)):
             return self.paired_difference((first, ones), (second, ones))
-        a, b = _edge_interval(first, self.level), _edge_interval(second, self.level)
+        a = _edge_interval(first, self.level)
+        b = _edge_interval(second, self.level)
         return Interval(
             estimate=a.estimate - b.estimate,
             low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),
             high=a.estimate - b.estimate + math.hypot(a.high - a.estimate, b.estimate - b.low),
         )
 
-    def _resampled_totals(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the totals of each column in each resample, [resample, column]."""
-        generator = np.random.default_rng(self.seed)
-        num_prompts = len(columns)
-        # Drawing n prompts with replacement is one multinomial draw of how often each prompt occurs.
-        max_size = max(1, _MAX_DRAWN_COUNTS // num_prompts)
-        parts = []
-        for start in range(0, self.num_resamples, max_size):
-            size = min(max_size, self.num_resamples - start)
-            counts = generator.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)
-            parts.append(counts @ columns)
-        return np.concatenate(parts)
+    def _interval(self, statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
+        """Return a statistic of columns of values, one value per prompt, with its interval."""
+        from scipy.stats import bootstrap  # takes about a second to import, so only where a report is made
 
-    def _interval(self, estimate: NDArray[np.float64], resampled: NDArray[np.float64]) -> Interval:
+        data = [np.asarray(column, dtype=np.float64) for column in columns]
+        estimate = float(statistic(*data, axis=-1))
+        if len(data[0]) == 1:  # scipy refuses a single prompt, whose resamples are all the same
+            return Interval(estimate=estimate, low=estimate, high=estimate)
+        with warnings.catch_warnings():  # a resample without forwards has no ratio, and is left out below
+            warnings.filterwarnings("ignore", category=RuntimeWarning)
+            resampled = bootstrap(
+                data,
+                statistic,
+                paired=True,
+                vectorized=True,
+                n_resamples=self.num_resamples,
+                batch=max(1, _MAX_DRAWN // len(data[0])),
+                method="percentile",
+                rng=np.random.default_rng(self.seed),
+            ).bootstrap_distribution
         tail = 50 * (1 - self.level)
         low, high = np.nanpercentile(resampled, [tail, 100 - tail])
-        return Interval(estimate=float(estimate), low=float(low), high=float(high))
+        return Interval(estimate=estimate, low=float(low), high=float(high))
 
 
 def wilson(num_hits: int, num_trials: int, level: float = 0.95) -> Interval:
@@ -139,13 +137,10 @@ def wilson(num_hits: int, num_trials: int, level: float = 0.95) -> Interval:
     require_at_least("num_trials", num_trials, 1)
     require_between("num_hits", num_hits, 0, num_trials)
     require_number("level", level, "(0, 1)", "set it to 0.95, for example")
-    z, share = NormalDist().inv_cdf((1 + level) / 2), num_hits / num_trials
-    scale = 1 + z**2 / num_trials
-    middle = (share + z**2 / (2 * num_trials)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / num_trials + (z / (2 * num_trials)) ** 2)
-    # At the edges one end equals the share exactly; rounding would shift it.
-    low, high = 0.0 if num_hits == 0 else middle - half, 1.0 if num_hits == num_trials else middle + half
-    return Interval(estimate=share, low=low, high=high)
+    from scipy.stats import binomtest  # takes about a second to import
+
+    found = binomtest(num_hits, num_trials).proportion_ci(level, method="wilson")
+    return Interval(estimate=num_hits / num_trials, low=float(found.low), high=float(found.high))
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -159,35 +154,6 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
 
-def accuracy_under_parallelism(points: Iterable[tuple[float, float]], best: float | None = None) -> float:
-    """Return AUP (arXiv 2601.07568): the area under accuracy over tokens per forward, weighted by accuracy kept.
-
-    Each accuracy is multiplied by ``min(exp(-3 * (1 - accuracy / best)), 1)``. Points whose accuracy is more than 5
-    percentage points below that of the method's slowest point are dropped. Of several points with the same tokens per
-    forward the most accurate one is used.
-
-    Args:
-        points: Pairs of tokens per forward and accuracy in percent, of one method.
-        best: The best accuracy of any method in the comparison; the best of ``points`` by default.
-
-    Raises:
-        ValueError: If there are no points.
-    """
-    by_speed: dict[float, float] = {}
-    for speed, accuracy in points:
-        by_speed[speed] = max(accuracy, by_speed.get(speed, accuracy))
-    require(bool(by_speed), "points", "at least one pair of tokens per forward and accuracy", [], "add one")
-    speeds = sorted(by_speed)
-    first = by_speed[speeds[0]]
-    best = max(by_speed.values()) if best is None else best
-    kept = [(speed, by_speed[speed]) for speed in speeds if by_speed[speed] >= first - _AUP_TOLERANCE]
-    weighted = [accuracy * _aup_weight(accuracy, best) for _, accuracy in kept]
-    area = kept[0][0] * first
-    for i in range(1, len(kept)):
-        area += (kept[i][0] - kept[i - 1][0]) * (weighted[i] + weighted[i - 1]) / 2
-    return float(area)
-
-
 def _at_edge(values: Sequence[float]) -> bool:
     """Return whether all scores are 0, or all are 100."""
     return set(values) in ({0.0}, {100.0})
@@ -199,16 +165,8 @@ def _edge_interval(values: Sequence[float], level: float) -> Interval:
     return Interval(estimate=100 * share.estimate, low=100 * share.low, high=100 * share.high)
 
 
-def _aup_weight(accuracy: float, best: float) -> float:
-    return min(float(np.exp(-_AUP_DECAY * (1 - accuracy / best))), 1.0) if best > 0 else 1.0
-
-
-def _floats(values: Sequence[float]) -> NDArray[np.float64]:
-    return np.asarray(values, dtype=np.float64)
-
-
-def _ratio_of_totals(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide the first value of the last axis by the second; NaN where the second is 0."""
-    numerator, denominator = totals[..., 0], totals[..., 1]
+def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Return the ratio of totals along an axis; NaN where the denominators' total is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(denominator == 0, np.nan, np.divide(numerator, denominator))
+        total = denominators.sum(axis=axis)
+        return np.where(total == 0, np.nan, numerators.sum(axis=axis) / total)

@@ -1,15 +1,17 @@
-"""The model card of an exported model, generated from the files of its training and test runs."""
+"""The cards of exported models and drafters, from the files of their training and test runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.families.defaults import default_decoder
+from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.environment import described_environment
@@ -17,16 +19,6 @@ from refusion_lit.reports.results import RESULTS, read_config, read_environment,
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
-
-_PREDICTIONS = {
-    "mask": "the token at each mask",
-    "mask_shifted": "the token at each mask, from the position before it",
-    "isolated_mask": "the token at each mask that sees no other mask",
-    "visible": "the token that belongs at each visible place",
-    "next_token": "the token after each token",
-    "verifier": "the token after each token, by a second model",
-    "next_token_in_slot": "the token after each token of a slot",
-}
 
 
 def model_card(
@@ -52,144 +44,90 @@ def model_card(
     """
     config = (run and read_config(run)) or {}
     environment = (run and read_environment(run)) or {}
-    loading = _loading(name, traits) if adapters is None else _adapter_loading(name, adapters)
     tests = [_read_test(path) for path in results]
-    parts = [_front_matter(name, config, tests), f"# {Path(name).name}", _summary(traits), loading]
-    if config:
-        parts.append(_training(config))
-    if tests:
-        parts += ["## Results", *map(_results, tests)]
-    if environment:
-        parts.append(_table("Environment", described_environment(environment)))
-    if config:
-        shown = yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip()
-        parts.append(f"<details><summary>Training config</summary>\n\n```yaml\n{shown}\n```\n\n</details>")
-    return "\n\n".join(parts) + "\n"
+    evaluated = [result for test in tests for result in _eval_results(test)]
+    data = ModelCardData(
+        library_name="refusion-lit",
+        pipeline_tag="text-generation",
+        tags=["refusion-lit", "diffusion-language-model", "parallel-decoding"],
+        base_model=_public(_lookup(config, "model", "backbone", "source")),
+        eval_results=evaluated or None,
+        model_name=Path(name).name if evaluated else None,
+    )
+    made: Any = default_decoder(traits)
+    changed = [(field.name, getattr(made, field.name)) for field in fields(made)]
+    options = [f"{key}={value!r}" for key, value in changed if value != getattr(type(made)(), key)]
+    return _rendered(
+        "model_card.md.jinja",
+        data,
+        name,
+        traits=traits,
+        adapters=adapters,
+        decoder=type(made).__name__,
+        decoder_options=", ".join(options),
+        is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
+        has_own_decoder=has_own_decoder(traits),
+        training=_training(config) if config else {},
+        tests=[_figures(test) for test in tests],
+        environment=described_environment(environment),
+        config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
+    )
 
 
-def _front_matter(name: str, config: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
-    values: dict[str, Any] = {
-        "library_name": "refusion-lit",
-        "pipeline_tag": "text-generation",
-        "tags": ["refusion-lit", "diffusion-language-model", "parallel-decoding"],
-    }
-    source = _lookup(config, "model", "backbone", "source")
-    if source and not Path(source).exists():  # a local path means nothing on another machine
-        values["base_model"] = source
-    entries = [entry for entry in map(_index, tests) if entry["metrics"]]
-    if entries:
-        values["model-index"] = [{"name": Path(name).name, "results": entries}]
-    return f"---\n{yaml.safe_dump(values, sort_keys=False).strip()}\n---"
+def drafter_card(name: str, origin: DrafterOrigin) -> str:
+    """Return the card of a drafter in Markdown, which says what the directory is and how to use it.
+
+    Args:
+        name: The directory or repository.
+        origin: The drafter's options and base.
+    """
+    base = origin.base or "MODEL"
+    data = ModelCardData(
+        library_name="refusion-lit",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding"],
+        base_model=_public(origin.base),
+    )
+    return _rendered(
+        "drafter_card.md.jinja",
+        data,
+        name,
+        base=base,
+        options=origin.options,
+    )
 
 
-def _index(test: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a test as an entry of the hub's ``model-index``, of the decoders that fit the model."""
+def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
+    path = str(Path(__file__).with_name(template))
+    values |= {"name": name, "title": Path(name).name, "version": __version__, "quoted": repr}
+    return str(ModelCard.from_template(data, template_path=path, **values))
+
+
+def _public(source: str | None) -> str | None:
+    """Return the model that weights came from, if its name means something on another machine: no local path does."""
+    return source if source and not Path(source).exists() else None
+
+
+def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
+    """Yield the figures of a test for the hub's ``model-index``, of the decoders that fit the model."""
     task = _lookup(test, "config", "data", "task")
     name = _class_name(task) or "unknown task"
-    metrics = [
-        {"type": figure, "name": f"{title} with {decoder}", "value": round(float(figures[figure]), 4)}
-        for decoder, figures in test["results"].items()
-        for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward"))
-        if figure in figures and not (test.get("mismatches") or {}).get(decoder)
-    ]
-    return {
-        "task": {"type": "text-generation", "name": "Text generation"},
-        "dataset": {"name": f"{name}, test split", "type": _lookup(task, "init_args", "dataset") or name},
-        "metrics": metrics,
-    }
+    for decoder, figures in test["results"].items():
+        for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward")):
+            if figure in figures and not (test.get("mismatches") or {}).get(decoder):
+                yield EvalResult(
+                    task_type="text-generation",
+                    task_name="Text generation",
+                    dataset_type=_lookup(task, "init_args", "dataset") or name,
+                    dataset_name=f"{name}, test split",
+                    metric_type=figure,
+                    metric_name=f"{title} with {decoder}",
+                    metric_value=round(float(figures[figure]), 4),
+                )
 
 
-def _summary(traits: ModelTraits) -> str:
-    pattern = {
-        "causal": "Every position sees the positions before it",
-        "bidirectional": "Every position sees the whole text",
-        "block_causal": f"Every position sees its own block of {traits.block_size} positions and all blocks before it",
-    }[traits.attention]
-    pattern += "; the prompt is one block" * traits.prompt_is_block
-    predictions = " and ".join(_PREDICTIONS[name] for name in traits.predictions or ())
-    predicts = f"It predicts {predictions}." if predictions else "What it predicts is not recorded."
-    return f"A language model, exported by refusion-lit {__version__}. {pattern}. {predicts}"
-
-
-def _loading(name: str, traits: ModelTraits) -> str:
-    made: Any = default_decoder(traits)
-    decoder = type(made).__name__
-    changed = [(field.name, getattr(made, field.name)) for field in fields(made)]
-    options = ", ".join(f"{key}={value!r}" for key, value in changed if value != getattr(type(made)(), key))
-    return f"""## Loading
-
-```python
-import refusion_lit
-from refusion_lit.decoding import {decoder}
-
-model = refusion_lit.load({name!r})
-print(model.generate(["..."], decoder={decoder}({options}), max_new_tokens=64)[0].text)
-```
-
-or `refusion-lit generate --ckpt_path {name} --prompt "..."`.{_in_transformers(name, traits)}"""
-
-
-def _in_transformers(name: str, traits: ModelTraits) -> str:
-    """Say what works without this package."""
-    if traits.attention == "causal" and "next_token" in (traits.predictions or ()):
-        return f"""
-
-## Without refusion-lit
-
-transformers' `generate` decodes it, and `lm_eval --model hf --model_args pretrained={name}` finds likelihoods."""
-    if not has_own_decoder(traits):
-        return ""
-    return f"""
-
-## Without refusion-lit
-
-The directory holds its decoder in `custom_generate/generate.py`, for transformers alone: greedy, one prompt at a time.
-Read it first; `trust_remote_code` runs it. `slot_size` is one that the model was trained with.
-
-```python
-{transformers_loading(name)}
-model.generation_config.refusion |= {{"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}}
-output = model.generate(input_ids, custom_generate={name!r}, trust_remote_code=True, max_new_tokens=64)
-print(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
-```
-
-Plain `generate` is not meaningful: at the first token of a slot the model needs a mask. Likelihoods with the
-lm-evaluation-harness need `refusion-lit evaluate` too, for the same reason; `lm_eval --model hf` gives wrong ones."""
-
-
-def transformers_loading(name: str) -> str:
-    """Return lines of Python that load a model and encode a prompt with transformers alone."""
-    return f"""from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({name!r})
-input_ids = tokenizer("...", return_tensors="pt").input_ids"""
-
-
-def _adapter_loading(name: str, adapters: Adapters) -> str:
-    options = {"revision": adapters.revision} if adapters.revision is not None else {}
-    options |= adapters.config_overrides
-    arguments = "".join(f", {option}={value!r}" for option, value in options.items())
-    resizing = """
-if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # the adapters bring the rows of new tokens
-    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)"""
-    return f"""## Loading
-
-These are low-rank adapters for `{adapters.base}`, in peft's layout.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
-base = AutoModelForCausalLM.from_pretrained({adapters.base!r}{arguments}){resizing if adapters.new_token_ids else ""}
-model = PeftModel.from_pretrained(base, {name!r})
-```
-
-`refusion-lit generate` takes the training's checkpoint, or a directory exported without `--adapter_only`."""
-
-
-def _training(config: Mapping[str, Any]) -> str:
+def _training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a model was trained, by name, without what the config leaves open."""
     rows = {
         "objective": _component(_lookup(config, "model", "objective")),
         "task": _component(_lookup(config, "data", "task")),
@@ -201,7 +139,7 @@ def _training(config: Mapping[str, Any]) -> str:
         "precision": _lookup(config, "trainer", "precision") or "32-true",
         "seed": config.get("seed_everything"),
     }
-    return _table("Training", {name: value for name, value in rows.items() if value is not None})
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 def _length(config: Mapping[str, Any]) -> str:
@@ -228,7 +166,8 @@ def _read_test(directory: Path) -> dict[str, Any]:
     return results
 
 
-def _results(results: Mapping[str, Any]) -> str:
+def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a sentence on a test, and the table of its figures."""
     marked = {name for name, reasons in (results.get("mismatches") or {}).items() if reasons}
     sampling = {"batch_size": results.get("batch_size"), **(results.get("sampling") or {})}
     options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
@@ -236,12 +175,7 @@ def _results(results: Mapping[str, Any]) -> str:
     task = _class_name(_lookup(results, "config", "data", "task"))
     prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the test split"
     lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}:"
-    return f"{lead}\n\n{markdown_figures(results['results'], marked=marked)}"
-
-
-def _table(title: str, rows: Mapping[str, object]) -> str:
-    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()]
-    return "\n".join([f"## {title}", "", "| name | value |", "| --- | --- |", *lines])
+    return lead, markdown_figures(results["results"], marked=marked)
 
 
 def _component(part: object) -> str:

@@ -1,22 +1,72 @@
-"""Plots as SVG: every point and cell has a title that says what it is, shown while the mouse is over it."""
+"""Plots as SVG, drawn by matplotlib: every point and cell has a title that says what it is, shown under the mouse."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import io
+import unicodedata
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-from refusion_lit.reports import axes
 from refusion_lit.reports.comparison import Comparison, Grid, MeasuredRow
-from refusion_lit.reports.intervals import Interval
-from refusion_lit.reports.svg import CHARACTER_WIDTH, document, element, shortened
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DPI = 72  # a point of matplotlib is a pixel then
+_WIDTH = 900
+_HEIGHT = 440
+_LEGEND_LINE = 20
+_CELL_WIDTH = 88
+_CELL_HEIGHT = 34
+_CHARACTER_WIDTH = 7
 _MAX_LEGEND_ENTRIES = 24
+_MAX_NAME_LENGTH = 60
 _MAX_LABEL_LENGTH = 28
 
-# Viridis at five places: its lightness grows steadily, which every kind of colour blindness keeps.
-_RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-_CELL_WIDTH, _CELL_HEIGHT = 88.0, 34.0
+# Methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers.
+_MARKERS = "os^DvPX*p"  # one more than colours, so that 72 methods differ
+_NUM_COLOURS = 8
+_LIGHT = {
+    "paper": "#ffffff", "ink": "#1b2430", "soft": "#5b6570", "line": "#dfe3e8", "front": "#8a929b",
+    "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#c05a92",
+    "c4": "#b97f00", "c5": "#2b8cc4", "c6": "#000000", "c7": "#8a6d00",
+}  # fmt: skip
+_DARK = {
+    "paper": "#14171b", "ink": "#e8eaed", "soft": "#a3adb8", "line": "#333b45", "front": "#7d8894",
+    "c0": "#5aaee8", "c1": "#f58f4c", "c2": "#3ec79a", "c3": "#e39cc5",
+    "c4": "#f5b83d", "c5": "#9bd7fa", "c6": "#ffffff", "c7": "#c9a93a",
+}  # fmt: skip
+_ON_DARK_CELL = "#fefefe"  # not a colour of the page: cells look the same on light and dark pages
+_ON_BRIGHT_CELL = "#010101"
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+STYLE = f"""
+.plot {{ {_variables(_LIGHT)} font-family: system-ui, "Segoe UI", Roboto, sans-serif; }}
+@media (prefers-color-scheme: dark) {{ .plot {{ {_variables(_DARK)} }} }}
+.plot * {{ stroke-linejoin: round; stroke-linecap: butt; }}
+.plot text {{ pointer-events: none; }}
+.plot .label text {{ stroke: var(--paper); stroke-width: 3; paint-order: stroke; }}
+.plot .paper {{ fill: var(--paper); }}
+.plot .point:hover use {{ fill: var(--ink) !important; fill-opacity: .14 !important; }}
+"""
+"""Style of all plots, for light and dark pages."""
+
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "refusion-lit", "text.parse_math": False, "font.size": 12,
+    "font.family": "DejaVu Sans", "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "text.color": _LIGHT["ink"], "xtick.labelcolor": _LIGHT["ink"], "ytick.labelcolor": _LIGHT["ink"],
+    "axes.labelcolor": _LIGHT["soft"], "axes.edgecolor": _LIGHT["soft"], "xtick.color": _LIGHT["soft"],
+    "ytick.color": _LIGHT["soft"], "grid.color": _LIGHT["line"],
+}  # fmt: skip
 
 
 def tradeoff_plot(comparison: Comparison) -> str:
@@ -24,25 +74,28 @@ def tradeoff_plot(comparison: Comparison) -> str:
     methods: dict[str, list[MeasuredRow]] = {}
     for m in comparison.measured:
         methods.setdefault(m.row.method, []).append(m)
-    styles = {method: number for number, method in enumerate(methods)}
-    names = {method: any(m.row.mismatches for m in rows) for method, rows in methods.items()}
-    legend, top = axes.legend(names) if len(methods) <= _MAX_LEGEND_ENTRIES else ("", axes.TOP)
-    x = _scale([m.tokens_per_forward for m in comparison.measured], axes.LEFT, axes.WIDTH - axes.RIGHT)
-    y = _scale([m.score for m in comparison.measured], top + axes.HEIGHT, top, maximum=100.0)
-    places = {id(m): (x(m.tokens_per_forward.estimate), y(m.score.estimate)) for m in comparison.measured}
-    front = sorted(places[id(m)] for m in comparison.measured if m.on_front)
-    parts = [legend, axes.axes(x, y, "tokens per forward (more is faster)", "score in %", maximum=100)]
-    if len(comparison.measured) > 1:
-        parts.append(axes.line(front, class_="front"))
-        parts += [element("circle", cx=a, cy=b, r=11, class_="front", stroke_width=3) for a, b in front]
-    for method, rows in methods.items():
-        if len(rows) > 1 and not comparison.grids:  # points of a grid over two options do not form a curve
-            points = [places[id(m)] for m in sorted(rows, key=lambda m: m.tokens_per_forward.estimate)]
-            parts.append(axes.line(points, fill="none", stroke=axes.colour(styles[method]), stroke_opacity="0.6"))
-    parts += [_point(m, x, y, styles[m.row.method], comparison) for m in comparison.measured]
-    parts.append(_labels(comparison, places, (axes.LEFT, top, axes.WIDTH - axes.RIGHT, top + axes.HEIGHT)))
-    title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; see the table for the values"
-    return document(axes.WIDTH, top + axes.HEIGHT + axes.BOTTOM, title, *parts)
+    names = [f"{_shown(method)}{' *' * any(m.row.mismatches for m in rows)}" for method, rows in methods.items()]
+    front = sorted(_place(m) for m in comparison.measured if m.on_front)
+    with _figure(_WIDTH, _HEIGHT, names) as (figure, ax):
+        ax.set_xlabel("tokens per forward (more is faster)")
+        ax.set_ylabel("score in %")
+        if len(comparison.measured) > 1:
+            ax.plot(*zip(*front, strict=True), "o-", color=_LIGHT["front"], alpha=0.35, linewidth=7, markersize=22,
+                    markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
+        for number, rows in enumerate(methods.values()):
+            if len(rows) > 1 and not comparison.grids:  # points of a grid over two options do not form a curve
+                ax.plot(*zip(*sorted(map(_place, rows)), strict=True), color=_colour(number), alpha=0.6, linewidth=1)
+            for m in rows:
+                _draw_point(ax, m, number)
+        titles = {f"point-{i}": describe(m, comparison.option_names) for i, m in enumerate(comparison.measured)}
+        for gid, m in zip(titles, comparison.measured, strict=True):
+            ax.plot(*_place(m), "o", color=_LIGHT["ink"], markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+        ax.set_xlim(left=max(ax.get_xlim()[0], 0))
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, -2), min(high, 102))
+        _draw_labels(figure, ax, comparison.measured)
+        title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; the table has the values"
+        return _svg(figure, title, titles)
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
@@ -53,123 +106,185 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
         x_name: What the horizontal axis shows, with its unit.
         y_name: What the vertical axis shows, with its unit.
     """
-    legend, top = axes.legend(dict.fromkeys(curves, False))
-    xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
-    x = axes.scale(min(xs), max(xs), axes.LEFT, axes.WIDTH - axes.RIGHT)
-    y = axes.scale(min(ys), max(ys), top + axes.HEIGHT, top)
-    parts = [legend, axes.axes(x, y, x_name, y_name)]
-    for number, (name, points) in enumerate(curves.items()):
-        places = [(x(a), y(b)) for a, b in points]
-        parts.append(axes.line(places, fill="none", stroke=axes.colour(number)))
-        for (a, b), place in zip(points, places, strict=True):
-            title = element("title", text=f"{name}: {y_name} {b:.4g} at {x_name} {a:g}")
-            parts.append(element("g", title, axes.marker(number, *place), class_="point"))
-    return document(axes.WIDTH, top + axes.HEIGHT + axes.BOTTOM, f"{y_name} over {x_name}", *parts)
+    titles = {}
+    with _figure(_WIDTH, _HEIGHT, list(map(_shown, curves))) as (figure, ax):
+        ax.set_xlabel(x_name)
+        ax.set_ylabel(y_name)
+        for number, (name, points) in enumerate(curves.items()):
+            ax.plot(*zip(*points, strict=True), color=_colour(number), linewidth=1.2)
+            for x, y in points:
+                gid = f"point-{len(titles)}"
+                titles[gid] = f"{name}: {y_name} {y:.4g} at {x_name} {x:g}"
+                ax.plot(x, y, _MARKERS[number % len(_MARKERS)], color=_colour(number), gid=gid, clip_on=False)
+        return _svg(figure, f"{y_name} over {x_name}", titles)
 
 
 def heat_map(grid: Grid) -> str:
     """Plot one figure over two options as an SVG element, with its value in every cell."""
-    form: Callable[[float], str] = "{:.1f} %".format if grid.figure == "score" else "{:.2f}".format
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    form = "{:.1f} %" if grid.figure == "score" else "{:.2f}"
     x_name, y_name = (name.rsplit(".", 1)[-1] for name in (grid.x_name, grid.y_name))
     title = f"{grid.method}: {'score' if grid.figure == 'score' else 'tokens per forward'}"
-    left = 34.0 + CHARACTER_WIDTH * max(len(shortened(value, _MAX_LABEL_LENGTH)) for value in grid.y_values)
-    width = left + max(_CELL_WIDTH * len(grid.x_values), CHARACTER_WIDTH * 40) + 12
-    bottom = 34 + _CELL_HEIGHT * len(grid.y_values)
+    labels = [_shown(value, _MAX_LABEL_LENGTH) for value in grid.y_values]
+    width = 60 + _CHARACTER_WIDTH * max(map(len, labels)) + max(_CELL_WIDTH * len(grid.x_values), 280)
     known = [value for row in grid.values for value in row if value is not None]
-    parts = [element("text", text=shortened(title, int((width - 16) / CHARACTER_WIDTH)), x=8, y=18, font_weight=600)]
-    for row, y_value in enumerate(grid.y_values):
-        y = 30 + _CELL_HEIGHT * row
-        label = shortened(y_value, _MAX_LABEL_LENGTH)
-        parts.append(element("text", text=label, x=left - 8, y=y + 21, text_anchor="end"))
-        for column, x_value in enumerate(grid.x_values):
-            value, x = grid.values[row][column], left + _CELL_WIDTH * column
-            shown = "no point" if value is None else form(value)
-            fraction = (
-                0.0 if value is None or max(known) == min(known) else (value - min(known)) / (max(known) - min(known))
-            )
-            parts.append(
-                _cell(f"{y_name} {y_value}, {x_name} {x_value}: {shown}", x, y, shown, fraction, value is None)
-            )
-    for column, x_value in enumerate(grid.x_values):
-        label = shortened(x_value, int(_CELL_WIDTH / CHARACTER_WIDTH))
-        middle = left + _CELL_WIDTH * (column + 0.5)
-        parts.append(element("text", text=label, x=middle, y=bottom + 14, text_anchor="middle"))
-    middle = left + _CELL_WIDTH * len(grid.x_values) / 2
-    parts.append(element("text", text=x_name, x=middle, y=bottom + 34, text_anchor="middle", class_="soft"))
-    turned = f"translate(14 {(30 + bottom) / 2:g}) rotate(-90)"
-    parts.append(element("text", text=y_name, transform=turned, text_anchor="middle", class_="soft"))
-    return document(width, bottom + 44, f"{title} over {y_name} and {x_name}", *parts)
+    span = (max(known) - min(known)) or 1.0
+    titles = {}
+    with _figure(width, 90 + _CELL_HEIGHT * len(labels), []) as (figure, ax):
+        ax.grid(visible=False)
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+        ax.set_title(_shown(title), loc="left", fontsize=12, fontweight="bold")
+        ax.set_xlabel(_shown(x_name))
+        ax.set_ylabel(_shown(y_name))
+        shown = [_shown(value, _CELL_WIDTH // _CHARACTER_WIDTH) for value in grid.x_values]
+        ax.set_xticks([x + 0.5 for x in range(len(shown))], shown)
+        ax.set_yticks([y + 0.5 for y in range(len(labels))], labels)
+        ax.set_xlim(0, len(shown))
+        ax.set_ylim(len(labels), 0)
+        for y, (y_value, values) in enumerate(zip(grid.y_values, grid.values, strict=True)):
+            for x, (x_value, value) in enumerate(zip(grid.x_values, values, strict=True)):
+                text = "no point"
+                fill = "none"
+                ink = _LIGHT["soft"]
+                if value is not None:
+                    fraction = (value - min(known)) / span
+                    fill = colormaps["viridis"](fraction)
+                    ink = _ON_DARK_CELL if fraction < 0.43 else _ON_BRIGHT_CELL  # a contrast of 4.5 at least
+                    text = form.format(value)
+                gid = f"cell-{len(titles)}"
+                titles[gid] = f"{y_name} {y_value}, {x_name} {x_value}: {text}"
+                edge = "none" if value is not None else _LIGHT["line"]
+                ax.add_patch(Rectangle((x + 0.01, y + 0.03), 0.98, 0.94, facecolor=fill, edgecolor=edge, gid=gid))
+                in_cell = "\N{EN DASH}" if value is None else text
+                ax.text(x + 0.5, y + 0.5, in_cell, color=ink, ha="center", va="center", gid="value")
+        return _svg(figure, f"{title} over {y_name} and {x_name}", titles)
 
 
-def describe(measured: MeasuredRow, option_names: dict[str, str]) -> str:
+def describe(measured: MeasuredRow, option_names: Mapping[str, str]) -> str:
     """Return what a point is, in one line."""
     options = ", ".join(f"{option_names[name]} {value}" for name, value in measured.row.options.items())
     name = f"{measured.row.name} ({options})" if options else measured.row.name
-    score, speed = measured.score, measured.tokens_per_forward
+    score = measured.score
+    speed = measured.tokens_per_forward
     ranges = [f" ({v.low:.1f} to {v.high:.1f})" if measured.has_intervals else "" for v in (score, speed)]
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
-    note = (
-        f", {measured.num_prompts} of {measured.num_expected} prompts"
-        if measured.num_prompts < measured.num_expected
-        else ""
-    )
+    is_short = measured.num_prompts < measured.num_expected
+    note = f", {measured.num_prompts} of {measured.num_expected} prompts" if is_short else ""
     return f"{name}: {figures}{note}"
 
 
-def _scale(values: Sequence[Interval], start: float, end: float, maximum: float = math.inf) -> axes.Scale:
-    return axes.scale(min(v.low for v in values), max(v.high for v in values), start, end, maximum)
+def standalone(picture: str) -> str:
+    """Return a picture with its style and background, as the content of a file."""
+    start = picture.index(">") + 1
+    style = f'<style>{STYLE}</style><rect class="paper" width="100%" height="100%"/>'
+    return f"{picture[:start]}{style}{picture[start:]}\n"
 
 
-def _point(m: MeasuredRow, x: axes.Scale, y: axes.Scale, number: int, comparison: Comparison) -> str:
-    speed, score = m.tokens_per_forward, m.score
-    place = x(speed.estimate), y(score.estimate)
-    bars = [
-        element("path", d=d, fill="none", stroke=axes.colour(number), stroke_opacity=0.6)
-        for d in (
-            f"M{x(speed.low):.2f} {place[1]:.2f}H{x(speed.high):.2f}",
-            f"M{place[0]:.2f} {y(score.low):.2f}V{y(score.high):.2f}",
-        )
-    ]
-    target = element("circle", cx=place[0], cy=place[1], r=13, class_="target")
-    title = element("title", text=describe(m, comparison.option_names))
-    marker = axes.marker(number, *place, is_hollow=bool(m.row.mismatches))
-    return element("g", title, *bars, marker, target, class_="point partial" if m.is_partial else "point")
+def _draw_point(ax: Axes, m: MeasuredRow, number: int) -> None:
+    """Draw a row's intervals and its marker, which is hollow if the model was not trained for the decoder."""
+    x, y = _place(m)
+    style: dict[str, Any] = {"color": _colour(number), "alpha": 0.5 if m.is_partial else None, "clip_on": False}
+    ax.plot([m.tokens_per_forward.low, m.tokens_per_forward.high], [y, y], linewidth=1, **style)
+    ax.plot([x, x], [m.score.low, m.score.high], linewidth=1, **style)
+    inside = _LIGHT["paper"] if m.row.mismatches else _colour(number)
+    ax.plot(x, y, _MARKERS[number % len(_MARKERS)], markersize=9, markerfacecolor=inside, gid="marker", **style)
 
 
-def _labels(
-    comparison: Comparison, places: dict[int, tuple[float, float]], frame: tuple[float, float, float, float]
-) -> str:
-    """Return a label beside each point that has room for it: its options, else its name."""
-    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in places.values()]
-    parts = []
-    for m in sorted(comparison.measured, key=lambda m: not m.on_front):
-        text = shortened(", ".join(m.row.options.values()) or m.row.name, _MAX_LABEL_LENGTH)
-        x, y = places[id(m)]
-        half, width = CHARACTER_WIDTH * len(text) / 2, CHARACTER_WIDTH * len(text)
-        for centre, base in ((x + 12 + half, y + 4), (x - 12 - half, y + 4), (x, y - 13), (x, y + 23)):
-            box = (centre - half, base - 11, centre - half + width, base + 3)
-            inside = box[0] > frame[0] and box[1] > frame[1] and box[2] < frame[2] and box[3] < frame[3]
-            if inside and not any(_overlap(box, other) for other in taken):
+def _draw_labels(figure: Figure, ax: Axes, rows: Sequence[MeasuredRow]) -> None:
+    """Label each point that has room for it beside, above or below with its options, else with its name."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # lays out the axes
+    figure.set_layout_engine("none")  # labels must not move what they were placed by
+    pixels = {id(m): ax.transData.transform(_place(m)) for m in rows}
+    taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in pixels.values()]
+    for m in sorted(rows, key=lambda m: not m.on_front):
+        text = _shown(", ".join(m.row.options.values()) or m.row.name, _MAX_LABEL_LENGTH)
+        width = _CHARACTER_WIDTH * len(text)
+        for dx, dy in ((14, -4), (-14 - width, -4), (-width / 2, 13), (-width / 2, -23)):
+            x, y = pixels[id(m)]
+            box = Bbox.from_bounds(x + dx, y + dy, width, 14)
+            is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
+            if is_inside and not box.count_overlaps(taken):
                 taken.append(box)
-                parts.append(element("text", text=text, x=centre, y=base, text_anchor="middle", class_="label"))
+                ax.annotate(text, _place(m), (dx, dy), textcoords="offset points", color=_LIGHT["soft"], gid="label")
                 break
-    return element("g", *parts)
 
 
-def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+@contextmanager
+def _figure(width: float, height: float, names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure of a size in pixels with its axes, under a legend of the names in the order of their colours."""
+    import matplotlib as mpl  # takes most of a second, so only where something is drawn
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = names if len(names) <= _MAX_LEGEND_ENTRIES else []
+    num_columns = max(1, _WIDTH // (46 + _CHARACTER_WIDTH * max(map(len, names), default=0)))
+    height += _LEGEND_LINE * -(-len(names) // num_columns)
+    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts draw the texts, not matplotlib's
+        figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
+        ax = figure.add_subplot()
+        handles = [Line2D([], [], color=_colour(i), marker=_MARKERS[i % len(_MARKERS)]) for i in range(len(names))]
+        if names:
+            legend = figure.legend(handles, map(str, range(len(names))), loc="outside upper left", ncols=num_columns)
+            for text, name in zip(legend.get_texts(), names, strict=True):
+                text.set_text(name)  # given at once, a name that starts with _ would be left out
+        yield figure, ax
 
 
-def _cell(title: str, x: float, y: float, text: str, fraction: float, is_missing: bool) -> str:
-    at = fraction * (len(_RAMP) - 1)
-    below = min(int(at), len(_RAMP) - 2)
-    rgb = [round(a + (b - a) * (at - below)) for a, b in zip(_RAMP[below], _RAMP[below + 1], strict=True)]
-    box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL_WIDTH - 2, "height": _CELL_HEIGHT - 2, "rx": 3}
-    middle: dict[str, Any] = {"x": x + _CELL_WIDTH / 2, "y": y + 21, "text_anchor": "middle"}
-    if is_missing:
-        parts = [element("rect", **box, class_="missing"), element("text", text="\N{EN DASH}", **middle, class_="soft")]
-    else:
-        colour = "#fff" if fraction < 0.43 else "#000"  # at least 4.5 : 1
-        fill = f"rgb({','.join(map(str, rgb))})"
-        parts = [element("rect", **box, fill=fill), element("text", text=text, **middle, style=f"fill:{colour}")]
-    return element("g", element("title", text=title), *parts, class_="point")
+def _svg(figure: Figure, description: str, titles: Mapping[str, str]) -> str:
+    """Return a figure as an SVG element to put into a page; see :func:`standalone` for a file.
+
+    Args:
+        figure: The figure.
+        description: What the picture shows, for readers that do not see it.
+        titles: Titles of artists by their ids.
+    """
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    for prefix, name in (("", "http://www.w3.org/2000/svg"), ("xlink", "http://www.w3.org/1999/xlink")):
+        ElementTree.register_namespace(prefix, name)
+    root = ElementTree.fromstring(written.getvalue())
+    namespace = root.tag.removesuffix("svg")
+    root.remove(root[0])  # matplotlib's style, which would hold for the whole page
+    for element in root.iter():
+        if element.tag == f"{namespace}g" and (gid := element.attrib.pop("id", "")):  # pages have several pictures
+            if gid in titles:
+                title = ElementTree.Element(f"{namespace}title")
+                title.text = _printable(titles[gid])
+                element.insert(0, title)
+                element.set("class", "point")
+            elif gid in ("marker", "value", "label"):
+                element.set("class", gid)
+        if style := element.get("style"):
+            for name, colour in _LIGHT.items():
+                style = style.replace(colour, f"var(--{name})")
+            element.set("style", style.replace(" font-family: 'DejaVu Sans';", ""))
+    width = root.get("viewBox", "").split()[2]
+    for name in ("width", "height"):
+        del root.attrib[name]
+    root.attrib |= {"class": "plot", "role": "img", "aria-label": _printable(description)}
+    root.set("style", f"max-width:100%;width:{width}px;height:auto")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _place(m: MeasuredRow) -> tuple[float, float]:
+    return m.tokens_per_forward.estimate, m.score.estimate
+
+
+def _colour(number: int) -> str:
+    return _LIGHT[f"c{number % _NUM_COLOURS}"]
+
+
+def _shown(text: str, max_length: int = _MAX_NAME_LENGTH) -> str:
+    text = _printable(text)
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
+
+
+def _printable(text: str) -> str:
+    """Replace control characters and lone surrogates, which XML has not, escaped or not."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)

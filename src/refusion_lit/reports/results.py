@@ -11,7 +11,8 @@ import yaml
 
 from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
 
-RESULTS, CONFIG = "results.json", "config.yaml"
+RESULTS = "results.json"
+CONFIG = "config.yaml"
 _KINDS = {
     ("batch_size",): int, ("sampling",): dict, ("fingerprints",): dict, ("config",): dict, ("mismatches",): dict,
     ("environment",): dict, ("environment", "git"): dict, ("environment", "packages"): dict,
@@ -19,7 +20,8 @@ _KINDS = {
 }  # fmt: skip
 """The fields beside the figures that are read again, each after what it lies in; any of them may be missing or null."""
 _IN_WORDS = {int: "an integer", dict: "a mapping", list: "a list of texts"}
-_MAX_TEXT_LENGTH, _NUM_KEPT = 2000, 100
+_MAX_TEXT_LENGTH = 2000
+_NUM_KEPT = 100
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 

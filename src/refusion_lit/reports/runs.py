@@ -1,10 +1,10 @@
-"""Collects the results of ``test`` and ``sweep`` from their directories into rows to compare."""
+"""Collects the results and predictions of ``test`` and ``sweep`` from their directories into rows to compare."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,24 @@ from typing import Any
 import yaml
 
 from refusion_lit.reports.results import RESULTS, read_results
-from refusion_lit.reports.scores import ScoredPrediction, read_scores
 from refusion_lit.utils.files import read_json
-from refusion_lit.utils.natural import natural_key
+from refusion_lit.utils.fingerprint import read_fingerprint
 
 _MAX_OPTION_LENGTH = 40
+_SCORED = ".scored.jsonl"
 _Key = list[tuple[tuple[int, int, str], ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPrediction:
+    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1]."""
+
+    prompt: str
+    response: str
+    reference: str | None
+    score: float
+    num_tokens: int
+    num_forwards: int
 
 
 @dataclass(kw_only=True)
@@ -116,7 +128,8 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
         files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS), key=_sweep_order(folder))
-        found, errors = [], []
+        found = []
+        errors = []
         for path in files:
             try:
                 run = _read_run(path, folder, source)
@@ -163,7 +176,7 @@ def _sweep_order(folder: Path) -> Callable[[Path], _Key]:
 
     def key(path: Path) -> _Key:
         ancestors = [parent for parent in path.parents if parent.is_relative_to(folder)]
-        return [natural_key(numbers.get(ancestor, ancestor.name)) for ancestor in reversed(ancestors)]
+        return [_natural_key(numbers.get(ancestor, ancestor.name)) for ancestor in reversed(ancestors)]
 
     return key
 
@@ -267,16 +280,82 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
 
 
 def _make_labels_unique(rows: Sequence[Row]) -> None:
-    """Append the run's name to the names of rows with the same label, then a number to those that still have it."""
-    for suffix in ("run", "number"):
-        labels = [row.label for row in rows]
-        seen: dict[str, int] = {}
-        for row, label in zip(rows, labels, strict=True):
-            if labels.count(label) > 1:
-                seen[label] = seen.get(label, 0) + 1
-                row.name += f" [{row.run.name}]" if suffix == "run" else f" #{seen[label]}"
+    """Append the run's name to the names of rows with the same label."""
+    labels = [row.label for row in rows]
+    for row, label in zip(rows, labels, strict=True):
+        if labels.count(label) > 1:
+            row.name += f" [{row.run.name}]"
+
+
+def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
+    """Return a decoder's predictions by prompt id in natural order, from the files of all processes.
+
+    Scores that ``refusion-lit score`` wrote later for these very predictions take precedence over those of the test.
+    A prompt that a distributed sampler repeated counts once.
+
+    Args:
+        folder: The run's directory.
+        decoder: The decoder's name in the config.
+        notes: Remarks for the reader are appended here: rescored files, lines that are not predictions.
+    """
+    pattern = re.compile(rf"predictions_{re.escape(decoder)}(_rank\d+)?(\.scored)?\.jsonl")
+    paths = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
+    predictions: dict[str, ScoredPrediction] = {}
+    for path in sorted(paths, key=lambda path: (not path.name.endswith(_SCORED), path.name)):
+        if path.name.endswith(_SCORED):
+            original = path.with_name(path.name.removesuffix(_SCORED) + ".jsonl")
+            if original.exists() and (read_fingerprint(original) or {}) != (read_fingerprint(path) or {}):
+                notes.append(f"{path.name} scores other predictions than those of {original.name} and was left out.")
+                continue
+            notes.append(f"{path.name}: the scores of {decoder} are those written by `refusion-lit score`.")
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    identity, prediction = _parse(json.loads(line))
+                except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+                    notes.append(f"{path.name}, line {number}: not a prediction, left out.")
+                    continue
+                predictions.setdefault(identity, prediction)
+    return _in_order(predictions)
+
+
+def scores_of(predictions: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
+    """Return predictions by prompt id in natural order, from the values that were written as lines."""
+    return _in_order(dict(map(_parse, predictions)))
+
+
+def _in_order(predictions: Mapping[str, ScoredPrediction]) -> dict[str, ScoredPrediction]:
+    return dict(sorted(predictions.items(), key=lambda item: _natural_key(item[0])))
+
+
+def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
+    score = float(values["score"] or 0.0)  # a missing score counts as 0, as in the metrics
+    num_tokens = int(values["num_tokens"])
+    num_forwards = int(values["num_forwards"])
+    # Counts are summed as float64, which is exact below 2**53.
+    if not (0 <= score <= 1 and 0 <= num_tokens < 2**53 and 0 <= num_forwards < 2**53):
+        raise ValueError("out of range")
+    reference = values.get("reference")
+    identity, prompt, response = (str(values[key]) for key in ("id", "prompt", "response"))
+    for text in (identity, prompt, response, str(reference)):
+        text.encode()  # raises for a lone surrogate, which no file can hold
+    return identity, ScoredPrediction(
+        prompt=prompt,
+        response=response,
+        reference=None if reference is None else str(reference),
+        score=score,
+        num_tokens=num_tokens,
+        num_forwards=num_forwards,
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     values = read_json(path)
     return values if isinstance(values, dict) else {}
+
+
+def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key under which runs of digits compare by value: ``test-2`` comes before ``test-10``."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", text)
+    # Lengths compare numbers of any size: converting long ones to integers raises an error.
+    return tuple((0, len(p.lstrip("0")), p.lstrip("0")) if "0" <= p[0] <= "9" else (1, 0, p) for p in parts)

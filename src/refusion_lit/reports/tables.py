@@ -1,9 +1,9 @@
-"""Tables: the figures of one test (terminal, Markdown) and a comparison with intervals (Markdown, LaTeX)."""
+"""Tables: the figures of one test (terminal, Markdown) and a comparison with intervals (Markdown)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -46,11 +46,6 @@ _COMPARED = (
     "Δ score",
     "Δ tokens/forward",
 )
-_ACROSS = ("bytes up/token", "round trips/token")
-_LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-}  # fmt: skip
 
 
 def decoder_table(
@@ -130,89 +125,45 @@ def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[st
 
 def markdown_table(comparison: Comparison) -> str:
     """Return a comparison as a Markdown table, with its caption below."""
-    head = _head(comparison, _escape_markdown)
+    head = [_escaped(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED)]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    lines += [f"| {' | '.join(cells)} |" for cells in _rows(comparison, _escape_markdown, " *", "{} [{}, {}]")]
-    return "\n".join([*lines, "", _caption(comparison, _escape_markdown, r"\*"), ""])
-
-
-def latex_table(comparison: Comparison) -> str:
-    """Return a comparison as a LaTeX table environment that uses the package booktabs."""
-    head = _head(comparison, _escape_latex)
-    rows = _rows(comparison, _escape_latex, r"$^{*}$", r"${}_{{[{},\,{}]}}$")
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{_caption(comparison, _escape_latex, '$^{*}$')}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
-            r"\toprule",
-            rf"{' & '.join(head)} \\".replace("Δ", r"$\Delta$"),
-            r"\midrule",
-            *(f"{' & '.join(cells)} \\\\" for cells in rows),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
+    differences = {id(d.row): d for d in comparison.differences}
+    for m in comparison.measured:
+        figures = m.row.figures
+        difference = differences.get(id(m.row))
+        cells = [
+            _escaped(m.row.name) + (" *" if m.row.mismatches else ""),
+            *(_escaped(m.row.options.get(name, "--")) for name in comparison.option_names),
+            f"{m.num_prompts} of {m.num_expected}" if m.num_prompts < m.num_expected else str(m.num_prompts),
+            _estimate(m, m.score, ".1f"),
+            _estimate(m, m.tokens_per_forward, ".2f"),
+            _number(figures.get("tokens_per_second"), ".0f"),
+            _number(figures.get("calls_per_batch"), ".1f"),
+            _number(m.row.run.batch_size, "d"),
+            _interval(difference.score, "+.1f") if difference else "--",
+            _interval(difference.tokens_per_forward, "+.2f") if difference else "--",
         ]
-    )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _caption(comparison), ""])
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [template.format(figures[key]) for key, _, template in FIGURES]
 
 
-def _head(comparison: Comparison, escape: Callable[[str], str]) -> list[str]:
-    across = () if comparison.position_bytes is None else _ACROSS
-    return [escape(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED, *across)]
+def _estimate(measured: MeasuredRow, value: Interval, spec: str) -> str:
+    return _interval(value, spec) if measured.has_intervals else format(value.estimate, spec)
 
 
-def _rows(comparison: Comparison, escape: Callable[[str], str], mark: str, template: str) -> list[Sequence[str]]:
-    differences = {id(d.row): d for d in comparison.differences}
-    rows = []
-    for m in comparison.measured:
-        figures, difference = m.row.figures, differences.get(id(m.row))
-        rows.append(
-            (
-                escape(m.row.name) + (mark if m.row.mismatches else ""),
-                *(escape(m.row.options.get(name, "--")) for name in comparison.option_names),
-                f"{m.num_prompts} of {m.num_expected}" if m.num_prompts < m.num_expected else str(m.num_prompts),
-                _estimate(m, m.score, ".1f", template),
-                _estimate(m, m.tokens_per_forward, ".2f", template),
-                _number(figures.get("tokens_per_second"), ".0f"),
-                _number(figures.get("calls_per_batch"), ".1f"),
-                _number(m.row.run.batch_size, "d"),
-                _interval(difference.score, "+.1f", template) if difference else "--",
-                _interval(difference.tokens_per_forward, "+.2f", template) if difference else "--",
-                *across_cells(comparison, m),
-            )
-        )
-    return rows
-
-
-def across_cells(comparison: Comparison, measured: MeasuredRow) -> list[str]:
-    """Return the cells on a cut of the model; empty if the comparison sets no ``position_bytes``."""
-    if comparison.position_bytes is None:
-        return []
-    found = comparison.across_a_cut(measured)
-    return ["--", "--"] if found is None else [f"{found[0]:.0f}", f"{found[1]:.2f}"]
-
-
-def _estimate(measured: MeasuredRow, value: Interval, spec: str, template: str) -> str:
-    return _interval(value, spec, template) if measured.has_intervals else format(value.estimate, spec)
-
-
-def _interval(value: Interval | None, spec: str, template: str) -> str:
-    if value is None:
-        return "--"
-    return template.format(*(format(number, spec) for number in (value.estimate, value.low, value.high)))
+def _interval(value: Interval | None, spec: str) -> str:
+    return "--" if value is None else f"{value.estimate:{spec}} [{value.low:{spec}}, {value.high:{spec}}]"
 
 
 def _number(value: float | None, spec: str) -> str:
     return "--" if value is None else format(value, spec)
 
 
-def _caption(comparison: Comparison, escape: Callable[[str], str], mark: str) -> str:
+def _caption(comparison: Comparison) -> str:
     level = f"{100 * comparison.bootstrap.level:g}"
     text = f"{level} % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
@@ -221,17 +172,11 @@ def _caption(comparison: Comparison, escape: Callable[[str], str], mark: str) ->
     if uneven:
         total = len(comparison.differences)
         text += f" In {uneven} of {total} differences the rows have different prompts; these use the shared ones only."
-    if comparison.position_bytes is not None:
-        text += f" Bytes up: {comparison.position_bytes} bytes for each position that crosses a cut of the model."
-    marked = f" {mark}: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
-    return escape(text) + marked
+    marked = rf" \*: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
+    return _escaped(text) + marked
 
 
-def _escape_markdown(text: str) -> str:
+def _escaped(text: str) -> str:
     """Escape the characters that Markdown, or HTML inside it, interprets."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)
-
-
-def _escape_latex(text: str) -> str:
-    return "".join(_LATEX.get(c, c) for c in " ".join(text.split()))

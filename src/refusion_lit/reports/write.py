@@ -1,4 +1,4 @@
-"""Writes reports: the HTML page, plots, and tables in Markdown and LaTeX."""
+"""Writes reports: the HTML page, the plots and a Markdown table."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 
 from refusion_lit.reports.comparison import Comparison, compare
 from refusion_lit.reports.intervals import Bootstrap
-from refusion_lit.reports.plots import heat_map, tradeoff_plot
-from refusion_lit.reports.runs import read_runs, run_of
-from refusion_lit.reports.scores import ScoredPrediction
-from refusion_lit.reports.svg import standalone
-from refusion_lit.reports.tables import latex_table, markdown_table
+from refusion_lit.reports.plots import heat_map, standalone, tradeoff_plot
+from refusion_lit.reports.runs import ScoredPrediction, read_runs, run_of
+from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require
 
-FORMATS = ("html", "markdown", "latex")
+FORMATS = ("html", "markdown")
 DIRECTORY = "report"
 """Name of the report's directory inside that of a run or a sweep."""
 
@@ -31,7 +29,6 @@ def write_report(
     baseline: str | None = None,
     formats: Sequence[str] = ("html",),
     bootstrap: Bootstrap | None = None,
-    position_bytes: int | None = None,
 ) -> list[Path]:
     """Write a report on runs and sweeps; the plots are always written, as SVG files.
 
@@ -40,10 +37,8 @@ def write_report(
         output: Directory to write to. By default ``report`` inside the directory of a single path, and ``report``
             in the working directory for several paths.
         baseline: Row or decoder that the others are compared with; the first row by default.
-        formats: Any of ``html`` (``report.html``), ``markdown`` (``table.md``) and ``latex`` (``table.tex``).
+        formats: ``html`` (``report.html``), ``markdown`` (``table.md``) or both.
         bootstrap: Settings of the intervals.
-        position_bytes: Bytes of a position's hidden states (hidden size times bytes a value): adds what a token costs a
-            model that is cut between two layers.
 
     Returns:
         The files written, the page first.
@@ -54,27 +49,23 @@ def write_report(
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
-    if position_bytes is not None:
-        require_at_least("position_bytes", position_bytes, 1)
-    comparison = compare(read_runs(paths), baseline, bootstrap, position_bytes=position_bytes)
+    comparison = compare(read_runs(paths), baseline, bootstrap)
     directory = Path(output) if output is not None else _default_output(paths)
     return _write(comparison, directory, formats)
 
 
 def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> list[Path]:
     """Write a comparison; see :func:`write_report`."""
-    from refusion_lit.reports.page import html_page  # jinja2 takes a moment to import
+    from refusion_lit.reports.html_report import html_report  # jinja2 takes a moment to import
 
     plots = {_PLOT: tradeoff_plot(comparison)}
     for number, grid in enumerate(comparison.grids):
         plots[f"heat_map_{number}_{grid.figure}.svg"] = heat_map(grid)
     files: dict[str, str] = {}
     if "html" in formats:
-        files["report.html"] = html_page(comparison, plots)
+        files["report.html"] = html_report(comparison, plots)
     if "markdown" in formats:
         files["table.md"] = markdown_table(comparison)
-    if "latex" in formats:
-        files["table.tex"] = latex_table(comparison)
     files.update({name: standalone(picture) for name, picture in plots.items()})
     others = [name for name in files if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"

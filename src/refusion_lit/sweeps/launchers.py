@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from refusion_lit.sweeps.files import LOCK, PROCESS
+from refusion_lit.sweeps.point_process import PROCESS, run_point
 from refusion_lit.utils.files import write_json_atomically
-from refusion_lit.utils.locks import try_lock
 from refusion_lit.utils.require import require_at_least
 
+_PROGRAM = "import sys; from refusion_lit.sweeps.point_process import run_point; sys.exit(not run_point(sys.argv[1]))"
 _POLL_SECONDS = 0.1
+_GRACE_SECONDS = 5.0
+"""Time between SIGTERM and SIGKILL when a running point is stopped."""
 
 
 class Ended(NamedTuple):
@@ -38,14 +40,14 @@ class Launcher(ABC):
     """Runs points, each in its own process."""
 
     @abstractmethod
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
         """Run points; closing the generator stops all points that are still running.
 
         Args:
             folders: Directories of the points.
 
         Yields:
-            Each point when it has ended, and ``None`` regularly in between.
+            Each point when it has ended.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -62,16 +64,14 @@ class Local(Launcher):
 
     Attributes:
         num_workers: Number of points that run concurrently; at least 1.
-        grace_seconds: Seconds between SIGTERM and SIGKILL when a running point is stopped.
     """
 
     num_workers: int = 1
-    grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
         """See :meth:`Launcher.launch`."""
         waiting = list(reversed(folders))
         running: dict[Path, subprocess.Popen[bytes]] = {}
@@ -82,36 +82,33 @@ class Local(Launcher):
                     running[folder] = _start(folder)
                 for folder, process in list(running.items()):
                     if process.poll() is not None:
+                        _signal(process, signal.SIGKILL)  # what it started may have outlived it
                         del running[folder]
                         yield Ended(folder, f"its process ended with exit code {process.returncode}")
-                yield None
                 time.sleep(_POLL_SECONDS)
         finally:
-            _stop(list(running.values()), self.grace_seconds)
+            _stop(list(running.values()))
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a point in its own process group, which inherits the point's lock."""
-    lock = try_lock(folder / LOCK)
-    if lock is None:
-        raise ValueError(f"{folder}: expected a point that is not running, got one that is; wait for its process.")
-    with lock:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "refusion_lit.sweeps.worker", str(folder)],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[lock.fileno()],
-        )
+    """Start a point in its own process group, and record the group."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(folder)], stdin=subprocess.DEVNULL, start_new_session=True
+    )
     write_json_atomically(folder / PROCESS, {"group": process.pid})
     return process
 
 
-def _stop(processes: list[subprocess.Popen[bytes]], grace_seconds: float) -> None:
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + grace_seconds
+            _signal(process, number)
+        deadline = time.monotonic() + _GRACE_SECONDS
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -119,24 +116,22 @@ def _stop(processes: list[subprocess.Popen[bytes]], grace_seconds: float) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Runs points as jobs of a SLURM cluster, through submitit (``pip install refusion-lit[sweep]``).
+    """Runs points as one job array of a SLURM cluster, through submitit (``pip install refusion-lit[sweep]``).
 
     The sweep's directory must be on a file system that all nodes share.
 
     Attributes:
-        num_workers: Maximum number of jobs of the job array that run concurrently.
+        num_workers: Maximum number of jobs that run concurrently.
         minutes: Time limit of a job.
-        partition: Partition of the cluster; the cluster's default if ``None``.
         gpus_per_node: GPUs per job.
         cpus_per_task: CPUs per job.
         mem_gb: Memory per job in GB; the cluster's default if ``None``.
-        parameters: Additional submitit parameters, such as ``slurm_account``.
-        cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine.
+        parameters: Additional submitit parameters, such as ``slurm_partition`` and ``slurm_account``.
+        cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine, all at once.
     """
 
     num_workers: int = 16
     minutes: int = 60
-    partition: str | None = None
     gpus_per_node: int = 0
     cpus_per_task: int = 1
     mem_gb: float | None = None
@@ -156,47 +151,29 @@ class Slurm(Launcher):
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
         """See :meth:`Launcher.launch`."""
         if not folders:
             return
-        executor = self._executor(folders[0].parent.parent / "jobs")
-        from refusion_lit.sweeps.worker import run_point  # imported late: a local point runs this module as a script
-
-        # SLURM limits the jobs of an array itself; the local executor starts all jobs that it is given.
-        max_submitted = len(folders) if self.cluster == "slurm" else self.num_workers
-        waiting, running = list(folders), {}
-        try:
-            while waiting or running:
-                if waiting and (free := max_submitted - len(running)) > 0:
-                    chosen, waiting = waiting[:free], waiting[free:]
-                    with executor.batch():
-                        jobs = [executor.submit(run_point, str(folder)) for folder in chosen]
-                    running |= dict(zip(chosen, jobs, strict=True))
-                for folder, job in list(running.items()):
-                    if job.done():
-                        del running[folder]
-                        yield Ended(folder, _describe_end(job))
-                yield None
-                time.sleep(_POLL_SECONDS)
-        finally:
-            for job in running.values():
-                job.cancel(check=False)
-
-    def _executor(self, folder: Path) -> Any:  # noqa: ANN401 - submitit is optional
         import submitit
 
-        executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)
+        executor = submitit.AutoExecutor(folder=folders[0].parent.parent / "jobs", cluster=self.cluster)
         settings: dict[str, Any] = {"name": "refusion_lit", "timeout_min": self.minutes}
         settings |= {"gpus_per_node": self.gpus_per_node, "cpus_per_task": self.cpus_per_task}
         if self.mem_gb is not None:
             settings["mem_gb"] = self.mem_gb
-        if self.cluster == "slurm":
-            settings["slurm_array_parallelism"] = self.num_workers
-            if self.partition is not None:
-                settings["slurm_partition"] = self.partition
-        executor.update_parameters(**settings, **self.parameters)
-        return executor
+        executor.update_parameters(**settings, slurm_array_parallelism=self.num_workers, **self.parameters)
+        running = dict(zip(folders, executor.map_array(run_point, map(str, folders)), strict=True))
+        try:
+            while running:
+                for folder, job in list(running.items()):
+                    if job.done():
+                        del running[folder]
+                        yield Ended(folder, _describe_end(job))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for job in running.values():
+                job.cancel(check=False)
 
 
 def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit

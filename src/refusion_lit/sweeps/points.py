@@ -1,16 +1,18 @@
-"""Expands a sweep into points: one resolved config per subcommand, identified by a hash of its values."""
+"""The definition of a sweep, and its points: a resolved config per subcommand, identified by a hash of its values."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from refusion_lit.sweeps.spec import Sweep
+from refusion_lit.sweeps.launchers import Launcher, Local
+from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
 
 Config = dict[str, Any]
@@ -24,6 +26,61 @@ _INSIDE = ("class_path", "init_args")
 
 _SHORT = 40
 """Characters of a value in a name or a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A set of runs that differ in some options.
+
+    The points are the product of ``entries`` and the cells of ``grid``; an empty one counts as a single empty set of
+    options. Options are dotted as on the command line (``model.sampling.temperature``,
+    ``model.decoders.refusion.slot_size``); an option that starts with ``fit.`` or ``test.`` applies to that subcommand
+    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file, and the path of a
+    component's YAML file (such as those in ``configs/decoder``) stands for the component.
+
+    Attributes:
+        base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options of
+            the command line, the named decoders of all files are kept.
+        subcommands: ``[test]``, or ``[fit, test]`` to test the last checkpoint of each fit.
+        options: Options that all points share.
+        grid: For each option the list of its values; all combinations are run.
+        entries: A list of sets of options that change together.
+        launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
+        directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
+    """
+
+    base: list[str] = field(default_factory=list)
+    subcommands: list[Literal["fit", "test"]] = field(default_factory=lambda: ["test"])
+    options: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    launcher: Launcher = field(default_factory=Local)
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        allowed = (["test"], ["fit", "test"])
+        require(self.subcommands in allowed, "subcommands", "[test] or [fit, test]", self.subcommands, "choose one")
+        for name, values in self.grid.items():
+            is_list = isinstance(values, (list, tuple)) and len(values) > 0
+            require(is_list, f"grid.{name}", "a list of at least one value", values, "write it as [VALUE, ...]")
+        entries = {key for entry in self.entries for key in entry}
+        places = {"grid": set(self.grid), "entries": entries, "options": set(self.options)}
+        for (first, names), (second, others) in itertools.combinations(places.items(), 2):
+            if repeated := sorted(names & others):
+                raise ValueError(
+                    f"{repeated[0]}: expected in one place, got it in {first} and in {second}; remove one of them."
+                )
+
+    @property
+    def swept(self) -> tuple[str, ...]:
+        """Names of the options that vary."""
+        return tuple(dict.fromkeys([*self.grid, *(key for entry in self.entries for key in entry)]))
+
+    def combinations(self) -> Iterator[dict[str, Any]]:
+        """Yield the swept options of each point, in a fixed order."""
+        for entry in self.entries or [{}]:
+            for values in itertools.product(*self.grid.values()):
+                yield {**entry, **dict(zip(self.grid, values, strict=True))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +150,7 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
             set_option(config, name, _resolve_paths(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
-    identity: Config = {"configs": configs}
-    if "fit" in configs:
-        identity["test_checkpoint"] = sweep.test_checkpoint
-    text = json.dumps(identity, sort_keys=True, default=str)
+    text = json.dumps(configs, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
 
 

@@ -1,7 +1,10 @@
-"""Runs a sweep: plans its points, runs the unfinished ones and collects the results."""
+"""Runs a sweep: plans its points, runs the unfinished ones and collects their results in one table."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import shlex
 import shutil
 import sys
@@ -9,18 +12,18 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from refusion_lit.sweeps.files import LOCK, LOG, OUTCOME, POINT, kill_orphans, tail
-from refusion_lit.sweeps.points import Point, Resolve, plan
-from refusion_lit.sweeps.progress import SweepProgress
-from refusion_lit.sweeps.spec import Sweep
-from refusion_lit.sweeps.table import Row, collect_rows, write_table
+from refusion_lit.sweeps.point_process import LOCK, LOG, OUTCOME, POINT, kill_orphan, tail
+from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
 from refusion_lit.utils.locks import try_lock
 
+TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 
 
@@ -30,17 +33,17 @@ class SweepResult:
 
     Attributes:
         directory: The sweep's directory.
-        rows: The table, one row per point and decoder; see :func:`~refusion_lit.sweeps.table.collect_rows`.
+        rows: The table, one row per point and decoder; see :func:`collect_rows`.
         failed: Ids of the points that failed.
         num_reused: Number of points that an earlier run of the sweep had finished.
-        files: The table files written.
+        file: The table, ``results.csv``.
     """
 
     directory: Path
-    rows: list[Row]
+    rows: list[TableRow]
     failed: tuple[str, ...]
     num_reused: int
-    files: tuple[Path, ...]
+    file: Path
 
 
 def run(
@@ -80,29 +83,18 @@ def run(
     lock = try_lock(directory / LOCK)
     if lock is None:
         raise ValueError(f"directory: expected no running sweep in {directory}, got one; wait for it to end.")
-    with lock:
-        write_json_atomically(
-            directory / "sweep.json", {"swept": sweep.swept, "points": [point.id for point in points]}
-        )
-        unfinished = [point for point in points if not is_finished(directory, point)]
-        for point in unfinished:
-            _prepare(directory, point, sweep, command)
-        names = {point.id for point in points}
-        outcomes = [path.parent for path in (directory / "points").glob(f"*/{OUTCOME}")]
-        if others := [path.name for path in outcomes if path.name not in names]:
-            console.print(
-                f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table",
-                markup=False, highlight=False,
-            )  # fmt: skip
-        if num_reused := len(points) - len(unfinished):
-            console.print(f"{num_reused} of {len(points)} points are already finished", markup=False, highlight=False)
+    try:
+        points_to_run = _prepare_points(directory, points, sweep.swept, command, console)
         try:
-            _launch(sweep, {_folder(directory, point): point for point in unfinished}, console)
+            _launch(sweep, points_to_run, console)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.swept)
-            files = write_table(directory, rows)
+            file = write_table(directory, rows)
+    finally:
+        lock.release()
     failed = tuple(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
-    return SweepResult(directory=directory, rows=rows, failed=failed, num_reused=num_reused, files=tuple(files))
+    num_reused = len(points) - len(points_to_run)
+    return SweepResult(directory=directory, rows=rows, failed=failed, num_reused=num_reused, file=file)
 
 
 def is_finished(directory: Path, point: Point) -> bool:
@@ -141,11 +133,28 @@ def _folder(directory: Path, point: Point) -> Path:
     return directory / "points" / point.id
 
 
-def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]) -> None:
+def _prepare_points(
+    directory: Path, points: Sequence[Point], swept: Sequence[str], command: Sequence[str], console: Console
+) -> dict[Path, Point]:
+    """Write what the unfinished points need; return these by their directories."""
+    write_json_atomically(directory / "sweep.json", {"swept": swept, "points": [point.id for point in points]})
+    unfinished = [point for point in points if not is_finished(directory, point)]
+    for point in unfinished:
+        _prepare(directory, point, command)
+    names = {point.id for point in points}
+    others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
+    if others:
+        _say(console, f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table")
+    if num_reused := len(points) - len(unfinished):
+        _say(console, f"{num_reused} of {len(points)} points are already finished")
+    return {_folder(directory, point): point for point in unfinished}
+
+
+def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
     folder = _folder(directory, point)
     if folder.exists():
-        kill_orphans(folder)
+        kill_orphan(folder)
         (folder / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
@@ -154,22 +163,79 @@ def _prepare(directory: Path, point: Point, sweep: Sweep, command: Sequence[str]
         "id": point.id,
         "options": point.options,
         "seed": point.seed,
-        "test_checkpoint": sweep.test_checkpoint,
         "commands": commands(directory, point, command),
     }
     write_json_atomically(folder / POINT, values)
 
 
 def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
-    with SweepProgress(len(points), console) as progress, closing(sweep.launcher.launch(list(points))) as ends:
-        for end in ends:
-            if end is None:
-                progress.tick()
-                continue
+    """Run points, with a line for each one that ends, and a progress bar in a terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    with (
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        closing(sweep.launcher.launch(list(points))) as ends,
+    ):
+        task = progress.add_task("points", total=len(points))
+        for number, end in enumerate(ends, start=1):
             outcome = read_json(end.folder / OUTCOME)
             if not isinstance(outcome, dict):
                 error = f"{end.how}, without a result\n{tail(end.folder / LOG)}".strip()
                 outcome = {"status": "failed", "seconds": None, "error": error}
                 write_json_atomically(end.folder / OUTCOME, outcome)
-            label = points[end.folder].label
-            progress.ended(label, outcome["status"], outcome["seconds"], outcome.get("error"))
+            duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
+            _say(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[end.folder].label}")
+            if outcome.get("error"):
+                _say(console, outcome["error"])
+            progress.advance(task)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[TableRow]:
+    """Return the rows of the table: the point, its status and swept options, and the figures of one decoder.
+
+    Args:
+        directory: The sweep's directory.
+        points: The sweep's points; one without an outcome has the status ``pending``.
+        swept: Names of the swept options, which are columns.
+
+    Returns:
+        Rows with the same keys in the same order. ``mismatch`` holds the reasons why the model was not trained for the
+        decoder, and is empty if it was. ``point_seconds`` is the duration of the point's processes, ``seconds`` that of
+        decoding. The figures of an unfinished point are ``None``.
+    """
+    rows = []
+    for point in points:
+        folder = directory / "points" / point.id
+        outcome: dict[str, Any] = read_json(folder / OUTCOME) or {"status": "pending"}
+        common = {
+            "point": point.id,
+            "status": outcome["status"],
+            "seed": point.seed,
+            "point_seconds": outcome.get("seconds"),
+            "folder": str(folder),
+            "error": outcome.get("error"),
+            **{name: point.options.get(name) for name in swept},
+        }
+        results = outcome.get("results") or {None: {}}
+        mismatches = outcome.get("mismatches") or {}
+        for decoder, figures in results.items():
+            reasons = "; ".join(mismatches.get(decoder, [])) if figures else None
+            rows.append({**common, "decoder": decoder, "mismatch": reasons, **figures})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def write_table(directory: Path, rows: Sequence[TableRow]) -> Path:
+    """Write ``results.csv``, with lists and mappings as JSON texts; return its path."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = {name: json.dumps(v) if isinstance(v, (dict, list, tuple)) else v for name, v in row.items()}
+        writer.writerow(cells)
+    path = directory / "results.csv"
+    write_atomically(path, text.getvalue())
+    return path

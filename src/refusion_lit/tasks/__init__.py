@@ -1,24 +1,19 @@
-"""Tasks: the examples to train and test on, and the scoring of responses; one module per task.
+"""Tasks: the examples to train and test on, and the scoring of responses.
 
 Importing this package imports every task class, so that configs can refer to them by class name.
 """
 
 from __future__ import annotations
 
-from refusion_lit.tasks.additions import Additions
+from refusion_lit.tasks.arithmetic import Additions, Sheet, Walk
 from refusion_lit.tasks.base import SPLITS, Split, Task
-from refusion_lit.tasks.code import CodeTask
+from refusion_lit.tasks.code import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.tasks.gsm8k import Gsm8k
 from refusion_lit.tasks.holes import Holes
-from refusion_lit.tasks.humaneval import HumanEval
-from refusion_lit.tasks.latin import Latin
-from refusion_lit.tasks.mbpp import Mbpp
 from refusion_lit.tasks.records import Records
-from refusion_lit.tasks.sheet import Sheet
-from refusion_lit.tasks.sudoku import Sudoku
-from refusion_lit.tasks.walk import Walk
+from refusion_lit.tasks.squares import Latin, Sudoku
 
 __all__ = [
     "SPLITS",

@@ -52,7 +52,8 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
     Raises:
         ValueError: If the task returns something else than a sequence of examples.
     """
-    examples, name = task.examples(split), f"{type(task).__name__}.examples"
+    examples = task.examples(split)
+    name = f"{type(task).__name__}.examples"
     fix = "return a list of Example"
     is_sequence = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     require(is_sequence, name, "a sequence of examples", type(examples).__name__, fix)
@@ -74,6 +75,7 @@ def score_of(task: Task, example: Example, response: str) -> float | None:
         error.add_note(f"{type(task).__name__}.score failed on example {example.id!r}, response {response[:200]!r}")
         raise
     holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
-    name, expected = f"{type(task).__name__}.score", "a number from 0 to 1, or None"
+    name = f"{type(task).__name__}.score"
+    expected = "a number from 0 to 1, or None"
     require(holds, name, expected, score, f"see what it returns for example {example.id!r}")
     return score

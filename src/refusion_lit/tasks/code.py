@@ -1,4 +1,4 @@
-"""Base class of tasks whose responses are programs, which are scored by running them."""
+"""Tasks whose responses are programs, which are scored by running them: HumanEval and MBPP."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from math import comb
 from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.readers import Row
+from refusion_lit.tasks.protocol import Protocol, read_protocol
+from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
-from refusion_lit.utils.require import require_at_least, require_between, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_between, require_choice
 
 _FENCED = re.compile(
     r"```[ \t]*+(?:python|py|python3)?[ \t]*+\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE
 )
+# Start of a top-level statement: a model that continues the function's body has finished it here.
+_END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|assert\s|```|<\|)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,98 @@ class CodeTask(Task):
             seen.add(example.id)
             problems[split].append(example)
         return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanEval(CodeTask):
+    """HumanEval (Chen et al., arXiv 2107.03374): 164 Python functions to complete from their docstrings.
+
+    All are in the test split, from the published files or the hub data set ``openai/openai_humaneval``.
+    A response is either the body that continues the prompt or the whole function, fenced or not. A whole function is
+    run after the prompt, so that it can use the prompt's imports and helpers.
+
+    Attributes:
+        template: The query, where ``{prompt}`` stands for the problem's prompt.
+    """
+
+    template: str = "{prompt}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        holds = "{prompt}" in self.template
+        require(holds, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
+        _ = self._protocol  # a wrong file is refused at once
+
+    @property
+    def _protocol(self) -> Protocol:
+        return read_protocol(self.protocol, ("prompt", "entry_point"))
+
+    def read(self, row: Row) -> tuple[Split, Example]:
+        """Convert a row of the published format."""
+        names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
+        prompt, solution, test, entry_point, identity = [text_field(row, name) for name in names]
+        meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
+        query = self._protocol.query(self.template, {"prompt": prompt, "entry_point": entry_point})
+        return "test", Example(id=identity, query=query, response=solution, meta=meta)
+
+    def program(self, example: Example, response: str) -> tuple[str, str]:
+        """Return the prompt with the response, and the problem's check."""
+        prompt = example.meta["prompt"]
+        name = example.meta["entry_point"]
+        code = extract_code(self._protocol.answer_in(response))
+        if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
+            program = f"{prompt}\n{code}\n"  # the prompt alone is valid: a function with only a docstring
+        else:
+            program = prompt + _END_OF_BODY.split(code, maxsplit=1)[0] + "\n"
+        return program, f"{example.meta['test']}\ncheck({name})\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mbpp(CodeTask):
+    """MBPP (Austin et al., arXiv 2108.07732): 974 short Python functions from a sentence and three assertions.
+
+    The splits are the published ones: tasks 11 to 510 test, 511 to 600 validation, the others training.
+    The source is the published files or the hub data set ``google-research-datasets/mbpp``. Tasks 1 to 10, which the
+    authors use as few-shot examples, are in the training split.
+
+    Attributes:
+        template: The query, where ``{text}`` and ``{tests}`` stand for the problem's sentence and assertions.
+    """
+
+    template: str = "{text}\nThe function has to pass these tests:\n{tests}\n"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
+        _ = self._protocol  # a wrong file is refused at once
+
+    @property
+    def _protocol(self) -> Protocol:
+        return read_protocol(self.protocol, ("text", "tests"))
+
+    def read(self, row: Row) -> tuple[Split, Example]:
+        """Convert a row of the published format."""
+        assert row.values is not None
+        number = row.values.get("task_id")
+        tests = row.values.get("test_list")
+        if not isinstance(number, int):
+            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; correct it.")
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError(
+                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; correct it."
+            )
+        names = ("text", "code", "test_setup_code")
+        text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
+        query = self._protocol.query(self.template, {"text": text, "tests": "\n".join(tests)})
+        split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
+        example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
+        return split, example
+
+    def program(self, example: Example, response: str) -> tuple[str, str]:
+        """Return the response's code, and the problem's setup code with its assertions."""
+        return extract_code(self._protocol.answer_in(response)), "\n".join(
+            [example.meta["setup"], *example.meta["tests"], ""]
+        )
 
 
 def extract_code(response: str) -> str:

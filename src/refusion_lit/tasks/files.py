@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.hub import HubDataset
-from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text
+from refusion_lit.tasks.readers import HubDataset, Row, read_rows, text_field, unicode_text
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
@@ -70,7 +69,8 @@ class InstructionFiles(Task):
                 f"got {self.response_field!r}; remove it (query_field names the field of the turns)."
             )
         in_range = 0 <= self.validation_fraction < 1
-        option, value = "task.validation_fraction", self.validation_fraction
+        option = "task.validation_fraction"
+        value = self.validation_fraction
         require(in_range, option, "a number in [0, 1)", value, "set it to 0.05, for example")
 
     def examples(self, split: Split) -> Sequence[Example]:

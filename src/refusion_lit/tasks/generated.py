@@ -7,7 +7,6 @@ example ``i`` of a split does not depend on the split sizes, and none of this ne
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from typing import ClassVar, overload
 
 from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.types import Example
-from refusion_lit.utils.keys import stable_key
-
-_NUM_FEISTEL_ROUNDS = 4
+from refusion_lit.utils.keys import permute, stable_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +70,10 @@ class GeneratedTask(Task):
             rng: Draws what the key does not determine; seeded with the task's seed and the key.
         """
 
+    def score(self, example: Example, response: str) -> float:
+        """Return 1 if the response equals the reference, else 0."""
+        return float(response == example.response)
+
     def size(self, split: Split) -> int:
         """Return the number of examples of a split."""
         return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[split]
@@ -122,31 +123,6 @@ class GeneratedExamples(Sequence[Example]):
         if isinstance(chosen, range):
             return [self.task.example(self.split, i) for i in chosen]
         return self.task.example(self.split, chosen)
-
-
-def permute(index: int, size: int, seed: str) -> int:
-    """Return the image of an index under a seeded permutation of ``range(size)``.
-
-    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers with an even number of bits. Images
-    outside the range are permuted again until one is inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
-    memory do not grow with ``size``.
-
-    Args:
-        index: Index in ``range(size)``.
-        size: From 1 to 2**1024.
-        seed: Selects the permutation.
-    """
-    half = ((size - 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-    value = index
-    while True:
-        left, right = value >> half, value & mask
-        for number in range(_NUM_FEISTEL_ROUNDS):
-            digest = hashlib.blake2b(f"{seed}:{number}:{right:x}".encode()).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        value = left << half | right
-        if value < size:
-            return value
 
 
 def digits(number: int, base: int, count: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +17,6 @@ _NUMBER = re.compile(
 )
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
-_ANNOTATION = re.compile(r"<<([\d+\-*/(). ]{1,100})=([\d+\-. ]{1,20})>>")
-_OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
 _LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
 
 
@@ -54,7 +47,8 @@ class Gsm8k(InstructionFiles):
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split, asked by the protocol's template if there is one."""
-        protocol, found = self._protocol, super().examples(split)
+        protocol = self._protocol
+        found = super().examples(split)
         if protocol.template is None:
             return found
         return [replace(example, query=protocol.query("{query}", {"query": example.query})) for example in found]
@@ -81,52 +75,6 @@ def extract_answer(text: str) -> Fraction | None:
     found = [(match.end(), text[match.end() :].split("\n", 1)[0]) for match in re.finditer("####", text)]
     found += [(match.end(), _until_closing_brace(text[match.end() :])) for match in _BOX.finditer(text)]
     return _first_number(max(found)[1]) if found else None
-
-
-def count_annotations(text: str) -> tuple[int, int]:
-    """Count a solution's calculator annotations, ``<<expression=value>>``, and those that are arithmetically right.
-
-    A value is right if it is the expression's, rounded or truncated to the decimals that it is written with. An
-    annotation that is not closed or cannot be read is wrong. 135-million-parameter models solve few problems; how many
-    of their steps are right is a finer figure than the score.
-
-    Args:
-        text: The response.
-
-    Returns:
-        The number of right annotations and the number of annotations.
-    """
-    return sum(_is_right(*found.groups()) for found in _ANNOTATION.finditer(text)), text.count("<<")
-
-
-def _is_right(expression: str, written: str) -> bool:
-    try:
-        value, result = _value(expression), _value(written)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return False
-    unit = Fraction(1, 10 ** len(written.strip().partition(".")[2]))
-    return abs(value - result) < unit
-
-
-def _value(expression: str) -> Fraction:
-    """Return the exact value of an arithmetic expression.
-
-    Raises:
-        SyntaxError, ValueError, ZeroDivisionError: If it has none.
-    """
-    without_leading_zeros = re.sub(r"(?<![\d.])0+(?=\d)", "", expression.strip())
-    return _evaluated(ast.parse(without_leading_zeros, mode="eval").body)
-
-
-def _evaluated(node: ast.expr) -> Fraction:
-    match node:
-        case ast.BinOp(left, operation, right) if type(operation) in _OPERATORS:
-            return _OPERATORS[type(operation)](_evaluated(left), _evaluated(right))
-        case ast.UnaryOp(operation, operand) if type(operation) in _OPERATORS:
-            return _OPERATORS[type(operation)](_evaluated(operand))
-        case ast.Constant(int() | float() as number):
-            return Fraction(repr(number))
-    raise ValueError(f"expression: expected + - * / of numbers, got {ast.dump(node)[:60]}.")
 
 
 def _first_number(text: str) -> Fraction | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import overload
 
-from refusion_lit.tasks.additions import Additions
+from refusion_lit.tasks.arithmetic import Additions
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.generated import GeneratedTask
 from refusion_lit.tasks.records import Records

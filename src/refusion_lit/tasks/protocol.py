@@ -63,7 +63,8 @@ def read_protocol(file: str | None, fields: tuple[str, ...]) -> Protocol:
     texts = {name: value for name, value in values.items() if value is not None}
     wrong = [name for name, value in texts.items() if not isinstance(value, str)]
     require(not wrong, "task.protocol", "text in every option", ", ".join(wrong), f"quote it in {file}")
-    template, answer = texts.get("template"), texts.get("answer")
+    template = texts.get("template")
+    answer = texts.get("answer")
     if template is not None:
         holds = f"{{{fields[0]}}}" in template
         require(holds, "task.protocol", f"a template with {{{fields[0]}}} in it", template, f"add it in {file}")

@@ -54,9 +54,12 @@ class Records(GeneratedTask):
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
         """Return unsorted rows, and the sorted rows as JSON."""
         num_rows = rng.randint(self.min_rows, self.max_rows)
-        num_more, num_left = num_rows - self.min_rows, (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
+        num_more = num_rows - self.min_rows
+        num_left = (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
         number = key + self.num_keys * rng.randrange(perm(num_left[0], num_more) * perm(num_left[1], num_more))
-        names, ages, cities = list(_NAMES), list(_AGES), rng.sample(_CITIES, num_rows)
+        names = list(_NAMES)
+        ages = list(_AGES)
+        cities = rng.sample(_CITIES, num_rows)
         rows: list[dict[str, Any]] = []
         for city in cities:
             number, name_index = divmod(number, len(names))

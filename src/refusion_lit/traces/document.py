@@ -6,21 +6,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import is_number, require
 
 FORMAT = "refusion-lit-trace"
 """Occurs in every file that holds a trace."""
 _VERSION = 1
-_MAX_POSITION = 10_000_000
-_MAX_TOKEN_ID = 2**31
-_MAX_SECONDS = 1e12
-_MAX_PROBABILITY = 1.01  # a softmax in low precision can exceed 1
-_TEXTS = ("decoder", "prompt", "response", "finish_reason")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,96 +132,101 @@ def read_trace(path: str | Path) -> Trace:
         values = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # includes invalid UTF-8
         raise ValueError(f"trace_file: {path} is not JSON in UTF-8 ({error}); save it with --format json.") from error
-    return _Parser(str(path)).trace(values)
+    try:
+        return _trace(values)
+    except ValueError as error:
+        raise ValueError(f"trace_file: {path}: {error}; save the trace again.") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-class _Parser:
-    """Validates the values of one trace file; ``where`` is the path of a value inside the file."""
+class _Range(NamedTuple):
+    """A kind of numbers: integers if the bounds are integers."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    low: float
+    high: float
 
-    def fail(self, where: str, expected: str, got: object) -> NoReturn:
+
+_COUNT = _Range(1, 10_000_000)
+_POSITION = _Range(0, 10_000_000)
+_TOKEN = _Range(0, 2**31)
+_PROBABILITY = _Range(0.0, 1.01)  # a softmax in low precision can exceed 1
+_ROUND = {
+    "phase": str,
+    "shape": [_COUNT],
+    "positions": [_POSITION],
+    "tokens": [_TOKEN],
+    "probabilities": [_PROBABILITY],
+    "scores": [_PROBABILITY],
+    "accepted": [_POSITION],
+}
+_TRACE = {
+    "rounds": [_ROUND],
+    "decoder": str,
+    "prompt": str,
+    "response": str,
+    "prompt_length": _POSITION,
+    "token_ids": [_TOKEN],
+    "slot_size": _COUNT,
+    "finish_reason": str,
+    "seconds": _Range(0.0, 1e12),
+}
+"""The kinds of a file's values by name: text, numbers in a range, lists of one kind, objects."""
+
+
+def _trace(values: Any) -> Trace:  # noqa: ANN401 - any JSON value
+    """Return the trace of a file's values."""
+    known = values.get("format") == FORMAT if isinstance(values, dict) else False
+    _expect(known, "format", f"an object with format {FORMAT!r}", values)
+    _expect(values.get("version") == _VERSION, "version", str(_VERSION), values.get("version"))
+    _check(values, _TRACE, "")
+    for number, entry in enumerate(values["rounds"]):
+        _check_round(entry, f"rounds[{number}]", values["prompt_length"])
+    _expect(isinstance(values.get("pieces"), dict), "pieces", "an object", values.get("pieces"))
+    for key, text in values["pieces"].items():
+        _expect(key.isascii() and key.isdigit() and len(key) <= 10, "pieces", "token ids as keys", key)
+        _check(text, str, f"pieces[{key}]")
+    fields = {name: values[name] for name in _TRACE}
+    fields["token_ids"] = tuple(values["token_ids"])
+    rounds = [{name: entry[name] for name in _ROUND} for entry in values["rounds"]]
+    fields["rounds"] = tuple(TraceRound(**{**entry, "shape": tuple(entry["shape"])}) for entry in rounds)
+    return Trace(**fields, pieces={int(key): text for key, text in values["pieces"].items()})
+
+
+def _check(value: Any, kind: Any, where: str) -> None:  # noqa: ANN401 - any JSON value and its kind
+    """Refuse a value of another kind; the error names it by its path inside the file."""
+    if isinstance(kind, dict):
+        _expect(isinstance(value, dict), where, "an object", value)
+        for name, inner in kind.items():
+            _check(value.get(name), inner, f"{where}.{name}".removeprefix("."))
+    elif isinstance(kind, list):
+        _expect(isinstance(value, list), where, "a list", value)
+        for index, each in enumerate(value):
+            _check(each, kind[0], f"{where}[{index}]")
+    elif kind is str:
+        _expect(isinstance(value, str), where, "text", value)
+    else:
+        is_integer = isinstance(kind.low, int)
+        holds = is_number(value, int) or (not is_integer and is_number(value, float))
+        expected = f"{'an integer' if is_integer else 'a number'} from {kind.low} to {kind.high}"
+        _expect(holds and kind.low <= value <= kind.high, where, expected, value)
+
+
+def _check_round(entry: Mapping[str, Any], where: str, prompt_length: int) -> None:
+    """Refuse a forward whose values contradict one another."""
+    _expect(len(entry["shape"]) == 2, f"{where}.shape", "rows and length", entry["shape"])
+    lengths = tuple(len(entry[name]) for name in ("positions", "tokens", "probabilities"))
+    _expect(len(set(lengths)) == 1, where, "equal numbers of positions, tokens and probabilities", lengths)
+    for name in ("positions", "accepted"):
+        _check(entry[name], [_Range(prompt_length, _POSITION.high)], f"{where}.{name}")
+    accepted = entry["accepted"]
+    _expect(len(set(accepted)) == len(accepted), f"{where}.accepted", "each position once", accepted)
+
+
+def _expect(holds: bool, where: str, expected: str, got: object) -> None:
+    if not holds:
         shown = repr(got)
         shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-        raise ValueError(f"trace_file: {self.path}: {where}: expected {expected}, got {shown}; save the trace again.")
-
-    def trace(self, values: object) -> Trace:
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            self.fail("format", f"an object with format {FORMAT!r}", values)
-        if values.get("version") != _VERSION:
-            self.fail("version", str(_VERSION), values.get("version"))
-        rounds = self.list(values.get("rounds"), "rounds")
-        prompt_length = self.integer(values.get("prompt_length"), "prompt_length", 0, _MAX_POSITION)
-        return Trace(
-            **{name: self.text(values.get(name), name) for name in _TEXTS},
-            prompt_length=prompt_length,
-            token_ids=tuple(self.integers(values.get("token_ids"), "token_ids", 0, _MAX_TOKEN_ID)),
-            slot_size=self.integer(values.get("slot_size"), "slot_size", 1, _MAX_POSITION),
-            seconds=self.number(values.get("seconds"), "seconds", _MAX_SECONDS),
-            rounds=tuple(self.round(entry, f"rounds[{i}]", prompt_length) for i, entry in enumerate(rounds)),
-            pieces=self.pieces(values.get("pieces")),
-        )
-
-    def round(self, entry: object, where: str, prompt_length: int) -> TraceRound:
-        if not isinstance(entry, dict):
-            self.fail(where, "an object", entry)
-        shape = self.integers(entry.get("shape"), f"{where}.shape", 1, _MAX_POSITION)
-        if len(shape) != 2:
-            self.fail(f"{where}.shape", "rows and length", shape)
-        positions = self.integers(entry.get("positions"), f"{where}.positions", prompt_length, _MAX_POSITION)
-        tokens = self.integers(entry.get("tokens"), f"{where}.tokens", 0, _MAX_TOKEN_ID)
-        probabilities = self.probabilities(entry.get("probabilities"), f"{where}.probabilities")
-        lengths = (len(positions), len(tokens), len(probabilities))
-        if len(set(lengths)) > 1:
-            self.fail(where, "equal numbers of positions, tokens and probabilities", lengths)
-        accepted = self.integers(entry.get("accepted"), f"{where}.accepted", prompt_length, _MAX_POSITION)
-        if len(set(accepted)) < len(accepted):
-            self.fail(f"{where}.accepted", "each position once", accepted)
-        return TraceRound(
-            phase=self.text(entry.get("phase"), f"{where}.phase"),
-            shape=(shape[0], shape[1]),
-            positions=positions,
-            tokens=tokens,
-            probabilities=probabilities,
-            scores=self.probabilities(entry.get("scores"), f"{where}.scores"),
-            accepted=accepted,
-        )
-
-    def pieces(self, values: object) -> dict[int, str]:
-        if not isinstance(values, dict):
-            self.fail("pieces", "an object", values)
-        pieces = {}
-        for key, text in values.items():
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                self.fail("pieces", "token ids as keys", key)
-            pieces[int(key)] = self.text(text, f"pieces[{key}]")
-        return pieces
-
-    def text(self, value: object, where: str) -> str:
-        return value if isinstance(value, str) else self.fail(where, "text", value)
-
-    def list(self, values: object, where: str) -> list[object]:
-        return values if isinstance(values, list) else self.fail(where, "a list", values)
-
-    def integer(self, value: object, where: str, minimum: int, maximum: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            self.fail(where, f"an integer from {minimum} to {maximum}", value)
-        return value
-
-    def number(self, value: object, where: str, maximum: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= maximum:
-            self.fail(where, f"a number from 0 to {maximum:g}", value)
-        return float(value)
-
-    def integers(self, values: object, where: str, minimum: int, maximum: int) -> list[int]:
-        entries = enumerate(self.list(values, where))
-        return [self.integer(value, f"{where}[{i}]", minimum, maximum) for i, value in entries]
-
-    def probabilities(self, values: object, where: str) -> list[float]:
-        entries = enumerate(self.list(values, where))
-        return [self.number(value, f"{where}[{i}]", _MAX_PROBABILITY) for i, value in entries]
+        raise ValueError(f"{where}: expected {expected}, got {shown}")

@@ -9,9 +9,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from refusion_lit.traces.display import visible, visible_lines
+from refusion_lit.traces.display import explain, visible, visible_lines
 from refusion_lit.traces.document import FORMAT, Trace
-from refusion_lit.traces.phases import explain
 from refusion_lit.traces.summary import trace_statistics
 from refusion_lit.traces.timeline import Change, timeline
 
@@ -23,7 +22,8 @@ def page(trace: Trace) -> str:
     text of the trace is in one JSON block, which is escaped so that no text can end it; the script inserts it as text
     nodes only.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css")
+    script = _asset("page.js")
     return Template(_asset("page.html")).substitute(
         style=style,
         script=script,

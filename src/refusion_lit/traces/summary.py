@@ -69,20 +69,10 @@ class TraceStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and ratios as JSON values."""
-        return {
-            "num_traces": self.num_traces,
-            "num_tokens": self.num_tokens,
-            "num_forwards": self.num_forwards,
-            "tokens_per_forward": self.tokens_per_forward,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "mean_slots_per_round": self.mean_slots_per_round,
-            "num_slots": self.num_slots,
-            "num_slots_out_of_order": self.num_slots_out_of_order,
-            "share_out_of_order": self.share_out_of_order,
-            "num_drafts": self.num_drafts,
-            "num_replanned": self.num_replanned,
-            "forwards_by_phase": dict(self.forwards_by_phase),
-        }
+        ratios = ("tokens_per_forward", "mean_acceptance_length", "mean_slots_per_round", "share_out_of_order")
+        counts = [name for name in vars(self) if name.startswith("num_")]
+        named = {name: getattr(self, name) for name in (*counts, *ratios)}
+        return {**named, "forwards_by_phase": dict(self.forwards_by_phase)}
 
 
 def trace_statistics(traces: Iterable[Trace]) -> TraceStatistics:

@@ -11,9 +11,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.traces.display import visible
+from refusion_lit.traces.display import explain, visible
 from refusion_lit.traces.document import Trace
-from refusion_lit.traces.phases import explain
 from refusion_lit.traces.summary import TraceStatistics
 from refusion_lit.traces.timeline import Change, Timeline, timeline
 

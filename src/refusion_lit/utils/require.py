@@ -35,7 +35,8 @@ def require_at_least(option: str, value: float | str, minimum: float, word: str 
     """
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
     holds = is_number(value, kind) and not isinstance(value, str) and value >= minimum
-    expected, fix = f"{name} of at least {minimum}", f"set {option} to {minimum} or more"
+    expected = f"{name} of at least {minimum}"
+    fix = f"set {option} to {minimum} or more"
     if word is not None:
         holds, expected, fix = holds or value == word, f"{word} or {expected}", f"{fix}, or to {word}"
     require(holds, option, expected, value, fix)

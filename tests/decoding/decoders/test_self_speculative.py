@@ -211,7 +211,7 @@ def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() ->
 )
 def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], slot_size: int | None) -> None:
     # With a vocabulary of few tokens and three places, all outcomes can be counted.
-    number = 2000
+    number = 1000
     model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
     found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
     sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)

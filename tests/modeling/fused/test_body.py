@@ -101,8 +101,8 @@ def test_it_writes_and_reads_the_same_cache(
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
     pairs = [(one, one.make_cache(3)) for one in (backbone(other, fused_body=True), backbone(model, fused_body=False))]
-    assert isinstance(pairs[0][1].body, FusedBody)
-    assert pairs[1][1].body is None
+    assert isinstance(pairs[0][0].make_fused_body(), FusedBody)
+    assert pairs[1][0].make_fused_body() is None
     for step in range(6):
         rows = chance.sample(range(3), chance.randint(1, 3)) if step % 2 else [0, 1, 2]
         length, num_keys = chance.randint(1, 5), 6 + 3 * step
@@ -216,7 +216,7 @@ def test_adapters_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules="all-linear")
     adapted = peft.get_peft_model(library("qwen3", torch.float32), config)
-    assert backbone(adapted, fused_body=True).make_cache(1).body is None
+    assert backbone(adapted, fused_body=True).make_fused_body() is None
 
 
 def test_no_matrix_is_copied() -> None:

@@ -127,4 +127,4 @@ def test_what_cannot_be_invariant_is_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_invariant: expected .* fused_body: true"):
         Backbone(model.model, ModelTraits(), SPECIAL, batch_invariant=True, fused_body=False)
     with pytest.raises(ValueError, match="batch_invariant: expected a model on the CPU"):
-        model.to("meta").make_cache(1)
+        model.to("meta").make_fused_body()

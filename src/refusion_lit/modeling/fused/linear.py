@@ -2,7 +2,7 @@
 
 A decode step multiplies a few tokens with every weight. The usual product is optimised for one row or for many.
 oneDNN's product with packed weights takes down to half the time for numbers in between, and the same time for others
-(``benchmarks/linear.py``).
+(``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations

@@ -12,19 +12,19 @@ from markupsafe import Markup
 
 from refusion_lit.reports.comparison import Comparison, MeasuredRow
 from refusion_lit.reports.environment import described_environment
+from refusion_lit.reports.plots import STYLE
 from refusion_lit.reports.runs import Run
-from refusion_lit.reports.svg import STYLE
-from refusion_lit.reports.tables import across_cells
 from refusion_lit.version import __version__
 
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
 _MAX_EXAMPLE_LENGTH = 1500
-_MAX_LISTED_SOURCES, _MAX_LISTED_ROWS = 3, 8
+_MAX_LISTED_SOURCES = 3
+_MAX_LISTED_ROWS = 8
 _FEW_PROMPTS = 30
 
 
-def html_page(comparison: Comparison, plots: Mapping[str, str]) -> str:
+def html_report(comparison: Comparison, plots: Mapping[str, str]) -> str:
     """Render the report.
 
     Args:
@@ -44,7 +44,6 @@ def html_page(comparison: Comparison, plots: Mapping[str, str]) -> str:
     images = [Markup(content) for content in plots.values()]
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
-        across_cells=across_cells,
         title=_listed(list(dict.fromkeys(run.source for run in runs)), _MAX_LISTED_SOURCES),
         findings=_findings(comparison),
         tradeoff=images[0],
@@ -58,8 +57,6 @@ def html_page(comparison: Comparison, plots: Mapping[str, str]) -> str:
         uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline],
         version=__version__,
         level=f"{100 * comparison.bootstrap.level:g}",
-        marked_methods={row.method for row in rows if row.mismatches},
-        best=max(m.score.estimate for m in comparison.measured if not m.is_partial),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 from torch import Tensor
 
 from fakes import tiny_backbone
-from refusion_lit.analysis import dependency_curve
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, SpecialTokens
 
+PROGRAM = Path(__file__).parents[2] / "experiments" / "dependency_study" / "dependency.py"
 MASK, VOCAB = 2, 6
+
+dependency_curve = runpy.run_path(str(PROGRAM))["dependency_curve"]
 
 
 class Neighbours(LanguageModel):

@@ -1,0 +1,224 @@
+"""Grids of digits to complete: Latin squares with few clues, and small sudokus.
+
+A grid is a string of its cells, row after row, where ``.`` is a blank cell. As text, each row ends with ``/``; several
+grids are concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from math import comb
+from random import Random
+from typing import ClassVar
+
+from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.types import Example
+from refusion_lit.utils.require import require_between
+
+_LATIN_SIZE = 5
+_NUM_LATIN_CELLS = _LATIN_SIZE**2
+_DIGITS = "12345"
+_SUDOKU_SIZE = 4
+_NUM_SUDOKU_CELLS = _SUDOKU_SIZE**2
+_NUM_SUDOKUS = 288
+_Square = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latin(GeneratedTask):
+    """Two 5x5 Latin squares to complete from four clues each, such as ``..3../..2../...../.3.4./...../``.
+
+    Each row and each column contains each digit once; most queries have many solutions, and every valid completion is
+    correct. Cells that are decoded in parallel can each be plausible and still conflict, so parallel decoding costs
+    accuracy.
+
+    The key determines the cells of the clues; their digits come from a uniformly drawn square.
+
+    Attributes:
+        num_grids: Number of squares in a query, 1 to 32.
+        num_clues: Number of given cells in each square, 1 to 24.
+    """
+
+    capacity_option: ClassVar[str] = "num_grids"
+
+    num_grids: int = 2
+    num_clues: int = 4
+
+    def __post_init__(self) -> None:
+        require_between("num_grids", self.num_grids, 1, 32)
+        require_between("num_clues", self.num_clues, 1, _NUM_LATIN_CELLS - 1)
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """All choices of clue cells in each square."""
+        return comb(_NUM_LATIN_CELLS, self.num_clues) ** self.num_grids
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return squares with a few clues, and the complete squares."""
+        query = response = ""
+        for rank in digits(key, comb(_NUM_LATIN_CELLS, self.num_clues), self.num_grids):
+            cells = _random_square(rng)
+            query += _to_text(_keep_cells(cells, _combination(rank, self.num_clues)), _LATIN_SIZE)
+            response += _to_text(cells, _LATIN_SIZE)
+        return query, response
+
+    def score(self, example: Example, response: str) -> float:
+        """Return 1 for Latin squares that agree with all clues, else 0."""
+        if len(response) != len(example.query):
+            return 0.0
+        if not all(
+            given == cell or (given == "." and cell in _DIGITS)
+            for given, cell in zip(example.query, response, strict=True)
+        ):
+            return 0.0
+        rows = response.split("/")[:-1]
+        grids = [rows[start : start + _LATIN_SIZE] for start in range(0, len(rows), _LATIN_SIZE)]
+        lines = rows + ["".join(column) for grid in grids for column in zip(*grid, strict=True)]
+        return float(all(set(line) == set(_DIGITS) for line in lines))
+
+    def characters(self) -> str:
+        """Return digits, blank and row end."""
+        return _DIGITS + "./"
+
+
+@cache
+def _reduced_squares() -> list[_Square]:
+    """Return the 56 reduced Latin squares: first row and first column are sorted."""
+
+    def fits(above: _Square, row: str) -> bool:
+        is_sorted = row == _DIGITS if not above else row[0] == _DIGITS[len(above)]
+        return is_sorted and _columns_differ(above, row)
+
+    return _all_squares(_LATIN_SIZE, fits)
+
+
+def _random_square(rng: Random) -> str:
+    """Draw one of the 161280 squares uniformly.
+
+    Each square results from exactly one reduced square by one permutation of its columns and its lower rows.
+    """
+    first, *lower = rng.choice(_reduced_squares())
+    columns = rng.sample(range(_LATIN_SIZE), _LATIN_SIZE)
+    rows = [first, *rng.sample(lower, len(lower))]
+    return "".join([row[column] for row in rows for column in columns])
+
+
+def _combination(rank: int, count: int) -> set[int]:
+    """Return the combination of ``count`` of the 25 cells with a rank in ``range(comb(25, count))``."""
+    chosen: set[int] = set()
+    for cell in range(_NUM_LATIN_CELLS):
+        num_with_cell = comb(_NUM_LATIN_CELLS - cell - 1, count - len(chosen) - 1) if len(chosen) < count else 0
+        if rank < num_with_cell:
+            chosen.add(cell)
+        else:
+            rank -= num_with_cell
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sudoku(GeneratedTask):
+    """Four 4x4 sudokus with nine holes and one solution each, such as ``.13./.3../14../3..4/``.
+
+    Each row, column and 2x2 box contains each digit once. Unlike a Latin square with few clues, a puzzle has one
+    correct answer; the difficulty is the order in which its cells can be determined.
+
+    The key determines the solutions. A puzzle has only one solution, so different solutions give different queries.
+
+    Attributes:
+        num_grids: Number of puzzles in a query, 1 to 64.
+        num_holes: Number of blank cells in each puzzle, 1 to 11.
+    """
+
+    capacity_option: ClassVar[str] = "num_grids"
+
+    num_grids: int = 4
+    num_holes: int = 9
+
+    def __post_init__(self) -> None:
+        require_between("num_grids", self.num_grids, 1, 64)
+        require_between("num_holes", self.num_holes, 1, 11)
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """All sequences of solutions."""
+        return _NUM_SUDOKUS**self.num_grids
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return puzzles, and their solutions."""
+        query = response = ""
+        for number in digits(key, _NUM_SUDOKUS, self.num_grids):
+            cells = _sudokus()[number]
+            shown = rng.sample(range(_NUM_SUDOKU_CELLS), _NUM_SUDOKU_CELLS - self.num_holes)
+            while _solutions(cells, shown) != 1 << number:
+                shown = rng.sample(range(_NUM_SUDOKU_CELLS), _NUM_SUDOKU_CELLS - self.num_holes)
+            query += _to_text(_keep_cells(cells, shown), _SUDOKU_SIZE)
+            response += _to_text(cells, _SUDOKU_SIZE)
+        return query, response
+
+    def characters(self) -> str:
+        """Return digits, blank and row end."""
+        return "1234./"
+
+
+@cache
+def _sudokus() -> list[str]:
+    """Return the 288 complete grids."""
+
+    def fits(above: _Square, row: str) -> bool:
+        box_rows = above[-1:] if len(above) % 2 else ()
+        boxes_differ = all(not set(row[:2]) & set(earlier[:2]) for earlier in box_rows)
+        return boxes_differ and _columns_differ(above, row)
+
+    return ["".join(square) for square in _all_squares(_SUDOKU_SIZE, fits)]
+
+
+@cache
+def _sudokus_with() -> list[dict[str, int]]:
+    """Return for each cell and digit the set of grids with that digit in the cell, as a bit mask over the grids."""
+    return [
+        {digit: sum(1 << number for number, cells in enumerate(_sudokus()) if cells[cell] == digit) for digit in "1234"}
+        for cell in range(_NUM_SUDOKU_CELLS)
+    ]
+
+
+def _solutions(cells: str, shown: list[int]) -> int:
+    """Return the set of grids that agree with ``cells`` in the shown cells, as a bit mask over the grids."""
+    sudokus_with = _sudokus_with()
+    solutions = (1 << _NUM_SUDOKUS) - 1
+    for cell in shown:
+        solutions &= sudokus_with[cell][cells[cell]]
+    return solutions
+
+
+def _to_text(cells: str, size: int) -> str:
+    """Return a grid as text: each row of ``size`` cells ends with a slash."""
+    return "".join([cells[start : start + size] + "/" for start in range(0, size * size, size)])
+
+
+def _keep_cells(cells: str, kept: Collection[int]) -> str:
+    """Blank all cells except those with an index in ``kept``."""
+    return "".join([cell if index in kept else "." for index, cell in enumerate(cells)])
+
+
+def _all_squares(size: int, fits: Callable[[_Square, str], bool]) -> list[_Square]:
+    """Return all squares whose rows fit, each as a tuple of rows.
+
+    Args:
+        size: Number of rows and columns; each row is a permutation of the digits from 1 to ``size``.
+        fits: Whether a row may follow the rows above it.
+    """
+    rows = ["".join(row) for row in permutations("123456789"[:size])]
+    squares: list[_Square] = [()]
+    for _ in range(size):
+        squares = [(*above, row) for above in squares for row in rows if fits(above, row)]
+    return squares
+
+
+def _columns_differ(above: _Square, row: str) -> bool:
+    """Return whether a row repeats no digit of the same column in the rows above."""
+    return all(cell != other for earlier in above for cell, other in zip(row, earlier, strict=True))
