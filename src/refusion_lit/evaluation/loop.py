@@ -99,6 +99,7 @@ class Evaluation:
     _model: TextModel
     _task: Task
     _directory: Path
+    _batch_size: int
     _num_prompts: int
 
     def __init__(
@@ -167,11 +168,13 @@ class Evaluation:
             ValueError: If a decoder does not fit the model, a prompt is too long, or there is nothing to resume, or
                 something else.
         """
-        data = getattr(trainer, "datamodule", None)
+        data: Any = getattr(trainer, "datamodule", None)
         require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
         self._trainer = trainer
         self._model = self.pair(model)
         self._task = data.task
+        # The loader's batches limit the number of prompts that are decoded concurrently.
+        self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
         decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
         self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
@@ -269,13 +272,11 @@ class Evaluation:
 
     def _report(self) -> None:
         """Print the table of the decoders, and write ``results.json`` and the report."""
-        # The loader's batches limit the number of prompts that are decoded concurrently.
-        batch_size = min(self.options.batch_size, self._trainer.datamodule.eval_batch_size)
-        decoder_table(self.results, batch_size, marked={name for name, why in self.mismatches.items() if why})
+        decoder_table(self.results, self._batch_size, marked={name for name, why in self.mismatches.items() if why})
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
-            "batch_size": batch_size,
+            "batch_size": self._batch_size,
             "decoders": {name: described(state.decoder) for name, state in self._running.items()},
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
