@@ -13,27 +13,24 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 31,
-    "command to text: lines": 5134,
-    "token ids to text: files": 27,
-    "token ids to text: lines": 4727,
-    "examples to loss: files": 21,
-    "examples to loss: lines": 3282,
-    "test: files": 84,
-    "test: lines": 13256,
-    "package: files": 240,
-    "package: lines": 29_397,
-    "package: lines of code": 18_553,
+    "command to text: files": 28,
+    "command to text: lines": 4959,
+    "token ids to text: files": 24,
+    "token ids to text: lines": 4549,
+    "examples to loss: files": 19,
+    "examples to loss: lines": 3094,
+    "test: files": 76,
+    "test: lines": 12_826,
+    "package: files": 204,
+    "package: lines": 27_184,
+    "package: lines of code": 17_167,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
 The aims: command to text 20 files and 3100 lines, token ids to text 18 and 2700, examples to loss 18 and 2400, test 60
 files, package 170 files, 24 000 lines and 16 000 of code.
 """
-CIRCLES = [
-    {"cli.answers", "cli.generate"},
-    {"engine.proposals", "engine.requests", "engine.sampling"},
-]
+CIRCLES = [{"refusion_lit.cli.answers", "refusion_lit.cli.generate"}]
 """Files that import one another; the aim is that there are none."""
 
 
@@ -47,7 +44,7 @@ def test_the_package_stays_within_its_bounds() -> None:
 def test_no_file_imports_itself_through_others() -> None:
     graph = grimp.build_graph("refusion_lit")  # imports within functions and for annotations included
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    assert circles(imports) == [{f"refusion_lit.{name}" for name in circle} for circle in CIRCLES]
+    assert [circle for circle in circles(imports) if circle not in CIRCLES] == []
 
 
 def test_circles_are_found() -> None:
