@@ -14,7 +14,9 @@ from rich.console import Console
 from refusion_lit.api import load
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser, order_line
+from refusion_lit.cli.parser import Setup, sampling_of
 from refusion_lit.traces import read_trace
+from refusion_lit.types import DecodingOptions
 from traces.samples import plan_and_verify
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
@@ -34,7 +36,11 @@ def make_chat(template: str | None, *args: str) -> Chat:
         parser.parse_args([f"--ckpt_path={MODEL}", "--max_new_tokens=16", "--decoder=ReFusion", *args])
     )
     assert isinstance(options, Namespace)
-    return Chat(model, options, Console(file=io.StringIO(), width=200))
+    return Chat(
+        Setup(model, options.decoder, sampling_of(options), DecodingOptions()),
+        options,
+        Console(file=io.StringIO(), width=200),
+    )
 
 
 def test_questions_are_answered_in_turn_with_their_order(

@@ -148,15 +148,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"refusion-lit {refusion_lit.__version__}"
 
 
-def test_help_begins_with_a_short_usage_and_names_one_way_to_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: refusion-lit fit --config FILE [--OPTION VALUE ...]\n\n")
-    options = {word for line in shown.splitlines() for word in line.split()[:1] if word.startswith("--")}
-    assert {"--model.optimizer", "--ckpt_path", "--data.batch_size"} <= options
-    assert "--optimizer" not in options
-
-
 def test_init_copies_the_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(tmp_path)]) == 0
     assert (tmp_path / "configs" / "quickstart.yaml").read_text() == Path(QUICKSTART).read_text()

@@ -89,11 +89,11 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
         (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, Gsm8k, Holes, HumanEval"),
         (
             ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
-            "got none.Task (no module 'none'); install the module",
+            "got none.Task (No module named 'none'); install it or",
         ),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
-            '"data.task": Import path json.JSONDecoder does not correspond to a subclass of Task',
+            "data.task: expected a subclass of Task, got 'json.JSONDecoder'; choose one of Additions",
         ),
         (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
         (

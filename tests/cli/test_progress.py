@@ -42,7 +42,6 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("refusion_lit.cli.progress._SECONDS_BETWEEN_UPDATES", 0)
     return stream
 
 
@@ -64,11 +63,10 @@ def test_answers_tokens_and_time_are_counted_within_a_batch() -> None:
     )
     progress.stop()
     pace = progress.paces["ar"]
-    assert (pace.answers, pace.total) == (4, 4)
+    assert pace.answers == 4
     assert pace.tokens == sum(row.num_tokens for row in rows)
     assert [tokens for _, tokens in seen] == list(range(1, pace.tokens + 1))  # token by token
     assert len({answers for answers, _ in seen}) > 2  # answers of one batch end one by one
-    assert pace.left() == "0:00:00 left"
     assert float(pace.rate().split()[0].replace(",", "")) == pytest.approx(pace.tokens / pace.seconds, abs=1)
 
 

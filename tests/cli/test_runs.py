@@ -15,7 +15,7 @@ from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.run_directory import with_resume
-from refusion_lit.cli.running import _how_to_resume
+from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.locks import release_lock, try_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -221,7 +221,7 @@ def test_a_name_that_is_no_text_is_refused_when_resumed(
     config.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICKSTART).read_text()), "run_name": 2024}))
     assert main(["fit", f"--config={config}", *TINY, f"--runs_dir={tmp_path}", resume]) == 2
     error = capsys.readouterr().err
-    expected = '"run_name": Expected' if resume == "--resume" else "resume: expected a run's directory"
+    expected = "run_name: expected text, got 2024" if resume == "--resume" else "resume: expected a run's directory"
     assert expected in error
 
 

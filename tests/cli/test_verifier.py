@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser
+from refusion_lit.cli.parser import Setup, sampling_of
 from refusion_lit.decoding import APD, decode
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.tasks import Additions
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 """A directory that does not state what its model was trained for."""
@@ -80,7 +81,9 @@ def test_the_context_of_a_chat_is_the_shorter_one() -> None:
     options: Any = build_parser().parse(
         ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
     )
-    chat = Chat(model, options, Console(file=io.StringIO()))
+    chat = Chat(
+        Setup(model, options.decoder, sampling_of(options), DecodingOptions()), options, Console(file=io.StringIO())
+    )
     chat.turns = [("2" * 20, "3" * 20)]
     chat.ask("12+34")
     assert len(chat.turns) == 2

@@ -11,9 +11,7 @@ import pytest
 from cli.conftest import QUICKSTART
 from hardness.malformed import nested
 from refusion_lit.cli.answers import read_prompts
-from refusion_lit.cli.check import check_arguments
-from refusion_lit.cli.component_files import with_component_files
-from refusion_lit.cli.trainer_options import read_description
+from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports import read_runs
 from refusion_lit.traces import read_trace, write_trace
@@ -139,8 +137,8 @@ def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message
     with pytest.raises(ValueError, match=rf"^base: .*{message}") as refused:
         read_yaml(path, "base")
     assert str(path) in str(refused.value)
-    with pytest.raises(ValueError, match=r"--model.decoders.x: .*x\.yaml"):
-        with_component_files([f"--model.decoders.x={path}"], "model.decoders")
+    with pytest.raises(ValueError, match=r"model.decoders.x: .*x\.yaml"):
+        options_given([f"--model.decoders.x={path}"])
 
 
 @pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
@@ -148,7 +146,7 @@ def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, content: byt
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
-        check_arguments(["--config", QUICKSTART, f"--config={path}"], read_description("fit"), "fit")
+        options_given(["--config", QUICKSTART, f"--config={path}"])
 
 
 @pytest.mark.parametrize(

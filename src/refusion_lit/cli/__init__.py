@@ -1,4 +1,4 @@
-"""The command line. Light subcommands start without the heavy imports of the others."""
+"""The command line. Help is printed from files, and a command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from signal import SIGPIPE
 
 from refusion_lit.version import __version__
@@ -31,18 +32,21 @@ usage: refusion-lit COMMAND [OPTIONS]
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
 
-_OWN = {
-    "generate": "refusion_lit.cli.generate",
-    "chat": "refusion_lit.cli.chat",
-    "trace": "refusion_lit.cli.trace",
-    "score": "refusion_lit.cli.score",
-    "evaluate": "refusion_lit.cli.evaluate",
-    "export": "refusion_lit.cli.export",
-    "import-gguf": "refusion_lit.cli.import_gguf",
-    "sweep": "refusion_lit.cli.sweep",
-    "init": "refusion_lit.cli.init",
-    "report": "refusion_lit.cli.report",
+OWN = {
+    "generate": "generate.run",
+    "chat": "chat.run",
+    "trace": "trace.run",
+    "score": "score.run",
+    "evaluate": "evaluate.run",
+    "export": "export.run",
+    "import-gguf": "export.import_gguf",
+    "sweep": "sweep.run",
+    "init": "init.run",
+    "report": "report.run",
 }
+"""Module and function of the commands that do not need Lightning."""
+_HELP = Path(__file__).with_name("help")
+"""Pages that ``docs/help_pages.py`` renders, as the parsers need imports of seconds."""
 _TRAINER = ("fit", "validate", "test", "predict")
 
 
@@ -91,15 +95,22 @@ def _run(command: str, rest: list[str]) -> int:
     if command == "--version":
         print(f"refusion-lit {__version__}")
         return 0
-    if command in _OWN:
-        return import_module(_OWN[command]).run(rest)
+    if command in (*OWN, *_TRAINER) and not {"-h", "--help", "--help=all"}.isdisjoint(rest):
+        pages = [command]
+        if command in _TRAINER:
+            pages += ["shared", "trainer"] if "--help=all" in rest else ["shared"]
+        print("".join((_HELP / f"{page}.txt").read_text(encoding="utf-8") for page in pages), end="")
+        return 0
+    if command in OWN:
+        module, _, function = OWN[command].partition(".")
+        return getattr(import_module(f"refusion_lit.cli.{module}"), function)(rest)
     if command in _TRAINER:
         from refusion_lit.cli.trainer import run
 
         return run(command, rest)
-    from refusion_lit.cli.suggestions import nearest
+    from refusion_lit.cli.usage_errors import nearest
 
-    suggestion = nearest(command, [*_TRAINER, *_OWN]) or "; `refusion-lit --help` lists the commands"
+    suggestion = nearest(command, [*_TRAINER, *OWN]) or "; `refusion-lit --help` lists the commands"
     return _fail(f"unknown command {command!r}{suggestion}")
 
 

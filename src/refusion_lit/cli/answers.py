@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.generate import template_of
-from refusion_lit.cli.parser import decoding_of, load_model_of, sampling_of
+from refusion_lit.cli.parser import Setup, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
+from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
+from refusion_lit.evaluation.fingerprints import predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
+from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
+    pass
 
 _SECONDS_BETWEEN_WRITES = 1.0
 
@@ -54,29 +56,32 @@ def write_answers(options: Namespace) -> None:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt; fill it in or remove it.")
     (name, count), *_ = Counter(request.id for request in requests).most_common(1)
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
-    sampling = sampling_of(options)
     template = template_of(options)
     templates = {request.id: template if request.template is None else request.template for request in requests}
-    from refusion_lit.data.templates import candidates
-
-    model = load_model_of(options)
+    setup = setup_of(options)
+    model = setup.model
     encoded = {request.id: model.encode(request.prompt) for request in requests}
-    named = [Prompt(token_ids=tuple(tokens), id=name) for name, tokens in encoded.items()]
-    prompts = [each for prompt in named for each in candidates(prompt, templates[prompt.id], model.tokenizer)]
-    _check_model(model, options, prompts, sampling)
-    progress = AnswerProgress()
+    prompts = [
+        each
+        for name, tokens in encoded.items()
+        for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
+    ]
+    _check_model(setup, prompts)
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
-    with _writer(options, requests, contents, model, sampling) as (waiting, write):
-        decoder = type(options.decoder).__name__
+    fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
+    progress = AnswerProgress()
+    decoder = type(setup.decoder).__name__
+    with _writer(options, requests, fingerprint) as (waiting, write):
         watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
         try:
             model.generate_ids(
                 [encoded[request.id] for request in waiting],
-                sampling=sampling,
+                decoder=setup.decoder,
+                sampling=setup.sampling,
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
                 callbacks=[_Writer(write, waiting), *watch],
-                **decoding_of(options),
+                **vars(setup.decoding),
             )
         finally:
             progress.stop()
@@ -103,34 +108,27 @@ def _check_output(options: Namespace) -> None:
     require(is_free, "output", "a new file", f"{output}, which holds answers", fix)
 
 
-def _check_model(model: TextModel, options: Namespace, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
     """Refuse a model that the decoder cannot run on, or prompts that do not fit, before the output file is emptied.
 
     Raises:
         ValueError: With the reason.
     """
-    paired = model.model_for(options.decoder)
-    if not options.allow_mismatch:
-        model.check_decoder(options.decoder)
-    check_prompts(paired, options.decoder, prompts, sampling, options.max_cache_tokens)
-    options.decoder.begin(prompts[0], sampling, paired.special_tokens)  # SelfSpeculative looks for its drafter here
+    model = setup.model.model_for(setup.decoder)
+    if not setup.decoding.allow_mismatch:
+        setup.model.check_decoder(setup.decoder)
+    check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
+    setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
 @contextmanager
 def _writer(
-    options: Namespace,
-    requests: list[_Request],
-    contents: Mapping[str, object],
-    model: TextModel,
-    sampling: SamplingParams,
+    options: Namespace, requests: list[_Request], fingerprint: Fingerprint
 ) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
     """Open the output; yield the requests that are not answered yet, and what writes an answer."""
     if options.output is None:
         yield requests, _print_line
         return
-    from refusion_lit.evaluation.fingerprints import predictions_fingerprint
-
-    fingerprint = predictions_fingerprint(model, options.decoder, sampling, contents.items())
     file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
     pending = _Pending(file)
     try:
@@ -152,7 +150,8 @@ class _Pending:
     """Answers that wait for a second to be written together, as each write is synced to disk."""
 
     def __init__(self, file: PredictionsFile) -> None:
-        self._file, self._lines = file, []
+        self._file = file
+        self._lines: list[dict[str, Any]] = []
         self._written = time.monotonic()
 
     def add(self, line: dict[str, Any]) -> None:

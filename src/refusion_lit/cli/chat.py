@@ -5,24 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
+from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
+from refusion_lit.engine.admission import KeptCache
 from refusion_lit.traces import Trace, check_replaceable, page, write_trace
 from refusion_lit.traces.display import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
 
 _HELP = """\
 /help          this
@@ -40,8 +37,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
     history = "earlier turns (question and answer) that the model sees at most; all by default"
     parser.add_argument("--history", type=int | None, default=None, help=history)
-    shared = "keep the cache, so that a turn computes only what is new; takes the memory of the conversation"
-    parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
+    add_decoding_options(parser, "share_prefixes", "allow_mismatch")
     parser.add_argument("--show_order", type=bool, default=True, help="show which forward decoded what")
     add_model_options(parser, max_new_tokens=256)
     return parser
@@ -56,15 +52,15 @@ def run(args: list[str]) -> int:
     options = build_parser().parse(args)
     if options.history is not None and options.history < 0:
         raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
-    sampling_of(options)
-    model = load_model_of(options)
-    context = model.model_for(options.decoder).max_positions
+    setup = setup_of(options)
+    context = setup.model.model_for(setup.decoder).max_positions
     fits = context is None or options.max_new_tokens < context
     expected = f"less than the model's context of {context} tokens"
     require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
-    chat = Chat(model, options, Console())
-    chat.check()
-    if not model.tokenizer.chat_template:
+    if not options.allow_mismatch:
+        setup.model.check_decoder(setup.decoder)
+    chat = Chat(setup, options, Console())
+    if not setup.model.tokenizer.chat_template:
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
     for line in _lines(chat.console):
         try:
@@ -101,28 +97,20 @@ class Chat:
     """A conversation.
 
     Args:
-        model: The model.
+        setup: Model, decoder and sampling.
         options: The command's options.
         console: Where answers are shown.
     """
 
-    def __init__(self, model: TextModel, options: Namespace, console: Console) -> None:
-        self.model, self.options, self.console = model, options, console
-        self.sampling = sampling_of(options)
+    def __init__(self, setup: Setup, options: Namespace, console: Console) -> None:
+        self.model = setup.model
+        self.decoder = setup.decoder
+        self.setup = setup
+        self.options = options
+        self.console = console
         self.turns: list[tuple[str, str]] = []
         self.last: Trace | None = None
-        from refusion_lit.engine.admission import KeptCache
-
         self._kept = KeptCache() if options.share_prefixes else None
-
-    def check(self) -> None:
-        """Refuse a model that the decoder cannot run on, before the first question.
-
-        Raises:
-            ValueError: With the reasons.
-        """
-        if not self.options.allow_mismatch:
-            self.model.check_decoder(self.options.decoder)
 
     def take(self, line: str) -> bool:
         """Run one line of input, a command or a question; return whether the conversation continues.
@@ -176,8 +164,8 @@ class Chat:
             callbacks = [_Watch(live, self.model.piece)] if watching else []
             name = str(len(self.turns))
             row, self.last = self.model.trace(
-                question, decoder=self.options.decoder, sampling=self.sampling, token_ids=ids, prompt_id=name,
-                callbacks=callbacks, allow_mismatch=self.options.allow_mismatch, kept=self._kept,
+                question, decoder=self.decoder, sampling=self.setup.sampling, token_ids=ids, prompt_id=name,
+                callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
@@ -190,7 +178,7 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
-        context, room = self.model.model_for(self.options.decoder).max_positions, self.sampling.max_new_tokens
+        context, room = self.model.model_for(self.decoder).max_positions, self.setup.sampling.max_new_tokens
         num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
         kept = num_turns
         ids = self.model.encode(question, self.messages(question, kept))

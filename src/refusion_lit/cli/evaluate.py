@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.cli.parser import OneLineParser, add_decoder_option, add_loading_options, as_list, load_model_of
+from refusion_lit.cli.parser import (
+    OneLineParser,
+    add_decoder_option,
+    add_decoding_options,
+    add_loading_options,
+    as_list,
+    decoding_of,
+    load_model_of,
+)
+from refusion_lit.evaluation.predictions import check_writable
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require, require_number
 
@@ -23,7 +31,7 @@ def build_parser() -> OneLineParser:
     add_decoder_option(parser)
     parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
     parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts that share a forward; changes no token")
+    add_decoding_options(parser, "batch_size", "allow_mismatch")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
     parser.add_argument("--limit", type=int | None, default=None, help="only the first N documents of a task")
     parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
@@ -48,7 +56,10 @@ def run(args: list[str]) -> int:
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
-    output = _output(options.output)
+    output = None if options.output is None else Path(options.output)
+    if output is not None:
+        check_writable(output, "output", overwrite=True)
+        require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
     if options.limit is not None:
         require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
     manager = TaskManager(include_path=options.include_path)
@@ -59,8 +70,14 @@ def run(args: list[str]) -> int:
             f"tasks: expected names of the harness's tasks or of those below --include_path, got "
             f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
         )
-    names = ("decoder", "likelihood", "num_draws", "batch_size", "seed", "allow_mismatch")
-    model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
+    names = ("decoder", "likelihood", "num_draws", "seed")
+    decoding = decoding_of(options)
+    model = RefusionLitModel(
+        load_model_of(options),
+        **{name: options[name] for name in names},
+        batch_size=decoding.batch_size,
+        allow_mismatch=decoding.allow_mismatch,
+    )
     results = evaluate(
         model,
         tasks,
@@ -77,18 +94,3 @@ def run(args: list[str]) -> int:
     else:
         write_atomically(output, text)
     return 0
-
-
-def _output(name: str | None) -> Path | None:
-    """Return where to write, having made sure that it can be before hours of work."""
-    if name is None:
-        return None
-    output = Path(name)
-    if output.is_dir():
-        raise ValueError(f"output: expected a file, got {name!r}, which is a folder; add a file's name.")
-    if not output.parent.is_dir():
-        raise ValueError(f"output: expected a file in a folder that exists, got {output}; make {output.parent} first.")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"output: expected a file in a folder that can be written, got {output}; choose another one.")
-    require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
-    return output

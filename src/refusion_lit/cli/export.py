@@ -1,19 +1,19 @@
-"""``refusion-lit export``: write a checkpoint as a Hugging Face directory, or its adapters as peft's."""
+"""``refusion-lit export`` and ``import-gguf``: write a checkpoint or a GGUF file as a Hugging Face directory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.output_directory import check_new, filled
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.reports.results import RESULTS
-from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.errors import is_write_failure, reason_of, write_failure
+from refusion_lit.utils.files import atomic_directory, write_atomically
 from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
@@ -47,7 +47,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     output = Path(options.output)
-    check_new(output)
+    _check_new(output)
     for results in as_list(options.results):
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
     model = _load(options)
     backbone = model.backbone
     card = _card(options, backbone)
-    with filled(output) as directory:
+    with _filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
             save_drafter(backbone.drafter, backbone.model, directory)
         elif options.adapter_only:
@@ -138,4 +138,57 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
         raise ValueError(
             f"push_to_hub: the upload to {repository!r} failed ({reason_of(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."
+        ) from error
+
+
+def import_gguf(args: list[str]) -> int:
+    """Write the model of a GGUF file.
+
+    Raises:
+        ValueError: If the file cannot be read, or the directory is not empty.
+    """
+    text = "Write the model of a GGUF file as a Hugging Face directory, with weights in float32."
+    parser = OneLineParser(prog="refusion-lit import-gguf", description=text)
+    parser.add_argument("file", type=str, help="a GGUF file of an architecture that transformers reads")
+    parser.add_argument("--output", type=str, required=True, help="new or empty directory")
+    options = parser.parse(args)
+    output = Path(options.output)
+    _check_new(output)
+
+    from refusion_lit.modeling.gguf import load_gguf
+
+    model, tokenizer = load_gguf(options.file)
+    with _filled(output) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    size = sum(weight.numel() for weight in model.parameters()) / 1e6
+    sys.stdout.write(f"wrote {output}: {type(model).__name__}, {size:.1f} million parameters\n")
+    return 0
+
+
+def _check_new(output: Path) -> None:
+    """Refuse to write into a directory that holds something.
+
+    Raises:
+        ValueError: If there is something under this name.
+    """
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
+
+
+@contextmanager
+def _filled(output: Path) -> Iterator[Path]:
+    """Yield a directory to fill, which gets its name when it is complete; see :func:`atomic_directory`.
+
+    Raises:
+        ValueError: If it cannot be written, for lack of space or permission.
+    """
+    try:
+        with atomic_directory(output) as directory:
+            yield directory
+    except Exception as error:
+        if isinstance(error, ValueError) or not is_write_failure(error):
+            raise
+        raise ValueError(
+            f"output: {output} cannot be written ({write_failure(error)}). Make room, or choose another directory."
         ) from error

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from jsonargparse import Namespace
-
-from refusion_lit.cli.parser import OneLineParser, add_model_options, decoding_of, load_model_of, sampling_of
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of, template_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
 from refusion_lit.utils.require import require
 
@@ -24,13 +22,7 @@ def build_parser() -> OneLineParser:
     template = "file with given text of the response and gaps such as {{5}} or {{1-6}} tokens to fill in"
     parser.add_argument("--template", type=str, default=None, help=template)
     add_model_options(parser)
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded concurrently; changes no token")
-    budget = "maximum number of positions a forward computes, padding included; changes no token"
-    parser.add_argument("--max_tokens_per_forward", type=int | None, default=None, help=budget)
-    entries = "maximum number of cache entries (prompts and answers) of all prompts in flight"
-    parser.add_argument("--max_cache_tokens", type=int | None, default=None, help=entries)
-    shared = "compute what prompts have in common at their beginning once"
-    parser.add_argument("--share_prefixes", type=bool, default=True, help=shared)
+    add_decoding_options(parser)
     parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     return parser
@@ -58,32 +50,17 @@ def run(args: list[str]) -> int:
         return 0
     if not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    sampling = sampling_of(options)
     template = template_of(options)
-    model = load_model_of(options)
-    model.infill(
+    setup = setup_of(options)
+    setup.model.generate(
         [options.prompt],
-        [template],
-        sampling=sampling,
-        callbacks=[Stream(model.detokenize, sampling.stop)],
-        **decoding_of(options),
+        templates=[template],
+        decoder=setup.decoder,
+        sampling=setup.sampling,
+        callbacks=[Stream(setup.model.detokenize, setup.sampling.stop)],
+        **vars(setup.decoding),
     )
     return 0
-
-
-def template_of(options: Namespace) -> str | None:
-    """Return the text of the template that the options name, if they name one.
-
-    Raises:
-        ValueError: If it cannot be read, or is wrong.
-    """
-    if options.template is None:
-        return None
-    from refusion_lit.data.templates import Template, read_template
-
-    text = read_template(options.template)
-    Template.parse(text)
-    return text
 
 
 class Stream(GenerationCallback):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +19,30 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSA
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
+from refusion_lit.checkpoints.files import (
+    check_model_source,
+    is_checkpoint_file,
+    is_sharded_checkpoint,
+    read_checkpoint,
+)
+from refusion_lit.checkpoints.models import CheckpointMetadata
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.check import explain
-from refusion_lit.cli.component_files import with_component_files
-from refusion_lit.cli.model_source import check_backbone, last_checkpoint, use_source
-from refusion_lit.cli.parser import PARSER_ERRORS, OneLineErrors, brief
+from refusion_lit.cli.parser import OneLineErrors, PlainHelp
 from refusion_lit.cli.progress_bar import RunProgress
+from refusion_lit.cli.usage_errors import (
+    PARSER_ERRORS,
+    Given,
+    brief,
+    check_groups,
+    explained,
+    is_yaml_file,
+    options_given,
+)
 from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.modeling.hub import check_source
 from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
 from refusion_lit.reports.environment import environment
 from refusion_lit.reports.results import read_config, shortened
@@ -32,6 +50,7 @@ from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, Sa
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import write_atomically, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.yaml_files import read_yaml
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 
@@ -40,6 +59,18 @@ _CKPT_PATH = {
     "fit": "checkpoint of a training to continue; last: the newest one of RUN_NAME (and RUN_VERSION), if there is one",
     "others": "checkpoint, Hugging Face directory or hub id of the model; last: the newest one of RUN_NAME",
 }
+
+
+_SUMMARIES = {
+    "fit": "Train a model.",
+    "validate": "Compute the validation loss of a checkpoint.",
+    "test": "Decode a test set with every decoder of the config and print them side by side.",
+    "predict": "Write predictions as JSON lines.",
+}
+_RESUME = (
+    " --resume [RUN] continues an interrupted run: a run's directory (its config is then used), a version of RUN_NAME, "
+    "or without RUN the newest run of RUN_NAME, if there is one."
+)
 
 
 class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
@@ -89,6 +120,7 @@ class RefusionCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
+        kwargs.setdefault("formatter_class", PlainHelp)
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
@@ -111,6 +143,7 @@ class RefusionCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
         """Return a subcommand's parser, with help that says what these options do here."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.description = _SUMMARIES[subcommand] + ("" if subcommand == "validate" else _RESUME)
         parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
         for action in parser._actions:
             if action.dest == "ckpt_path":
@@ -126,18 +159,21 @@ class RefusionCLI(LightningCLI):
         self.config = self.parse(parser, args)
 
     def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
-        """Parse arguments, in which a decoder may be given by its file.
+        """Parse arguments; ``--model.decoders.NAME`` may be the YAML file of a decoder.
 
         Raises:
             ValueError: Naming the wrong option.
         """
-        given = with_component_files(args, "model.decoders")
+        command = args[0] if args and args[0] in self.parsers else ""
+        own = self.parsers[command] if command else parser
+        options = args[1:] if command else args
+        given = options_given(options)
+        check_groups(own, given)
+        options = _with_decoder_files(options, given)
         try:
-            return parser.parse_args(given)
+            return parser.parse_args([command, *options] if command else options)
         except PARSER_ERRORS as error:
-            command = given[0] if given and given[0] in self.parsers else ""
-            own = (self.parsers[command], given[1:]) if command else (parser, given)
-            raise explain(*own, error, command) from error
+            raise explained(own, options, error, command) from error
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
@@ -183,7 +219,7 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer)
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
-            path = last_checkpoint(config, str(self.subcommand))
+            path = run_directory.last_checkpoint(config, str(self.subcommand))
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
@@ -191,9 +227,9 @@ class RefusionCLI(LightningCLI):
         source = config.get("ckpt_path")
         if self.subcommand in ("test", "predict", "validate"):
             if source:
-                use_source(config, str(source))
+                _use_source(config, str(source))
             else:
-                check_backbone(config.model.backbone, self.subcommand)
+                _check_backbone(config.model.backbone, self.subcommand)
 
     def _choose_directory(self, config: Namespace) -> None:
         if config.trainer.logger not in (None, True):
@@ -222,6 +258,25 @@ class RefusionCLI(LightningCLI):
         except ValueError as error:
             config = self.config[self.subcommand] if self.subcommand else self.config
             raise ValueError(_located(brief(str(error)), config.model)) from error
+
+
+def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str]:
+    """Replace the files of decoders by their content; jsonargparse reads files of options, not of values of a mapping.
+
+    Raises:
+        ValueError: If a file holds no decoder.
+    """
+    expanded = list(args)
+    for each in given:
+        file = each.value
+        if each.file or not re.fullmatch(r"model\.decoders\.[^.]+", each.name) or not is_yaml_file(file):
+            continue
+        values = read_yaml(Path(file), each.name)
+        expected = f"a component (class_path and init_args) in {file}"
+        require("class_path" in values, each.name, expected, ", ".join(values), "add class_path")
+        content, option = json.dumps(values), f"--{each.name}"
+        expanded = [{file: content, f"{option}={file}": f"{option}={content}"}.get(arg, arg) for arg in expanded]
+    return expanded
 
 
 def _continues(config: Namespace, directory: Path) -> bool:
@@ -256,6 +311,71 @@ def _check_trainer(trainer: Namespace) -> None:
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
     holds = not isinstance(interval, int | float) or interval > 0
     require(holds, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
+
+
+def _use_source(config: Namespace, source: str) -> None:
+    """Let a checkpoint or directory decide what the model is; all other options stay as given.
+
+    Raises:
+        ValueError: If it cannot be read, or not with the strategy of the config.
+    """
+    if is_checkpoint_file(source):
+        _check_sharding(config, source)
+        metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
+        config.data.tokenizer = Namespace(
+            class_path="refusion_lit.data.tokenizers.StoredTokenizer",
+            init_args=Namespace(files=metadata.tokenizer_files),
+        )
+        stored = metadata.backbone_config()
+        config.model.backbone.source = None
+        config.model.backbone.config = stored.config
+        # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
+        lora = stored.lora if is_sharded_checkpoint(source) else None
+        config.model.backbone.lora = None if lora is None else Namespace(**asdict(lora))
+        drafter = stored.drafter  # with its weights in the checkpoint
+        config.model.backbone.drafter = None if drafter is None else Namespace(**asdict(drafter))
+        config.model.backbone.draft = None
+        return
+    if source == "best":
+        raise ValueError("ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path.")
+    if source == "hpc":
+        return
+    check_model_source(source)
+    check_source(source, "ckpt_path")
+    config.data.tokenizer = Namespace(
+        class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
+        init_args=Namespace(source=source, revision=None, trust_remote_code=False),
+    )
+    config.model.backbone.source = source
+    config.model.backbone.config = {}
+    config.model.backbone.random_init = False
+    config.model.backbone.lora = None
+    config.ckpt_path = None
+
+
+def _check_backbone(backbone: Namespace, command: str) -> None:
+    """Refuse a command without any model, and warn about random weights.
+
+    Raises:
+        ValueError: If there is neither a checkpoint nor a model in the config.
+    """
+    if backbone.source is None and "model_type" not in backbone.config:
+        raise ValueError(
+            f"ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to {command}, got none, and the "
+            "config names no model.backbone either; give --ckpt_path."
+        )
+    if backbone.source is None or backbone.random_init:
+        rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
+
+
+def _check_sharding(config: Namespace, source: str) -> None:
+    """Refuse a sharded checkpoint if the strategy cannot read one."""
+    strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
+    if is_sharded_checkpoint(source) and not strategy.endswith("ModelParallelStrategy"):
+        raise ValueError(
+            f"ckpt_path: {source} is a sharded checkpoint, which the strategy {strategy} cannot read. Turn it into a "
+            "directory with `refusion-lit export`, or test with the strategy ModelParallelStrategy."
+        )
 
 
 class _ParseOnly(RefusionCLI):

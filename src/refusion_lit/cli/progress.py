@@ -1,4 +1,4 @@
-"""Progress of decoding: answers, tokens a second and time left, one line for each decoder."""
+"""Progress of decoding: answers, tokens per second and time left, one line for each decoder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import time
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
-
-_SECONDS_BETWEEN_UPDATES = 0.1
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 @dataclass
@@ -24,24 +16,18 @@ class Pace:
     """What one decoder has done so far.
 
     Attributes:
-        total: Number of answers to make.
         answers: Number of finished answers.
         tokens: Number of committed tokens.
-        seconds: Time spent in finished calls.
+        seconds: Time spent in calls of ``decode``.
     """
 
-    total: int
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def rate(self) -> str:
-        """Return tokens a second."""
+        """Return tokens per second."""
         return f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else "0 tokens/s"
-
-    def left(self) -> str:
-        """Return the time left, estimated from the answers so far."""
-        return f"{clock((self.total - self.answers) * self.seconds / self.answers)} left" if self.answers else ""
 
 
 class AnswerProgress:
@@ -60,6 +46,7 @@ class AnswerProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("answers  {task.fields[rate]}"),
+            TimeRemainingColumn(),
         )
         self._bars = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
@@ -75,7 +62,7 @@ class AnswerProgress:
         """
         if name not in self._tasks:
             self._bars.start()
-            self.paces[name] = Pace(total - finished)
+            self.paces[name] = Pace()
             self._tasks[name] = self._bars.add_task(name, total=total, completed=finished, rate="")
         return _Watch(self._bars, self._tasks[name], self.paces[name])
 
@@ -88,30 +75,22 @@ class _Watch(GenerationCallback):
     """Counts the tokens and answers of one call."""
 
     def __init__(self, bars: Progress, task: TaskID, pace: Pace) -> None:
-        self._bars, self._task, self._pace = bars, task, pace
+        self._bars = bars
+        self._task = task
+        self._pace = pace
         self._tokens: dict[int, int] = {}
-        self._start, self._before = time.monotonic(), pace.seconds
-        self._next_update = 0.0
+        self._start = time.monotonic() - pace.seconds
 
     def on_commit(self, index: int, state: RowState) -> None:
         self._count(index, state.num_committed)
-        self._update(0)
 
     def on_finished(self, index: int, generation: Generation) -> None:
-        self._count(index, generation.num_tokens)  # less than was committed, if tokens follow the end of sequence
         self._pace.answers += 1
-        self._update(1)
+        self._bars.advance(self._task)
+        self._count(index, generation.num_tokens)  # less than was committed, if tokens follow the end of sequence
 
     def _count(self, index: int, tokens: int) -> None:
         self._pace.tokens += tokens - self._tokens.get(index, 0)
         self._tokens[index] = tokens
-
-    def _update(self, answers: int) -> None:
-        now = time.monotonic()
-        self._pace.seconds = self._before + now - self._start
-        if answers:
-            self._bars.advance(self._task, answers)
-        if now >= self._next_update:
-            self._next_update = now + _SECONDS_BETWEEN_UPDATES
-            rate, left = self._pace.rate(), self._pace.left()
-            self._bars.update(self._task, rate=f"{rate}, {left}" if left else rate)
+        self._pace.seconds = time.monotonic() - self._start
+        self._bars.update(self._task, rate=self._pace.rate())

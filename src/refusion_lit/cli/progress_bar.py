@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from refusion_lit.cli.progress import AnswerProgress, clock
+from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import GenerationCallback
 
 
@@ -99,7 +100,7 @@ class RunProgress(ProgressBar):
         self._stop()
         if self._enabled:
             seconds = time.monotonic() - self._started[0]
-            line = f"trained to step {trainer.global_step} in {clock(seconds)}"
+            line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(seconds))}"
             line = ": ".join(filter(None, (line, self._losses(trainer))))
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -150,7 +151,8 @@ class RunProgress(ProgressBar):
         total = _num_steps(trainer)
         parts = [self._losses(trainer), f"{steps / seconds:.2f} steps/s" if steps and seconds else ""]
         if total is not None and steps:
-            parts.append(f"{clock(seconds / steps * (total - trainer.global_step))} left")
+            left = timedelta(seconds=round(seconds / steps * (total - trainer.global_step)))
+            parts.append(f"{left} left")
         return ", ".join(filter(None, parts))
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jsonargparse import Namespace
+
+from refusion_lit.checkpoints.files import newest_checkpoint
+from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
 from refusion_lit.utils.yaml_files import read_yaml
@@ -98,7 +102,8 @@ def claim(directory: Path) -> Claim | None:
     fix = "wait for it, or choose another name"
     require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
     assert lock is not None
-    metrics, moved = directory / METRICS, None
+    metrics = directory / METRICS
+    moved = None
     if metrics.is_file():
         number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
         moved = metrics.rename(directory / f"metrics_before_{number}.csv")
@@ -133,7 +138,7 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
         return [*(f"--config={path}" for path in config), *args, *named, *goes_on]
     fix = "give one of them, as in fit --resume runs/NAME/VERSION"
     require(bool(resume or args), "resume", "a run's directory, or --config FILE", "neither", fix)
-    known = _given(args)
+    known = {each.name: str(each.value) for each in options_given(args) if each.value is not None}
     folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
     version = resume or known.get("run_version")
     if resume and not (folder / resume).is_dir():
@@ -153,15 +158,18 @@ def _command_of(config: Path) -> str:
     return "predict" if "return_predictions" in values else "test" if "verbose" in values else "fit"
 
 
-def _given(args: Sequence[str]) -> Mapping[str, str]:
-    """Return where a run lands, as far as arguments and config files say so; the parser refuses what is no text."""
-    known: dict[str, str] = {}
-    for place, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        value = value if equals else next(iter(args[place + 1 :]), "")
-        if name in ("--config", "-c"):
-            values = read_yaml(Path(value), "config")
-            known.update({option: str(values[option]) for option in _OPTIONS if values.get(option) is not None})
-        elif name.removeprefix("--") in _OPTIONS:
-            known[name.removeprefix("--")] = value
-    return known
+def last_checkpoint(config: Namespace, command: str) -> Path | None:
+    """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
+
+    Raises:
+        ValueError: If there is none, except for ``fit``.
+    """
+    folder = Path(config.runs_dir) / config.run_name
+    folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
+    for callback in config.trainer.callbacks or []:
+        dirpath = callback.get("init_args", Namespace()).get("dirpath")
+        folders += [Path(dirpath)] if dirpath else []
+    path = newest_checkpoint(folders, resumable=command == "fit")
+    if path is None and command != "fit":
+        raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
+    return path

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -15,10 +15,8 @@ from typing import Any, NoReturn, cast
 import yaml
 from jsonargparse import Namespace
 
-from refusion_lit.cli.check import check_config
-from refusion_lit.cli.parser import OneLineParser, brief
-from refusion_lit.cli.suggestions import nearest
-from refusion_lit.cli.trainer_options import read_description
+from refusion_lit.cli.parser import OneLineParser
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
 from refusion_lit.utils.require import require
@@ -119,24 +117,20 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
     Raises:
         ValueError: If it is missing or wrong.
     """
-    if not file.is_file():
-        raise ValueError(f"config: expected a sweep's YAML file, got {file}, which does not exist; check it.")
     parser = OneLineParser(prog="refusion-lit sweep")
-    parser.add_class_arguments(Sweep, "sweep")
+    parser.add_class_arguments(Sweep)
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
-    names = [field.name for field in fields(Sweep)]
-    for name in values:
-        if name not in names:
-            raise ValueError(f"{file}: {name!r} is no option of a sweep{nearest(str(name), names)}")
-    if num_workers is not None:
-        launcher: Any = values.get("launcher") or "Local"
-        launcher = {"class_path": launcher} if isinstance(launcher, str) else launcher
-        options = launcher.get("init_args") or {} if isinstance(launcher, dict) else None
-        if isinstance(options, dict):  # else it is refused below
-            launcher = {**launcher, "init_args": {**options, "num_workers": num_workers}}
-        values["launcher"] = launcher
-    parsed = cast("Namespace", parser.parse_object({"sweep": values}))
-    return cast("Namespace", parser.instantiate_classes(parsed)).sweep
+    try:
+        options = cast("Namespace", parser.instantiate_classes(parser.parse_object(values)))
+    except PARSER_ERRORS as error:
+        raise explained(parser, [f"--config={file}"], error, "sweep") from error
+    sweep = Sweep(**vars(options))
+    if num_workers is None:
+        return sweep
+    is_taken = is_dataclass(sweep.launcher) and hasattr(sweep.launcher, "num_workers")
+    require(is_taken, "num_workers", "a launcher with workers", type(sweep.launcher).__name__, "leave it out")
+    launcher: Any = sweep.launcher
+    return replace(sweep, launcher=replace(launcher, num_workers=num_workers))
 
 
 def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
@@ -146,7 +140,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
-    parser = parse_only().parser
+    cli = parse_only()
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
     kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -154,13 +148,15 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         strategies.add_argument(f"--{name}", type=kind)
 
     def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-        check_config(config, read_description(subcommand), subcommand)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-            parsed = parser.parse_args([subcommand, f"--config={file}"])
+            try:
+                parsed = cli.parse(cli.parser, [subcommand, f"--config={file}"])
+            except ValueError as error:
+                raise ValueError(str(error).removeprefix(f"{file}: ")) from error
         parsed[subcommand].pop("config", None)
-        resolved = yaml.safe_load(parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
+        resolved = yaml.safe_load(cli.parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
         if resolved["trainer"].get("logger") not in (None, True):
             raise ValueError(
                 "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "

@@ -11,7 +11,7 @@ from typing import Literal
 from jsonargparse import Namespace
 from rich.console import Console
 
-from refusion_lit.cli.parser import OneLineParser, add_model_options, load_model_of, sampling_of
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
 from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, trace_statistics
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
@@ -28,6 +28,7 @@ def build_parser() -> OneLineParser:
                         help="what to write; by default as the output's name says, or html")  # fmt: skip
     parser.add_argument("--seconds_per_forward", type=float, default=0.4, help="pace of the animation")
     add_model_options(parser)
+    add_decoding_options(parser, "allow_mismatch")
     return parser
 
 
@@ -79,6 +80,5 @@ def _output(options: Namespace) -> tuple[Path, str]:
 
 
 def _decode(options: Namespace) -> Trace:
-    sampling, mismatch = sampling_of(options), options.allow_mismatch
-    model = load_model_of(options)
-    return model.trace(options.prompt, decoder=options.decoder, sampling=sampling, allow_mismatch=mismatch)[1]
+    setup = setup_of(options)
+    return setup.model.trace(options.prompt, decoder=setup.decoder, sampling=setup.sampling, **vars(setup.decoding))[1]

@@ -1,26 +1,38 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: help and checks first, then the imports that take seconds."""
+"""``fit``, ``validate``, ``test`` and ``predict``: runs the Trainer, and says where its results are."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import os
+import shlex
+import sys
+import warnings
+from pathlib import Path
 
-from refusion_lit.cli.check import check_arguments
-from refusion_lit.cli.description import Description, Option
-from refusion_lit.cli.help import print_help, wants_help
-from refusion_lit.cli.run_directory import with_resume
-from refusion_lit.cli.trainer_options import read_description
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-_SUMMARIES = {
-    "fit": "Train a model.",
-    "validate": "Compute the validation loss of a checkpoint.",
-    "test": "Decode a test set with every decoder of the config and print them side by side.",
-    "predict": "Write predictions as JSON lines.",
-}
-_RESUME = Option(
-    kinds=("str",),
-    help="Continue an interrupted run: a run's directory (its config is then used), a version of RUN_NAME, or without "
-    "a value the newest run of RUN_NAME, if there is one.",
+from refusion_lit.cli import run_directory
+from refusion_lit.cli.lightning import RefusionCLI, SaveRun
+from refusion_lit.cli.messages import show_own_logs
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.training.callbacks import last_checkpoint
+from refusion_lit.training.module import SlotDiffusionModule
+
+# True, but nothing a user could act on.
+_EXPECTED = (
+    "Experiment logs directory .* exists and is not empty",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "The dirpath has changed from",
+    "Checkpoint directory .* exists and is not empty",
+    "The .* does not have many workers",
+    "The number of training batches",
+    "Trying to infer the `batch_size`",
+    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
+
+
+# A checkpoint names the callbacks of its training; the other subcommands do not need them.
+_EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
 
 
 def run(command: str, args: list[str]) -> int:
@@ -33,17 +45,46 @@ def run(command: str, args: list[str]) -> int:
     Raises:
         ValueError: If an argument or a config is wrong.
     """
-    description = read_description(command)
-    if wants_help(args):
-        options = dict(description.options) | ({} if command == "validate" else {"resume": _RESUME})
-        shown = Description(options, description.components)
-        print_help(args, shown, command, _SUMMARIES[command], hidden=("trainer",))
-        return 0
-    given, resume = _split_resume(args)
+    args, resume = _split_resume(args)
     if resume is not None:
-        given = with_resume(command, given, resume)
-    check_arguments(given, description, command)
-    return import_module("refusion_lit.cli.running").run([command, *given])
+        args = run_directory.with_resume(command, args, resume)
+    show_own_logs()
+    for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
+        warnings.filterwarnings("ignore", message=pattern)
+    if "LOCAL_RANK" not in os.environ:
+        os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
+    RefusionCLI.run_directory = RefusionCLI.claim = None
+    failed = True
+    try:
+        cli = RefusionCLI(
+            SlotDiffusionModule,
+            InstructionDataModule,
+            args=[command, *args],
+            save_config_callback=SaveRun,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+        )
+        failed = False
+    except SIGTERMException as stopped:
+        failed = False
+        message = getattr(stopped, "message", f"stopped by SIGTERM; {_how_to_resume(command)}")
+        return _fail(message, int(stopped.code or 143))
+    except MisconfigurationException as error:  # Lightning's word for a user's error
+        return _fail(f"trainer: {' '.join(str(error).split())}", 2)
+    except RuntimeError as error:
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        return _fail("another process of this run has ended; its own error says why", 1)
+    except SystemExit as stopped:
+        if not isinstance(stopped.__context__, KeyboardInterrupt):
+            raise
+        failed = False
+        return _fail(f"interrupted; {_how_to_resume(command)}", 130)
+    finally:
+        if RefusionCLI.claim is not None:
+            RefusionCLI.claim.release(failed=failed)
+    _say_what_next(cli)
+    return 0
 
 
 def _split_resume(args: list[str]) -> tuple[list[str], str | None]:
@@ -57,3 +98,46 @@ def _split_resume(args: list[str]) -> tuple[list[str], str | None]:
             value, rest = rest[0], rest[1:]
         return [*args[:place], *rest], value
     return args, None
+
+
+def _fail(message: str, code: int) -> int:
+    if rank_zero_only.rank == 0:  # all processes of a run stop for the same reason  # pyright: ignore[reportFunctionMemberAccess]
+        sys.stderr.write(f"refusion-lit: error: {message}\n")
+    return code
+
+
+def _how_to_resume(command: str) -> str:
+    directory = RefusionCLI.run_directory
+    return "finished work is on disk" + (
+        f"; resume with: refusion-lit {command} --resume {_quoted(directory)}" if directory is not None else ""
+    )
+
+
+def _say_what_next(cli: RefusionCLI) -> None:
+    """Print where the results are, and after a training the command that tests them."""
+    if not cli.trainer.is_global_zero:
+        return
+    if cli.subcommand == "validate":
+        for name, value in cli.trainer.callback_metrics.items():
+            print(f"{name} {float(value):.6g}")
+    directory = RefusionCLI.run_directory
+    if cli.subcommand == "predict" and directory is not None:
+        print(f"predictions: {_shown(directory / 'predictions.jsonl')}")
+    if cli.subcommand == "fit":
+        path = last_checkpoint(cli.trainer)
+        if path is not None:
+            own = (directory or Path()) / run_directory.CONFIG  # which has the options of the command line, too
+            files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
+            configs = " ".join(f"--config {_quoted(file)}" for file in files)
+            print(f"checkpoint: {_shown(Path(path))}")
+            print(f"next: refusion-lit test {configs} --ckpt_path {_quoted(Path(path))}")
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as one word of a command."""
+    return shlex.quote(_shown(path))
+
+
+def _shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside."""
+    return str(path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path)

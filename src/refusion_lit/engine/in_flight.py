@@ -92,8 +92,10 @@ class InFlight:
         for number, (branch, start) in enumerate(zip(self.forward.branches, self.forward.starts(length), strict=True)):
             is_more = isinstance(request, MoreDrafts)
             draft_at = request.draft_at[number] if is_more else branch.draft_at
-            where = {"prompt_id": self.state.prompt.id, "start": first + start, "spans_end": self.spans_end}
-            read = Read.of(branch, request.draw, draft_at, **where)
+            read = Read.of(
+                branch, request.draw, draft_at, prompt_id=self.state.prompt.id, start=first + start,
+                spans_end=self.spans_end,
+            )  # fmt: skip
             if branch.score_at and not is_more:
                 read.scored = [first + start + offset for offset, _ in branch.score_at]
                 read.given = [token for _, token in branch.score_at]

@@ -140,23 +140,21 @@ class Reader:
         scored = self._wants_probability(group) or bool(given)
         # One host-to-device copy for everything.
         sent = to_device([*index, *given, *keys], hidden.device)
-        rows = sent[: len(index)]
-        fixed = sent[len(index) : len(index) + len(given)]
-        noise = sent[len(index) + len(given) :]
+        rows, fixed, noise = sent.split((len(index), len(given), len(keys)))
         proposals = None
         if draw.proposes or group[0].proposals:
             proposals = [p for read in group for p in read.proposals or [None] * len(read.drafts)]
         drawn = _Drawn()
         at = 0
         for logits in self._logit_chunks(hidden, draw, rows, group[0].guide, careful=careful):
-            stop = at + len(logits)
-            size = min(max(num_drafts - at, 0), len(logits))
+            stop = at + logits.shape[0]
+            size = min(max(num_drafts - at, 0), stop - at)
             chosen = fixed[max(0, at - num_drafts) : max(0, stop - num_drafts)]
             if size:
                 in_chunk = [row - at for row in in_span if at <= row < at + size]
                 some = None if proposals is None else proposals[at : at + size]
                 tokens = self._choose(logits, size, draw, noise[at : at + size], in_chunk, some, drawn, restore=scored)
-                chosen = torch.cat((tokens, chosen)) if size < len(logits) else tokens
+                chosen = torch.cat((tokens, chosen)) if size < stop - at else tokens
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
             if scored:

@@ -168,7 +168,7 @@ class FusedBody:
         length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
             return self._angles(positions)
-        if self._table is None or length > len(self._table[0]):
+        if self._table is None or length > self._table[0].shape[0]:
             self._table = self._angles(torch.arange(-(-length // 128) * 128))
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
@@ -184,12 +184,12 @@ class FusedBody:
         """Return queries, keys and values [token, head, dim], rotated."""
         num_heads, dim = self._num_heads, self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
-        heads = torch.cat((query, key), -1).view(len(query), -1, dim)
+        heads = torch.cat((query, key), -1).view(query.shape[0], -1, dim)
         if layer.heads_norm is not None:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
         heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
-        return heads[:, :num_heads], heads[:, num_heads:], value.view(len(value), -1, dim)
+        return heads[:, :num_heads], heads[:, num_heads:], value.view(value.shape[0], -1, dim)
 
 
 def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant: bool) -> Linear:

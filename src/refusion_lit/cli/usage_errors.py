@@ -1,0 +1,386 @@
+"""Usage errors in one line: the option, what was expected, what was got, and the nearest right name.
+
+jsonargparse parses and refuses. Its messages list every alternative of a type in paragraphs, and name an option within
+a config by its last part alone. :func:`explained` finds the option among what was given, and says the same in one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, TypeGuard, get_args, get_origin
+
+import yaml
+
+from refusion_lit.utils.require import require
+from refusion_lit.utils.yaml_files import read_yaml
+
+_ZARYA = "set class_path: Zarya, which has it"
+_SEARCH = "the interval search is gone; set t_min and t_max"
+REMOVED = {
+    "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
+    "backbone.lean": "its name is fused_body",
+    "data.cache_dir": "every run encodes its files; leave it out",
+    "data.length_grouped": "batches always have samples of similar lengths; leave it out",
+    "decoding.max_batch_size": "its name is batch_size",
+    "objective.kernel": "the loss is computed in chunks; leave it out",
+    "objective.mask_pattern": _ZARYA,
+    "objective.max_span": _ZARYA,
+    "objective.resample": "masks are drawn once; leave it out",
+    "objective.schedule": "the mask probability is t; leave it out",
+    "objective.search_batches": _SEARCH,
+    "objective.search_delta": _SEARCH,
+    "objective.search_every": _SEARCH,
+    "objective.search_widths": _SEARCH,
+    "objective.shuffle_masked": _ZARYA,
+    "objective.slot_borders": _ZARYA,
+    "objective.token_weights": _ZARYA,
+    "position_bytes": "positions and forwards per token are in the tables; leave it out",
+    "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
+    "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
+    "tokenizer.max_examples": "it is always 100 000; leave it out",
+    "tokenizer.min_frequency": "it is always 2; leave it out",
+}
+"""Options and classes that earlier versions had, each with what to do instead.
+
+A key is the end of an option's dotted name (``backbone.compile`` matches ``model.backbone.compile``), or the name of a
+class. A value is one line without a full stop: why it went, and the replacement if there is one.
+"""
+
+PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What a parser raises for wrong arguments; PyYAML lets conversion errors (``!!int x``, 2001-99-99) through."""
+
+_LEAST_SIMILAR = 0.75
+_WORDS = {
+    "<class 'int'>": "an integer",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'NoneType'>": "null",
+    "<class 'list'>": 'a list (["a", "b"])',
+    "list": 'a list (["a", "b"])',
+    "<class 'dict'>": "a mapping",
+    "dict": "a mapping",
+}
+_UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
+_NO_CLASS = re.compile(
+    r"Expected a dot import path string: (?P<name>.+)|Problem with given class_path '(?P<path>.+)':\s*(?P<reason>.+)"
+    r"|Import path (?P<other>.+) does not correspond to a subclass of (?P<base>\w+)"
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """An option that was given.
+
+    Attributes:
+        name: Its dotted name, without ``init_args``.
+        value: Its value.
+        file: The file that it stands in; empty on the command line.
+    """
+
+    name: str
+    value: Any
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """Return how a message about it begins."""
+        return f"{self.file}: " if self.file else ""
+
+
+def options_given(args: Sequence[str]) -> list[Given]:
+    """Return the options of a command line and of its config files, those within others after them.
+
+    Raises:
+        ValueError: If a file cannot be read.
+    """
+    found: list[Given] = []
+    waiting = list(args)
+    while waiting:
+        name, equals, value = waiting.pop(0).partition("=")
+        if not name.startswith("-"):
+            continue
+        if not equals and waiting and not waiting[0].startswith("--"):
+            value = waiting.pop(0)
+        name = name.lstrip("-").removesuffix("+")
+        if not value:
+            continue  # a flag, or an option whose value is missing
+        if name in ("c", "config"):
+            for key, inner in read_yaml(Path(value), "config").items():
+                found += _within(key, inner, value)
+        else:
+            try:
+                found += _within(name, loaded(value), "")
+            except RecursionError:
+                raise ValueError(f"{name}: expected a value, got one that contains itself; write it out.") from None
+    return found
+
+
+def _within(name: str, value: object, file: str) -> Iterator[Given]:
+    """Yield an option and those within its value, or within the file that its value names."""
+    yield Given(name, value, file)
+    if is_yaml_file(value) and Path(value).is_file():
+        file, value = value, read_yaml(Path(value), name)
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _within(name if key == "init_args" else f"{name}.{key}", inner, file)
+
+
+def is_yaml_file(value: object) -> TypeGuard[str]:
+    """Return whether a value is the name of a YAML file, which may be missing."""
+    return isinstance(value, str) and value.endswith((".yaml", ".yml"))
+
+
+def check_groups(parser: Any, given: Iterable[Given]) -> None:  # noqa: ANN401
+    """Refuse values in place of a group of options, which jsonargparse drops.
+
+    Raises:
+        ValueError: Naming the group.
+    """
+    groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
+    for each in given:
+        holds = each.name not in groups or isinstance(each.value, Mapping | str)
+        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write options by name below it")
+
+
+def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
+    """Return what a value on the command line stands for; text if it is no YAML."""
+    try:
+        return yaml.safe_load(value) if value.strip() else value
+    except (yaml.YAMLError, *PARSER_ERRORS):
+        return value
+
+
+def explained(parser: Any, args: Sequence[str], error: Exception, command: str) -> ValueError:  # noqa: ANN401
+    """Return the error of one line for arguments that a parser has refused.
+
+    Args:
+        parser: The parser of jsonargparse.
+        args: The arguments of the command.
+        error: What the parser raised.
+        command: The command's name.
+    """
+    message = str(error)
+    try:
+        given = options_given(args)
+    except ValueError as unreadable:
+        return unreadable
+    if found := re.search(r"arguments are required: (.+)", message):
+        return ValueError(_missing(found[1].replace(f"{command}.", ""), parser))
+    if found := re.search(r"argument (?:-\w/)?--(.+?): expected (?:one|at least one) argument", message):
+        return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
+    if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
+        expected = "expected options, which start with -- as in --config FILE"
+        return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
+    if (found := re.search(r'Parser key "([^"]+)"', message)) and "is abstract" in message:
+        return ValueError(f"{found[1]}: expected a class before its options, got none; give --{found[1]} CLASS first.")
+    refusal = _Refusal(parser, given, message)
+    if found := _UNKNOWN.search(message):
+        return ValueError(refusal.of_an_option(found[1] or found[2], command))
+    if (found := _NO_CLASS.search(message)) and not refusal.is_of_a_scalar:
+        return ValueError(refusal.of_a_class(found))
+    if refusal.expected:
+        return ValueError(refusal.of_a_value())
+    if isinstance(error, ValueError):
+        return ValueError(brief(message))
+    return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
+
+
+def _missing(names: str, parser: Any) -> str:  # noqa: ANN401
+    fix = f"give {'them' if ', ' in names else 'it'}"
+    if "config" not in names and any(action.dest == "config" for action in parser._actions):
+        fix = f"{fix}, or a config that does, such as `--config configs/quickstart.yaml`"
+    return f"{names}: expected a value, got none; {fix}."
+
+
+class _Refusal:
+    """What a message of jsonargparse is about.
+
+    Attributes:
+        expected: Types that the innermost option takes, as jsonargparse writes them.
+    """
+
+    def __init__(self, parser: Any, given: Sequence[Given], message: str) -> None:  # noqa: ANN401
+        self._given = given
+        self._actions = {each.dest: each for each in parser._actions if "help" not in each.dest.split(".")}
+        keys = re.findall(r'Parser key "([^"]+)"', message) or [""]
+        nested = re.search(r"NestedArg\(key='([^']+)'", message)
+        self._top = keys[0]
+        self._leaf = _leaf(keys[-1])
+        self._path = f"{keys[0]}.{nested[1]}" if nested else keys[0]
+        innermost = message.rpartition('Parser key "')[2]
+        value = re.search(r"(?:Got|Given) value: (.*)", innermost)
+        self._value = value[1] if value else ""
+        innermost = innermost[: value.end()] if value else innermost
+        types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
+        self.expected = list(dict.fromkeys(types))
+
+    @property
+    def is_of_a_scalar(self) -> bool:
+        """Whether the option takes numbers, and a class besides at most."""
+        return any(_WORDS.get(name) in ("an integer", "a number", "true or false") for name in self.expected)
+
+    def of_an_option(self, name: str, command: str) -> str:
+        """Return the line for an unknown option."""
+        same = [each for each in self._given if _leaf(each.name) == _leaf(name) and each.name.endswith(name)]
+        unknown = [each for each in same if each.name not in self._siblings(each.name)]
+        option = self._chosen_of(unknown, Given(self._path or name, None))
+        if reason := removal_of(option.name):
+            return f"{option.where}unknown option {option.name!r}: it was removed; {reason}."
+        name = self._first_unknown(option.name)
+        begin = f"{option.where}unknown option {name!r}"
+        known = self._siblings(name)
+        above = name.rpartition(".")[0]
+        if self._component(above) is None:
+            return f"{begin}{nearest(name, known) or f'; `refusion-lit {command} --help` lists them'}"
+        listing = f"; known are {', '.join(map(_leaf, known))}" if known else f": {above} has no options; remove it."
+        return f"{begin}{nearest(name, known) or listing}"
+
+    def _first_unknown(self, name: str) -> str:
+        """Return the group that holds an unknown option if there is none of its name, else the option."""
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            above = ".".join(parts[:count])
+            is_known = any(f"{each}.".startswith(f"{above}.") for each in self._actions)
+            if not is_known and self._component(above) is None:
+                return above
+        return name
+
+    def of_a_class(self, found: re.Match[str]) -> str:
+        """Return the line for a class that does not exist, or cannot be imported, or is of another kind."""
+        got = found["name"] or found["path"] or found["other"]
+        option = self._chosen_of([each for each in self._given if each.value == got], Given(self._path, got))
+        name = option.name.removesuffix(".class_path")
+        begin = f"{option.where}{name}: expected"
+        if is_yaml_file(got):
+            return f"{begin} a class or a YAML file, got {got}, which does not exist; correct it."
+        if reason := removal_of(got):
+            return f"{begin} a class that exists, got {got!r}, which was removed; {reason}."
+        if reason := found["reason"]:
+            return f"{begin} a class that can be imported, got {got} ({reason}); install it or correct its name."
+        known = sorted(cls.__name__ for cls in self._classes(name))
+        what = (
+            f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"
+        )
+        return f"{begin} {what}, got {got!r}{nearest(got, known) or '; choose one of ' + ', '.join(known)}"
+
+    def of_a_value(self) -> str:
+        """Return the line for a value of another type."""
+        same = [each for each in self._given if _leaf(each.name) == self._leaf and str(each.value) == self._value]
+        option = self._chosen_of(same, Given(self._path, self._value))
+        words = list(dict.fromkeys(word for name in self.expected for word in _in_words(name)))
+        listing = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+        default = getattr(self._actions.get(option.name), "default", None)
+        is_example = isinstance(default, int | float | str) and default != ""
+        fix = "set it to such a value" + (f", for example {default} (the default)" if is_example else "")
+        return f"{option.where}{option.name}: expected {listing}, got {option.value!r}; {fix}."
+
+    def _chosen_of(self, options: Sequence[Given], default: Given) -> Given:
+        """Return the last of some options that are below the one that the message names; the exact one if given."""
+        below = [each for each in options if each.name.startswith(self._top)]
+        exact = [each for each in below if each.name == self._path]
+        return [default, *below, *exact][-1]
+
+    def _siblings(self, name: str) -> list[str]:
+        """Return the options beside one: those of the component that it belongs to, or of the command."""
+        above = name.rpartition(".")[0]
+        if self._component(above) is None:
+            return list(self._actions)
+        names = [each.value for each in self._given if each.name in (above, f"{above}.class_path")]
+        names = [str(self._default_class(above)), *(_leaf(name) for name in names if isinstance(name, str))]
+        classes = self._classes(above)
+        chosen = [cls for cls in classes if cls.__name__ == names[-1]] or classes
+        return list(dict.fromkeys(f"{above}.{each}" for cls in chosen for each in inspect.signature(cls).parameters))
+
+    def _component(self, name: str) -> Any:  # noqa: ANN401
+        """Return the action of the component at or above a dotted name; ``None`` for names of groups."""
+        parts = name.split(".")
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        action = next((self._actions[each] for each in names if each in self._actions), None)
+        return action if hasattr(action, "_typehint") else None
+
+    def _default_class(self, name: str) -> str | None:
+        default: Any = getattr(self._actions.get(name), "default", None)
+        path = default.get("class_path") if hasattr(default, "get") else None
+        return None if path is None else _leaf(str(path))
+
+    def _classes(self, name: str) -> list[type]:
+        action = self._component(name)
+        return [] if action is None else [cls for base in _bases_of(action._typehint) for cls in _concrete(base)]
+
+
+def _in_words(name: str) -> list[str]:
+    """Return the values of a type, as jsonargparse writes it, in words."""
+    if "Literal[" in name:
+        return [word.strip(" '") for word in name.partition("[")[2].rstrip("]").split(",")]
+    return [_WORDS.get(name.partition("[")[0], name)]
+
+
+def _bases_of(hint: Any) -> list[type]:  # noqa: ANN401 - a type hint
+    """Return the classes of the components that a type hint takes."""
+    arguments = get_args(hint)
+    if get_origin(hint) is Callable:
+        arguments = arguments[-1:]  # a class that is instantiated later
+    if arguments:
+        return [base for argument in arguments for base in _bases_of(argument)]
+    return [hint] if inspect.isclass(hint) and hint.__module__ not in ("builtins", "pathlib", "datetime") else []
+
+
+def _concrete(base: type) -> list[type]:
+    """Return a class and those that inherit from it, without abstract and private ones."""
+    below = [cls for inheriting in base.__subclasses__() for cls in _concrete(inheriting)]
+    is_one = not inspect.isabstract(base) and not base.__name__.startswith("_")
+    return list(dict.fromkeys([base, *below] if is_one else below))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for the known name most similar to a word, or nothing if none is similar.
+
+    Last parts are compared (``precision`` is near ``trainer.precision``), without regard to case and dashes; of equal
+    ones, the whole names are.
+
+    Args:
+        word: What was given.
+        known: Names that exist.
+    """
+
+    def similarity(name: str) -> tuple[float, float]:
+        given = word.lower().replace("-", "_")
+        right = name.lower()
+        return (
+            SequenceMatcher(None, _leaf(given), _leaf(right)).ratio(),
+            SequenceMatcher(None, given, right).ratio(),
+        )
+
+    best = max(known, key=similarity, default="")
+    return f"; did you mean {best!r}?" if similarity(best)[0] >= _LEAST_SIMILAR else ""
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def removal_of(name: str) -> str | None:
+    """Return why an option or a class was removed; ``None`` if there never was one of this name.
+
+    Args:
+        name: Dotted name of an option, or name or import path of a class.
+    """
+    parts = name.split(".")
+    return next(filter(None, (REMOVED.get(".".join(parts[start:])) for start in range(len(parts)))), None)
+
+
+def brief(message: str) -> str:
+    """Return the option and the reason out of the paragraphs of a message of jsonargparse."""
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
+    start = lines.index("Errors:") + 1 if "Errors:" in lines else len(lines) - 1
+    while lines[start].startswith("Does not validate against") and "Errors:" in lines[start:]:  # a union in a union
+        start = lines.index("Errors:", start) + 1
+    reason = " ".join(lines[start : start + (2 if lines[start].endswith(":") else 1)])
+    is_option = start > 0 and lines[0].startswith("Parser key ")
+    return f"{lines[0].removeprefix('Parser key ')} {reason}" if is_option else reason
