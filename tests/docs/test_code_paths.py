@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 28,
-    "command to text: lines": 4959,
+    "command to text: lines": 4979,
     "token ids to text: files": 24,
     "token ids to text: lines": 4549,
     "examples to loss: files": 19,
     "examples to loss: lines": 3094,
-    "test: files": 76,
-    "test: lines": 12_826,
-    "package: files": 204,
-    "package: lines": 27_184,
-    "package: lines of code": 17_167,
+    "test: files": 70,
+    "test: lines": 12_526,
+    "package: files": 195,
+    "package: lines": 26_787,
+    "package: lines of code": 16_896,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
