@@ -27,8 +27,8 @@ from benchmarks.common import (
 )
 from jsonargparse import auto_cli
 
-from refusion_lit.data.bin_packing import pack_samples
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.datasets import pack_samples
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone

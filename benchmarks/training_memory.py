@@ -33,7 +33,7 @@ from jsonargparse import auto_cli
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.cross_entropy import LOGITS_BYTES, chunked_cross_entropy
+from refusion_lit.learning.objective import LOGITS_BYTES, chunked_cross_entropy
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise

@@ -1,11 +1,12 @@
-"""Counts the files and lines that a reader meets on the way of a prompt or of a training batch.
+"""Counts the files and lines that a reader meets in the life of a request, a training batch or a test.
 
-usage: python docs/code_paths.py
+usage: python docs/code_paths.py [--json]
 
 A file counts, with all its lines, if one of its functions runs between the start and the end of the way. What runs
-while modules are imported or the model is loaded is left out, and so is the fused backbone. Lines are code, text
-(docstrings and comments that fill a line) or blank. The columns: all lines, code, text, and the code of the functions
-that run.
+while modules are imported or a model is loaded is left out in all ways but ``test``, and so is the fused body. Lines
+are code, text (docstrings and comments that fill a line) or blank. The columns: all lines, code, text, and the code of
+the functions that run. With ``--json``, only the totals, those of the whole package included.
+``tests/docs/test_code_paths.py`` sets bounds for them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,10 +26,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "refusion_lit"
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 FUSED_BODY = "modeling/fused/"
-LEFT_OUT = ("<module>", "load_model_of", "configure_optimizers", "on_before_optimizer_step")
+LEFT_OUT = ("<module>", "load_model_of", "configure_optimizers", "on_before_optimizer_step", "factor")
 """Functions whose calls are left out, with all that they call."""
 BACKBONE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file belongs to the package and is Python's: templates of HTML run as functions, too."""
+    return file.startswith(f"{PACKAGE}{os.sep}") and file.endswith(".py")
 
 
 def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
@@ -39,7 +47,12 @@ def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
         code = frame.f_code
         if code.co_name in LEFT_OUT:
             depth += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not depth and code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
+        elif (
+            event == "call"
+            and not depth
+            and code.co_filename.startswith(f"{PACKAGE}{os.sep}")
+            and code.co_filename.endswith(".py")
+        ):
             found.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), set()).add(code)
 
     sys.setprofile(watch)
@@ -68,7 +81,7 @@ def line_counts(file: str, functions: Iterable[CodeType]) -> list[int]:
     return [len(lines), len(code), len(text), len(code & running)]
 
 
-def command_to_text() -> Callable[[], object]:
+def command_to_text(_: Path) -> Callable[[], object]:
     """From the command line to the printed text."""
     from refusion_lit.cli import main
 
@@ -76,7 +89,7 @@ def command_to_text() -> Callable[[], object]:
     return lambda: main(arguments)
 
 
-def ids_to_text() -> Callable[[], object]:
+def ids_to_text(_: Path) -> Callable[[], object]:
     """From ``TextModel.generate_ids`` to text, on transformers' body."""
     import refusion_lit
     from refusion_lit.modeling.loading import BackboneConfig
@@ -85,7 +98,7 @@ def ids_to_text() -> Callable[[], object]:
     return lambda: model.generate_ids([[4, 5, 13, 6, 7, 17]], max_new_tokens=32)
 
 
-def examples_to_loss() -> Callable[[], object]:
+def examples_to_loss(folder: Path) -> Callable[[], object]:
     """From a file of examples to the hybrid loss of a batch."""
     import lightning as L
 
@@ -96,10 +109,7 @@ def examples_to_loss() -> Callable[[], object]:
     from refusion_lit.objectives import Hybrid
     from refusion_lit.tasks import InstructionFiles
 
-    examples = ROOT / "runs" / "code_paths.jsonl"
-    examples.parent.mkdir(exist_ok=True)
-    examples.write_text('{"query": "12+34>", "response": "12+34=46;"}\n' * 8, encoding="utf-8")
-    task = InstructionFiles(train=str(examples), preset="query_response")
+    task = InstructionFiles(train=str(examples(folder)), preset="query_response")
     data = InstructionDataModule(task, CharacterTokenizer(characters="0123456789+=;,> "), batch_size=4)
     module = SlotDiffusionModule(BackboneConfig(config=BACKBONE), data.built_tokenizer, Hybrid(slot_sizes=(4,)))
     module.configure_model()
@@ -108,13 +118,63 @@ def examples_to_loss() -> Callable[[], object]:
     return lambda: trainer.fit(module, data.train_dataloader())
 
 
+def test_to_report(folder: Path) -> Callable[[], object]:
+    """From the command line of a test to its table, results and report."""
+    from refusion_lit.cli import main
+
+    task = {"class_path": "InstructionFiles", "init_args": {"test": str(examples(folder)), "preset": "query_response"}}
+    config = {"data": {"task": task, "max_eval_prompts": 4}, "model": {"sampling": {"max_new_tokens": 16}}}
+    path = folder / "test.yaml"
+    path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    arguments = ["test", "--config", str(path), "--ckpt_path", str(MODEL), "--runs_dir", str(folder),
+                 "--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]  # fmt: skip
+    return lambda: main(arguments)
+
+
+def examples(folder: Path) -> Path:
+    """Write a file of examples."""
+    path = folder / "examples.jsonl"
+    path.write_text('{"query": "12+34>", "response": "12+34=46;"}\n' * 8, encoding="utf-8")
+    return path
+
+
+WAYS = {"command to text": command_to_text, "token ids to text": ids_to_text, "examples to loss": examples_to_loss,
+        "test": test_to_report}  # fmt: skip
+
+
+def lines_of(make: Callable[[Path], Callable[[], object]]) -> dict[str, list[int]]:
+    """Return the line counts of each file on a way, by the file's name."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        functions = functions_of(make(Path(folder)))
+    return {file: line_counts(file, functions[file]) for file in sorted(functions) if FUSED_BODY not in file}
+
+
+def totals() -> dict[str, int]:
+    """Return files and lines of every way and of the whole package."""
+    found = {}
+    for name, make in WAYS.items():
+        lines = lines_of(make)
+        found[f"{name}: files"] = len(lines)
+        found[f"{name}: lines"] = sum(numbers[0] for numbers in lines.values())
+    package = [line_counts(str(path.relative_to(PACKAGE)), ()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return found | {
+        "package: files": len(package),
+        "package: lines": sum(numbers[0] for numbers in package),
+        "package: lines of code": sum(numbers[1] for numbers in package),
+    }
+
+
 def main() -> None:
-    """Print a table for each way."""
-    for name, make in (("command to text", command_to_text), ("token ids to text", ids_to_text),
-                       ("examples to loss", examples_to_loss)):  # fmt: skip
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            functions = functions_of(make())
-        lines = {file: line_counts(file, functions[file]) for file in sorted(functions) if FUSED_BODY not in file}
+    """Print a table for each way, or the totals as JSON."""
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(totals()))
+        return
+    for name, make in WAYS.items():
+        lines = lines_of(make)
         total, code, text, running = (sum(column) for column in zip(*lines.values(), strict=True))
         print(f"{name}: {len(lines)} files, {total} lines: {code} of code ({running} in functions that run), "
               f"{text} of docstrings and comments, {total - code - text} blank")  # fmt: skip

@@ -55,8 +55,8 @@ def positions_a_step(args: list[str]) -> int:
     cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
     cli.model.configure_model()
     counts = set()
-    for _, batch in zip(range(3), cli.datamodule.train_dataloader(), strict=False):
-        counts.add(cli.model.corrupt(batch).input_ids.numel())
+    for _, micro_batch in zip(range(3), cli.datamodule.train_dataloader(), strict=False):
+        counts.add(cli.model.corrupt(micro_batch.batch).input_ids.numel())
     assert len(counts) == 1, f"batches differ in size: {counts}"
     return counts.pop()
 

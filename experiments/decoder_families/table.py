@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 TRAINED_FOR = {
@@ -15,6 +16,11 @@ TRAINED_FOR = {
     "masked": ("llada", "fast_dllm", "fast_dllm_dual"),
     "block": ("block_diffusion",),
 }
+
+
+def batch_size_of(row: dict[str, Any]) -> int:
+    """Return a point's batch size; in the committed results it has its former name."""
+    return row.get("model.decoding.batch_size", row.get("model.decoding.max_batch_size"))
 
 
 def main() -> None:
@@ -27,7 +33,7 @@ def main() -> None:
     for model, own in TRAINED_FOR.items():
         of_model = [row for row in rows if f"_{model}_" in row["ckpt_path"]]
         for decoder in dict.fromkeys(row["decoder"] for row in of_model):
-            by_size = {row["model.decoding.max_batch_size"]: row for row in of_model if row["decoder"] == decoder}
+            by_size = {batch_size_of(row): row for row in of_model if row["decoder"] == decoder}
             first = by_size[1]
             speeds = " | ".join(f"{by_size[size]['tokens_per_second']:.0f}" for size in (1, 4, 16))
             mark = "" if decoder in own else " *"

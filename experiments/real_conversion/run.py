@@ -75,7 +75,7 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     for epoch in count():
         loader.sampler.set_epoch(epoch)
         for number, batch in enumerate(loader, 1):
-            total += positions(batch)
+            total += positions(batch.batch)
             step += number % num_accumulated == 0 or number == len(loader)
             if number % num_accumulated == 0 and step % CHECKPOINTS == 0:
                 if found[0] and abs(total - budget) >= abs(found[1] - budget):

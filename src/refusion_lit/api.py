@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
-from refusion_lit.data.encoding import encode_prompt, prompt_of
-from refusion_lit.data.templates import candidates
+from refusion_lit.data.encoding import encode_prompt
+from refusion_lit.data.templates import candidates, prompt_of
 from refusion_lit.decoding import (
     Decoder,
     DecodingOutput,

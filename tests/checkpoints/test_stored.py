@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from refusion_lit.checkpoints.stored import newest_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint
 
 
 def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path: Path) -> None:

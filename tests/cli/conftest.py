@@ -29,6 +29,9 @@ TINY = [
     "--num_threads=1",
 ]
 
+KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards", "seconds"]
+"""Keys of a prediction, as ``docs/commands.md`` documents them."""
+
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[int | None], None]]:

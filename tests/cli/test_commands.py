@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import refusion_lit
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from refusion_lit.evaluation.predictions import KEYS
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
@@ -83,7 +82,7 @@ def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> No
     for size in (1, 5):
         args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
         args += [
-            f"--model.decoding.max_batch_size={size}",
+            f"--model.decoding.batch_size={size}",
             f"--run_version=b{size}",
             "--trainer.enable_progress_bar=false",
         ]
@@ -94,17 +93,11 @@ def test_batch_size_changes_no_prediction(checkpoint: str, tmp_path: Path) -> No
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: Path, record: bool) -> None:
+def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: Path) -> None:
     args = ["predict", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-    args += [f"--model.decoding.record_forwards={record}", "--trainer.enable_progress_bar=false"]
-    assert main(args) == 0
+    assert main([*args, "--trainer.enable_progress_bar=false"]) == 0
     lines = (tmp_path / "quickstart" / "version_0" / "predictions.jsonl").read_text().splitlines()
-    expected = [key for key in KEYS if record or key != "forward_shapes"]
-    for line in map(json.loads, lines):
-        assert list(line) == expected
-        if record:
-            assert len(line["forward_shapes"]) == line["num_forwards"]
+    assert all(list(json.loads(line)) == KEYS for line in lines)
 
 
 def test_what_a_checkpoint_stores_never_overrides_options(checkpoint: str, tmp_path: Path) -> None:

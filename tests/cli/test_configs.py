@@ -181,7 +181,7 @@ def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeyp
     args = ["--config", str(path), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
     module = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
     (decoder,) = module.decoders.values()
-    decoder.check(module.sampling)
+    decoder.check(module.evaluation.sampling)
     name = PUBLISHED[path.stem]
     traits = ModelTraits() if name is None else FORMATS[name].traits({})
     assert decoder.requirements().mismatches(traits) == []

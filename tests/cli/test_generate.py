@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import refusion_lit
-from cli.conftest import REPOSITORY
+from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.cli.answers import read_prompts
 from refusion_lit.decoding import ReFusion
-from refusion_lit.evaluation.predictions import KEYS, PredictionsFile, write_predictions
+from refusion_lit.evaluation.predictions import PredictionsFile, write_predictions
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 
@@ -167,7 +167,7 @@ def test_generate_reads_files(checkpoint: str, tmp_path: Path, monkeypatch: pyte
     ]
     assert main([*args, "--seed=1", "--dtype=float64", "--device=cpu"]) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [list(line) for line in lines] == [[key for key in KEYS if key != "forward_shapes"]] * 2
+    assert [list(line) for line in lines] == [KEYS] * 2
     assert sorted(line["prompt"] for line in lines) == sorted(prompts)
     assert {line["id"] for line in lines} == ({"p0", "p1"} if source == "jsonl" else {"0", "1"})
 

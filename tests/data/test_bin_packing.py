@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.bin_packing import PackedBatches, pack_samples
-from refusion_lit.data.collate import EncodedExample
+from refusion_lit.data.datasets import PackedBatches, pack_samples
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.tasks import Additions
@@ -53,7 +53,8 @@ def test_the_data_module_packs_training_batches_alone(num_train: int) -> None:
     data = InstructionDataModule(task, CharacterTokenizer(), batch_size=3, max_length=128, pack_length=256)
     loader = data.train_dataloader()
     seen: list[str] = []
-    for batch in loader:
+    for micro_batch in loader:
+        batch = micro_batch.batch
         assert batch.rows is not None
         lengths = torch.zeros(3, dtype=torch.long)
         lengths.index_add_(0, batch.rows, batch.prompt_lengths + batch.response_lengths)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.batches import LengthGroupedBatches
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.sampler import LengthGroupedBatches
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
 from refusion_lit.tasks import Additions, InstructionFiles
 from refusion_lit.utils.keys import stable_key
@@ -69,14 +69,13 @@ def test_collation_pads_on_the_right() -> None:
     assert batch.prompt_lengths.tolist() == [2, 1]
     assert batch.response_lengths.tolist() == [2, 4]
     assert batch.sample_keys.tolist() == [stable_key("a"), stable_key("b")]
-    assert batch.num_tokens == 9
 
 
 @pytest.mark.parametrize("num_train", [40, 30_000])  # kept, and encoded as drawn
 def test_a_generated_task_from_text_to_batches(num_train: int) -> None:
     task = Additions(num_train=num_train, num_validation=6, num_test=5)
     data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4, eval_batch_size=3)
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_dataloader())).batch
     texts = {e.id: e for e in (task.examples("train")[i] for i in range(num_train))} if num_train < 100 else {}
     for row, length, response_length, identity in zip(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.ids, strict=True
@@ -96,7 +95,7 @@ def test_workers_change_no_batch() -> None:
     batches = []
     for workers in (0, 1):
         data = InstructionDataModule(task, CharacterTokenizer(), batch_size=8, num_workers=workers)
-        batches.append([b.input_ids for b in data.train_dataloader()])
+        batches.append([b.batch.input_ids for b in data.train_dataloader()])
     for one, other in zip(*batches, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
-from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.batch import MicroBatch, ResponseBatch
 from refusion_lit.tasks import Additions
 
 NUM_BATCHES = 6  # an epoch
@@ -29,8 +29,8 @@ class Recorder(L.LightningModule):
         self.weight = nn.Parameter(torch.ones(1))
         self.seen: list[tuple[int, list[str]]] = []
 
-    def training_step(self, batch: ResponseBatch, batch_idx: int) -> torch.Tensor:
-        self.seen.append((self.current_epoch, batch.ids))
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch.batch.ids))
         return self.weight.sum()
 
     def on_train_end(self) -> None:

@@ -197,7 +197,6 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
     one, other = (TrainedBPE(vocab_size=300).build(Chats()) for _ in range(2))
     assert one.get_vocab() == other.get_vocab()
     assert {"xyzzyx", "plughp", "foobaf"} <= one.get_vocab().keys()
-    assert len(TrainedBPE(vocab_size=300, min_frequency=4).build(Chats())) == 259
 
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:

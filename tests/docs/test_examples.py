@@ -16,7 +16,7 @@ import torch
 
 import refusion_lit
 from fakes import tiny_backbone
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.decoding import decode
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks import SPLITS

@@ -49,10 +49,6 @@ def response_batch() -> ResponseBatch:
     )
 
 
-def test_tokens_of_a_batch_are_counted_without_padding() -> None:
-    assert response_batch().num_tokens == 7
-
-
 @pytest.mark.parametrize("visible", [None, torch.ones(2, 5, 1, 2, dtype=torch.long)])
 def test_batches_move_as_a_whole(visible: torch.Tensor | None) -> None:
     moved = response_batch().to("meta")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from refusion_lit.learning import cross_entropy
+from refusion_lit.learning import objective
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput
-from refusion_lit.learning.cross_entropy import chunked_cross_entropy
+from refusion_lit.learning.objective import chunked_cross_entropy
 
 VOCAB, HIDDEN = 11, 6
 
@@ -97,7 +97,7 @@ def test_default_chunk_fills_64_megabytes_in_float32() -> None:
 
 
 def test_default_chunk_keeps_logits_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 3 * VOCAB * 4 + 1)
+    monkeypatch.setattr(objective, "LOGITS_BYTES", 3 * VOCAB * 4 + 1)
     hidden, labels, weights, terms = make_inputs()
     head = CountingHead()
     with torch.no_grad():

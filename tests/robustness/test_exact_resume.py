@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from refusion_lit.checkpoints.stored import newest_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
 from robustness.conftest import finished, start
 

@@ -14,7 +14,7 @@ import pytest
 
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.evaluation.loop import DecodingSetup
+from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
 from robustness.conftest import finished, start
@@ -33,16 +33,16 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
 
     def patch() -> None:
-        decode, count = DecodingSetup.decode, 0
+        decode, count = Evaluation.decode, 0
 
-        def interrupted(self: DecodingSetup, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
+        def interrupted(self: Evaluation, model: Any, decoder: Any, *args: Any) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
-            return decode(self, decoder, prompts, callbacks)
+            return decode(self, model, decoder, *args)
 
-        DecodingSetup.decode = interrupted
+        Evaluation.decode = interrupted
 
     return patch
 
@@ -133,28 +133,28 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     tmp_path: Path, unbroken: Path
 ) -> None:
     def fill_up() -> None:
-        decode, count = DecodingSetup.decode, 0
+        decode, count = Evaluation.decode, 0
 
-        def limited(self: DecodingSetup, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
+        def limited(self: Evaluation, model: Any, *args: Any) -> Any:
             nonlocal count
             count += 1
             if count == 5:
                 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
-                self.model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
-            return decode(self, decoder, prompts, callbacks)
+                model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
+            return decode(self, model, *args)
 
-        DecodingSetup.decode = limited
+        Evaluation.decode = limited
 
     args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
     said = (tmp_path / "log").read_text()
     assert said.count("refusion-lit: error:") == 1
-    assert "max_batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
-    assert "; lower it (batch_size), or set max_cache_tokens." in said
+    assert "batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
+    assert "; lower it, or set max_cache_tokens." in said
     names = ("predictions_refusion.jsonl", "predictions_other.jsonl")
     assert [len(_lines(run / name)) for name in names] == [4, 4]
-    assert main(["test", f"--resume={run}", "--model.decoding.max_batch_size=1"]) == 0
+    assert main(["test", f"--resume={run}", "--model.decoding.batch_size=1"]) == 0
     for name in names:
         assert _lines(run / name) == _lines(unbroken / name)
 

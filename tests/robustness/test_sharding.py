@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import QUICKSTART
+from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.checkpoints.models import load_model
-from refusion_lit.checkpoints.stored import read_checkpoint
 from refusion_lit.cli import main
 
 SMALL = [

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.batches import TrainingLoader
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.sampler import TrainingLoader
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.loading import BackboneConfig
@@ -45,7 +45,7 @@ class FixedBatches(InstructionDataModule):
             for i in range(0, len(mine), self.batch_size)
         ]
         loader = TrainingLoader(batches, batch_size=None)
-        loader.num_left_in_step = self._num_left_in_step
+        loader.trainer = self.trainer
         return loader
 
 

@@ -35,7 +35,7 @@ def parts(objective: DiffusionForcing, lora: LoraOptions | None = LORA) -> tuple
     )  # fmt: skip
     module.configure_model()
     data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_dataloader())).batch
     assert isinstance(batch, ResponseBatch)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import APD, ReFusion
-from refusion_lit.evaluation.options import DecodingOptions
+from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
@@ -138,14 +138,14 @@ def _logged_samples(directory: Path, module: SlotDiffusionModule, data: Instruct
 
 
 def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
-    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), decoding=DecodingOptions(num_logged_samples=2))
+    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), decoding=EvaluationOptions(num_logged_samples=2))
     [text] = _logged_samples(tmp_path, module, data)
     assert text.count("(reference `") == 2
     assert data.task.examples("validation")[0].query in text
 
 
 def test_samples_of_a_decoder_with_a_verifier_are_logged(tmp_path: Path) -> None:
-    decoding = DecodingOptions(num_logged_samples=2, verifier=str(tmp_path / "verifier"))
+    decoding = EvaluationOptions(num_logged_samples=2, verifier=str(tmp_path / "verifier"))
     module, data = _parts(sampling=SamplingParams(max_new_tokens=8), decoding=decoding, decoders={"apd": APD()})
     module.objective = Masked()
     verifier = BackboneConfig(config=TINY_QWEN).build(data.built_tokenizer, seed=1)
@@ -157,7 +157,7 @@ def test_samples_of_a_decoder_with_a_verifier_are_logged(tmp_path: Path) -> None
 def test_samples_that_cannot_be_decoded_do_not_end_a_training(tmp_path: Path) -> None:
     task = Holes(task=Additions(num_train=64, num_validation=16, num_test=8))
     data = InstructionDataModule(task, CharacterTokenizer(), 8, 8)
-    options = DecodingOptions(num_logged_samples=2)
+    options = EvaluationOptions(num_logged_samples=2)
     module = SlotDiffusionModule(
         BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Autoregressive(), decoding=options
     )

@@ -62,7 +62,7 @@ def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: s
     assert [line["response_ids"] for line in predictions] == _expected(precision)
     module, data = _parts()
     _trainer(tmp_path, precision).test(module, data, verbose=False)
-    figures = module.results["refusion"]
+    figures = module.evaluation.results["refusion"]
     assert figures["score"] == sum(line["score"] for line in predictions) / 6 > 0.5
     assert figures["num_tokens"] == sum(line["num_tokens"] for line in predictions)
 

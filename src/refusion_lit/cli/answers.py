@@ -68,7 +68,7 @@ def write_answers(options: Namespace) -> None:
     ]
     _check_model(setup, prompts)
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
-    fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items(), record_forwards=False)
+    fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
     progress = AnswerProgress()
     decoder = type(setup.decoder).__name__
     with _writer(options, requests, fingerprint) as (waiting, write):
@@ -175,7 +175,7 @@ class _Writer(GenerationCallback):
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
-        self._write(prediction(generation, prompt=request.prompt, reference=request.reference, record_forwards=False))
+        self._write(prediction(generation, prompt=request.prompt, reference=request.reference))
 
 
 def read_prompts(source: str) -> Iterator[_Request]:

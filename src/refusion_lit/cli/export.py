@@ -83,8 +83,8 @@ def run(args: list[str]) -> int:
 def _load(options: Namespace) -> TextModel:
     """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
     from refusion_lit.api import TextModel
+    from refusion_lit.checkpoints.files import is_checkpoint_file
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
-    from refusion_lit.checkpoints.stored import is_checkpoint_file
 
     source = options.ckpt_path
     if not options.adapter_only:

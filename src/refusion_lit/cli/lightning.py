@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
@@ -21,10 +22,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
-from refusion_lit.checkpoints.atomic import AtomicCheckpointIO
-from refusion_lit.checkpoints.metadata import CheckpointMetadata
-from refusion_lit.checkpoints.sharded import is_sharded_checkpoint
-from refusion_lit.checkpoints.stored import check_model_source, is_checkpoint_file, read_checkpoint
+from refusion_lit.checkpoints.files import (
+    check_model_source,
+    is_checkpoint_file,
+    is_sharded_checkpoint,
+    read_checkpoint,
+)
+from refusion_lit.checkpoints.models import CheckpointMetadata
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.parser import OneLineErrors, PlainHelp
 from refusion_lit.cli.progress_bar import RunProgress
@@ -39,10 +43,12 @@ from refusion_lit.cli.usage_errors import (
 )
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.reports.environment import write_environment
-from refusion_lit.training.last_step import SaveLastStep
+from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
+from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import read_config, shortened
+from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
-from refusion_lit.training.signals import SaveOnSignal
+from refusion_lit.utils.files import write_atomically, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
 from refusion_lit.utils.yaml_files import read_yaml
 
@@ -79,14 +85,25 @@ class SaveRun(SaveConfigCallback):
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
         # A resumed run keeps the config that it was started with.
         resumed = self.config.model.resume or _continues(self.config, self._directory)
-        self.save_to_log_dir = not (resumed and (self._directory / run_directory.CONFIG).is_file())
+        self._is_resumed = resumed and (self._directory / run_directory.CONFIG).is_file()
+        self.save_to_log_dir = False  # save_config does
         # Where this run landed is no part of what it did: the config of a training is given to a test, too.
         self.config.run_version = None
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Write ``environment.json`` beside the config; called on the first process alone."""
-        write_environment(self._directory, self.config.get("seed_everything"))
+        """Write the config and ``environment.json``; called on the first process alone."""
+        assert isinstance(pl_module, SlotDiffusionModule)
+        described = environment(self.config.get("seed_everything"))
+        write_json_atomically(self._directory / ENVIRONMENT, described)
+        if self._is_resumed:
+            config = read_config(self._directory)
+        else:
+            text = self.parser.dump(self.config, skip_none=False)
+            write_atomically(self._directory / run_directory.CONFIG, text)
+            config = shortened(yaml.safe_load(text))
+        pl_module.evaluation.config = config
+        pl_module.evaluation.environment = described
 
 
 class RefusionCLI(LightningCLI):

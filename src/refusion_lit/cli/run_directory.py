@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from refusion_lit.checkpoints.stored import newest_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require

@@ -15,7 +15,7 @@ from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI, SaveRun
 from refusion_lit.cli.messages import show_own_logs
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.training.divergence import last_checkpoint
+from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.training.module import SlotDiffusionModule
 
 # True, but nothing a user could act on.

@@ -24,6 +24,9 @@ _SEARCH = "the interval search is gone; set t_min and t_max"
 REMOVED = {
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
+    "data.cache_dir": "every run encodes its files; leave it out",
+    "data.length_grouped": "batches always have samples of similar lengths; leave it out",
+    "decoding.max_batch_size": "its name is batch_size",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
@@ -49,6 +52,8 @@ REMOVED = {
     "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
+    "tokenizer.max_examples": "it is always 100 000; leave it out",
+    "tokenizer.min_frequency": "it is always 2; leave it out",
 }
 """Options and classes that earlier versions had, each with what to do instead.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.vocabulary import special_tokens_of
-from refusion_lit.types import Example, Prompt
-from refusion_lit.utils.require import require
+from refusion_lit.types import Example
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -95,7 +93,8 @@ class _Guard:
         used = set().union(*texts)
         # From U+FDD0 on, Unicode reserves code points for internal use that texts do not contain.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
-        self._open, self._close = next(free), next(free)
+        self._open = next(free)
+        self._close = next(free)
 
     def guarded(self, text: str) -> str:
         """Return a text with the names of special tokens marked."""
@@ -154,28 +153,3 @@ def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa:
         f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
         f"{backend.id_to_token(token)!r} in it. Change the text, or use another tokenizer."
     )
-
-
-def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return a prompt of token ids.
-
-    Args:
-        tokens: The ids.
-        name: Id of the prompt.
-        tokenizer: Must know all of them.
-
-    Raises:
-        ValueError: Naming the prompt and what the tokenizer does not know.
-    """
-    option, size = f"prompt {name}", len(tokenizer)
-    try:
-        token_ids = tuple(index(token) for token in tokens)
-    except TypeError as error:
-        raise ValueError(
-            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-        ) from error
-    for token in token_ids:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-    return Prompt(token_ids=token_ids, id=name)

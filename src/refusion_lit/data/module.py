@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import tokenizers
-from lightning.pytorch.trainer.states import TrainerFn
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.bin_packing import PackedBatches, pack_samples
-from refusion_lit.data.cache import load_or_encode, store_key
-from refusion_lit.data.collate import BatchDataset, EncodedExample, collate_responses
+from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader
+from refusion_lit.data.datasets import LazyExamples, PackedBatches, pack_samples
 from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import EvaluationLoaders
-from refusion_lit.data.lazy import LazyExamples
-from refusion_lit.data.sampler import LengthGroupedBatches, TrainingLoader
-from refusion_lit.data.store import EncodedStore, encode_all
-from refusion_lit.data.tokenizers import TokenizerSource, tokenizer_files
+from refusion_lit.data.evaluation import collate_prompts, encode_prompts, evaluation_loader
+from refusion_lit.data.examples import (
+    BatchDataset,
+    Encode,
+    EncodedExample,
+    EncodedStore,
+    collate_responses,
+    encode_all,
+)
+from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task, examples_of
-from refusion_lit.types import Example
+from refusion_lit.types import Example, Prompt, PromptBatch
 from refusion_lit.utils.require import require, require_at_least
 
 _LAZY_ABOVE = 20_000
 """Generated splits of more examples are encoded when they are read; all others once, before training."""
 
 
-class InstructionDataModule(EvaluationLoaders):
+class InstructionDataModule(L.LightningDataModule):
     """Instruction data for training and decoding.
 
     Args:
@@ -42,7 +44,6 @@ class InstructionDataModule(EvaluationLoaders):
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
             encoded while it is read, one is an error.
         prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
-        length_grouped: Batch samples of similar lengths, which saves padding; no effect on packed samples.
         pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
@@ -51,8 +52,6 @@ class InstructionDataModule(EvaluationLoaders):
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
-        cache_dir: Directory that keeps encoded files between runs, by a hash of their content, the tokenizer and the
-            options; nothing deletes old entries. ``None`` encodes in every run.
 
     Attributes:
         num_too_long: Number of samples dropped as too long, over the splits in use.
@@ -67,20 +66,19 @@ class InstructionDataModule(EvaluationLoaders):
         eval_batch_size: int = 128,
         max_length: int = 512,
         prompt_template: str = "{query}",
-        length_grouped: bool = True,
         pack_length: int | None = None,
         malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
-        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
         for option, value in sizes.items():
             require_at_least(f"data.{option}", value, 1)
         fits = pack_length is None or pack_length >= max_length
-        expected, fix = f"at least max_length, which is {max_length}", "raise it, lower max_length, or set it to null"
+        expected = f"at least max_length, which is {max_length}"
+        fix = "raise it, lower max_length, or set it to null"
         require(fits, "data.pack_length", expected, pack_length, fix)
         has_query = "{query}" in prompt_template
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
@@ -89,15 +87,22 @@ class InstructionDataModule(EvaluationLoaders):
                 "data.tokenizer: expected a value, got none; give it, or a config that does, such as "
                 "`--config configs/quickstart.yaml` (test, predict and validate can take it from --ckpt_path)."
             )
-        self.task, self.tokenizer_source = task, tokenizer
-        self.batch_size, self.eval_batch_size, self.max_length = batch_size, eval_batch_size, max_length
-        self.prompt_template, self.length_grouped, self.malformed = prompt_template, length_grouped, malformed
+        self.task = task
+        self.tokenizer_source = tokenizer
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.max_length = max_length
+        self.prompt_template = prompt_template
         self.pack_length = pack_length
-        self.num_workers, self.seed, self.max_eval_prompts = num_workers, seed, max_eval_prompts
-        self.cache_dir = None if cache_dir is None else Path(cache_dir)
-        self.num_too_long = self.num_malformed = 0
+        self.malformed = malformed
+        self.num_workers = num_workers
+        self.seed = seed
+        self.max_eval_prompts = max_eval_prompts
+        self.num_too_long = 0
+        self.num_malformed = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, LazyExamples | EncodedStore] = {}
+        self._prompts: list[tuple[Prompt, Example]] = []
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -105,12 +110,6 @@ class InstructionDataModule(EvaluationLoaders):
         if self._tokenizer is None:
             self._tokenizer = self.tokenizer_source.build(self.task)
         return self._tokenizer
-
-    def prepare_data(self) -> None:
-        """Fill the cache in one process of each machine, before the others read it."""
-        if self.cache_dir is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._encoded("train")
-            self._encoded("validation")
 
     def check_context(self, max_positions: int) -> None:
         """Refuse samples of training and validation that are longer than the model's context.
@@ -135,50 +134,80 @@ class InstructionDataModule(EvaluationLoaders):
     # --- training --------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> TrainingLoader:
-        """Return a loader of shuffled training batches, which do not depend on the number of workers."""
+        """Return a loader of shuffled micro-batches, which do not depend on the number of workers."""
         data = self._encoded("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
-            batches, num_rows, length_of = self._training_batches(data)
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
-            order = LengthGroupedBatches(num_rows, self.batch_size, length_of, seed=self.seed, **share)
+            if self.pack_length is None:
+                batches: Dataset[ResponseBatch] = BatchDataset(data, self._collate)
+                order = LengthGroupedBatches(len(data), self.batch_size, data.length, seed=self.seed, **share)
+            else:
+                rows = self._packed(data, self.pack_length)
+                batches = PackedBatches(data, rows, self._collate.keywords["pad_token_id"])
+                order = LengthGroupedBatches(len(rows), self.batch_size, None, seed=self.seed, **share)
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
-        loader.num_left_in_step = self._num_left_in_step
+        loader.trainer = self.trainer
         return loader
 
-    def _training_batches(
-        self, data: LazyExamples | EncodedStore
-    ) -> tuple[Dataset[ResponseBatch], int, Callable[[int], int] | None]:
-        """Return batches by the indices of their rows, the number of rows, and the length to sort them by."""
-        if self.pack_length is None:
-            return BatchDataset(data, self._collate), len(data), data.length if self.length_grouped else None
+    def _packed(self, data: LazyExamples | EncodedStore, pack_length: int) -> list[list[int]]:
+        """Return the indices of each row's samples."""
         lengths = [data.length(i) for i in range(len(data))]
-        rows = pack_samples(lengths, self.pack_length, seed=self.seed)
-        padding = 1 - sum(lengths) / (len(rows) * self.pack_length)
+        rows = pack_samples(lengths, pack_length, seed=self.seed)
+        padding = 1 - sum(lengths) / (len(rows) * pack_length)
         rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
-        return PackedBatches(data, rows, self._collate.keywords["pad_token_id"]), len(rows), None
+        return rows
 
-    def _num_left_in_step(self, index: int) -> int:
-        """Return the number of micro-batches from one of the epoch to the end of its step, at most the epoch's end."""
-        if self.trainer is None:
-            return 1
-        num_accumulated = self.trainer.accumulate_grad_batches
-        return int(min(num_accumulated - index % num_accumulated, max(self.trainer.num_training_batches - index, 1)))
-
-    # --- examples --------------------------------------------------------------------------------------------
+    # --- evaluation ------------------------------------------------------------------------------------------
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return a loader of validation batches, for the loss."""
         return self._evaluation_loader(self._encoded("validation"), self._collate)
+
+    def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
+        """Return a loader of the test split's prompts."""
+        return self._evaluation_loader(self.test_prompts(), collate_prompts)
+
+    def predict_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
+        """Return a loader of the test split's prompts."""
+        return self.test_dataloader()
+
+    def test_prompts(self) -> list[tuple[Prompt, Example]]:
+        """Return the prompts of the test split with their examples, encoded on first use.
+
+        Raises:
+            ValueError: If there are none, or two have the same id.
+        """
+        if not self._prompts:
+            self._prompts = self._encoded_prompts("test", self.max_eval_prompts)
+            require(
+                len(self._prompts) > 0, "data.task", "examples in the test split", 0, "give the task some to decode"
+            )
+        return self._prompts
+
+    def sample_prompts(self, count: int) -> PromptBatch:
+        """Return the first prompts of the validation split."""
+        return collate_prompts(self._encoded_prompts("validation", count))
+
+    def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
+        examples = examples_of(self.task, split)
+        if limit is not None:
+            examples = [examples[i] for i in range(min(limit, len(examples)))]
+        return encode_prompts(examples, self.built_tokenizer, self.prompt_template)
+
+    def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
+        return evaluation_loader(data, collate, self.eval_batch_size, self.num_workers, self.trainer)
+
+    # --- examples --------------------------------------------------------------------------------------------
 
     @property
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
     @property
-    def _encode(self) -> Callable[[Example], tuple[list[int], list[int]]]:
+    def _encode(self) -> Encode:
         return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
 
     def _encoded(self, split: Split) -> LazyExamples | EncodedStore:
@@ -191,18 +220,12 @@ class InstructionDataModule(EvaluationLoaders):
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
                 self._splits[split] = LazyExamples(examples, self._encode, self.max_length)
             else:
-                self._splits[split] = self._stored(split, examples, None if is_generated else self.cache_dir)
+                self._splits[split] = self._stored(split, examples)
         return self._splits[split]
 
-    def _stored(self, split: Split, examples: Sequence[Example], cache_dir: Path | None) -> EncodedStore:
+    def _stored(self, split: Split, examples: Sequence[Example]) -> EncodedStore:
         skip = self.malformed == "skip"
-        encode_split = partial(encode_all, examples, self._encode, max_length=self.max_length, skip_malformed=skip)
-        if cache_dir is None:
-            store = encode_split()
-        else:
-            files = tokenizer_files(self.built_tokenizer)
-            settings = (tokenizers.__version__, files, self.prompt_template, self.max_length, self.malformed)
-            store = load_or_encode(cache_dir / store_key(examples, settings), encode_split)
+        store = encode_all(examples, self._encode, max_length=self.max_length, skip_malformed=skip)
         num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
         num_malformed = store.num_malformed + num_unread
         self.num_too_long += store.num_too_long

@@ -1,4 +1,4 @@
-"""Templates of responses: text that is given, with gaps of a known or bounded number of tokens.
+"""Prompts of token ids, and templates of responses: text with gaps of a known or bounded number of tokens.
 
 ``{"name": "{{1-6}}", "age": {{2}}}`` has a gap of one to six tokens and one of two. ``{{...}}`` at the end leaves the
 response open; without it, the response ends where the template does.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from operator import index
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +20,10 @@ from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
-MAX_LENGTHS, MAX_GAP = 64, 1_000_000
-"""Maximum number of combinations of gap lengths tried for one prompt, and maximum number of tokens in a gap."""
+MAX_LENGTHS = 64
+"""Maximum number of combinations of gap lengths tried for one prompt."""
+MAX_GAP = 1_000_000
+"""Maximum number of tokens in a gap."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
@@ -45,7 +48,8 @@ class Template:
             ValueError: If it is empty, a gap is impossible, or there are too many combinations of lengths.
         """
         parts: list[str | tuple[int, int]] = []
-        end, is_open = 0, False
+        end = 0
+        is_open = False
         for mark in _GAP.finditer(text):
             if text[end : mark.start()]:
                 parts.append(text[end : mark.start()])
@@ -81,6 +85,32 @@ class Template:
             for part in self.parts
         ]
         return [tuple(token for tokens in chosen for token in tokens) + tuple(ends) for chosen in product(*choices)]
+
+
+def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return a prompt of token ids.
+
+    Args:
+        tokens: The ids.
+        name: Id of the prompt.
+        tokenizer: Must know all of them.
+
+    Raises:
+        ValueError: Naming the prompt and what the tokenizer does not know.
+    """
+    option = f"prompt {name}"
+    size = len(tokenizer)
+    try:
+        token_ids = tuple(index(token) for token in tokens)
+    except TypeError as error:
+        raise ValueError(
+            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
+        ) from error
+    for token in token_ids:
+        # A vocabulary with gaps has ids beyond its size.
+        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
+        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
+    return Prompt(token_ids=token_ids, id=name)
 
 
 def read_template(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +18,18 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
 from refusion_lit.modeling.formats import CheckpointFormat, format_of
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
-_PAD, _EOS, _MASK = "<|pad|>", "<|eos|>", "<|mask|>"
+_PAD = "<|pad|>"
+_EOS = "<|eos|>"
+_MASK = "<|mask|>"
+_MAX_BPE_EXAMPLES = 100_000
+"""BPE is trained on this many examples at most."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -77,14 +83,10 @@ class TrainedBPE(TokenizerSource):
 
     Attributes:
         vocab_size: Maximum number of tokens, special ones included; at least 260.
-        min_frequency: Minimum number of occurrences of a merge.
-        max_examples: Maximum number of training examples to learn from; ``None`` for all.
         chat_template: Jinja template of a chat; ``None`` for none.
     """
 
     vocab_size: int = 4096
-    min_frequency: int = 2
-    max_examples: int | None = 100_000
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,13 +105,13 @@ class TrainedBPE(TokenizerSource):
                 "tokenizer: expected a task for TrainedBPE to learn from, got none; give one, or use another tokenizer."
             )
         examples = task.examples("train")
-        num_examples = len(examples) if self.max_examples is None else min(len(examples), self.max_examples)
+        num_examples = min(len(examples), _MAX_BPE_EXAMPLES)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size,
-            min_frequency=self.min_frequency,
+            min_frequency=2,
             special_tokens=[_PAD, _EOS, _MASK],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -248,6 +250,44 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
             raise ValueError(
                 f"tokenizer: the tokenizer files in {source} cannot be read; use another checkpoint."
             ) from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:
+    """Refuse a tokenizer whose ids mean something else to the weights that a training starts from.
+
+    The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
+
+    Args:
+        tokenizer: The tokenizer that encodes the data.
+        backbone: Where the weights come from.
+
+    Raises:
+        ValueError: Naming the first token with another id.
+    """
+    if backbone.source is None or backbone.random_init or tokenizer.name_or_path == backbone.source:
+        return
+    source = PretrainedTokenizer(
+        source=backbone.source,
+        revision=backbone.revision,
+        layout=backbone.layout,
+        trust_remote_code=backbone.trust_remote_code,
+    )
+    try:
+        own = source.build(None)
+    except ValueError as error:
+        warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
+        return
+    expected = own.get_vocab()
+    found = tokenizer.get_vocab()
+    if mask_is_new(own) and own.mask_token is not None:
+        del expected[str(own.mask_token)]  # unknown to the weights
+    for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
+        if found.get(token) != identity:
+            raise ValueError(
+                f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, which its weights are for, "
+                f"got {len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
+                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
+            )
 
 
 def _texts(examples: Iterable[Example]) -> Iterator[str]:

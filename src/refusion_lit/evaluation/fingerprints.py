@@ -18,8 +18,6 @@ def predictions_fingerprint(
     decoder: Decoder,
     sampling: SamplingParams,
     prompts: Iterable[tuple[str, object]],
-    *,
-    record_forwards: bool,
 ) -> Fingerprint:
     """Return what a decoder's predictions depend on.
 
@@ -28,7 +26,6 @@ def predictions_fingerprint(
         decoder: The decoder.
         sampling: How much to generate and how tokens are drawn.
         prompts: Id and content of each prompt.
-        record_forwards: Whether predictions hold the shapes of forwards.
     """
     backbone = model.backbone
     verifier = model.verifier if "verifier" in decoder.requirements().predictions else None
@@ -40,7 +37,6 @@ def predictions_fingerprint(
         **({} if verifier is None else {"verifier": weights_digest(verifier)}),
         "dtype": str(next(backbone.parameters()).dtype).removeprefix("torch."),
         "traits": backbone.traits.to_dict(),
-        "record_forwards": record_forwards,
     }
 
 

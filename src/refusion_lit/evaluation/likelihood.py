@@ -101,7 +101,8 @@ def monte_carlo_masked(
     Returns:
         The mean over draws.
     """
-    start, length = len(context), len(text)
+    start = len(context)
+    length = len(text)
     noise = KeyedNoise(torch.tensor([stable_key("likelihood", seed, str([*context, -1, *text]))]))
     first = int(noise.uniform("count", 1)[0, 0] * length) + 1
     counts = first + torch.arange(num_draws) * length // num_draws
@@ -109,7 +110,8 @@ def monte_carlo_masked(
     order = rearrange(noise.uniform("order", num_draws * length), "1 (draw token) -> draw token", draw=num_draws)
     is_masked = torch.zeros(num_draws, start + length, dtype=torch.bool)
     is_masked[:, start:] = order.argsort(-1).argsort(-1) < counts[:, None]
-    tokens, total = torch.tensor([*context, *text]), 0.0
+    tokens = torch.tensor([*context, *text])
+    total = 0.0
     for rows in is_masked.split(batch_size):
         for row, hidden in zip(rows, _masked_states(backbone, tokens, rows), strict=True):
             value, _ = _score(backbone, hidden, tokens[row].to(hidden.device))
@@ -129,7 +131,8 @@ def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[in
         context: Tokens before the text.
         text: Tokens of the text, at least one.
     """
-    tokens, start = torch.tensor([*context, *text]), len(context)
+    tokens = torch.tensor([*context, *text])
+    start = len(context)
     is_masked = torch.arange(len(tokens)) >= start
     special = backbone.special_tokens
     while bool(is_masked.any()):
@@ -149,19 +152,25 @@ def _masked_states(
     backbone: Backbone, tokens: Int[Tensor, " token"], is_masked: Bool[Tensor, "row token"]
 ) -> list[Float[Tensor, "masked hidden"]]:
     """Return the hidden states that predict the masked tokens of each row, in text order."""
-    traits, mask_token_id, length = backbone.traits, backbone.special_tokens.mask_token_id, len(tokens)
+    traits = backbone.traits
+    mask_token_id = backbone.special_tokens.mask_token_id
+    length = len(tokens)
     assert mask_token_id is not None
     predictions = traits.predictions or ()
     shifted = "mask_shifted" in predictions and "mask" not in predictions
     positions = torch.arange(length).expand(len(is_masked), -1)
     if traits.attention == "causal" and not shifted:
         positions = is_masked.int().argsort(dim=-1, stable=True)  # known tokens, then masks
-    masked, clean = is_masked.gather(1, positions), tokens[positions]
-    ids, lengths, attention = clean.masked_fill(masked, mask_token_id), torch.full((len(is_masked),), length), None
+    masked = is_masked.gather(1, positions)
+    clean = tokens[positions]
+    ids = clean.masked_fill(masked, mask_token_id)
+    lengths = torch.full((len(is_masked),), length)
+    attention = None
     if traits.attention == "block_causal":
         assert traits.block_size is not None
         attention = three_part_ranges(length, traits.block_size, lengths)
-        ids, positions = torch.cat((ids, clean), 1), positions.repeat(1, 2)
+        ids = torch.cat((ids, clean), 1)
+        positions = positions.repeat(1, 2)
     elif traits.attention == "bidirectional":
         attention = torch.tensor([0, length]).expand(*ids.shape, 1, 2)
     sent = [None if each is None else each.to(backbone.device) for each in (ids, positions, attention)]

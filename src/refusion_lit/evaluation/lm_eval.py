@@ -92,8 +92,11 @@ class RefusionLitModel(LM):
             )
         self.decoder = decoder
         self.likelihood: Likelihood = likelihood
-        self.num_draws, self.batch_size, self.max_gen_toks = num_draws, int(batch_size), max_gen_toks
-        self.seed, self.allow_mismatch = seed, allow_mismatch
+        self.num_draws = num_draws
+        self.batch_size = int(batch_size)
+        self.max_gen_toks = max_gen_toks
+        self.seed = seed
+        self.allow_mismatch = allow_mismatch
         self._has_template = False
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -108,7 +111,9 @@ class RefusionLitModel(LM):
             ValueError: If an option cannot be honoured or a prompt is too long; before anything is decoded.
         """
         groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
-        prompts, names, answers = [], _names(requests), [""] * len(requests)
+        prompts = []
+        names = _names(requests)
+        answers = [""] * len(requests)
         for index, request in enumerate(requests):
             sampling = self._sampling(request.args[1])
             self._decoder_for(sampling).check(sampling)
@@ -217,7 +222,8 @@ class RefusionLitModel(LM):
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a context, at least one, and of the text after it."""
         moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
-        context, text = context[: len(context) - len(moved)], moved + text
+        context = context[: len(context) - len(moved)]
+        text = moved + text
         before = self._encode(context) if context else []
         whole = self._encode(context + text)
         # Where the two are not cut at the same place, the continuation begins at the first token that differs.

@@ -1,213 +1,291 @@
-"""The loop of test and prediction: decode a batch, score it, write it, count it."""
+"""The loop of test and prediction: decode a batch with every decoder, score it, count it, write it."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch.strategies import Strategy
+import lightning as L
 
-from refusion_lit.api import TextModel
-from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback
+from refusion_lit.api import TextModel, load
+from refusion_lit.data.evaluation import collate_prompts
+from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.evaluation.fingerprints import described, predictions_fingerprint
-from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
+from refusion_lit.modeling.fsdp import gather
+from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import RESULTS
+from refusion_lit.reports.runs import scores_of
+from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
-from refusion_lit.types import Prompt, PromptBatch, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, PromptBatch, SamplingParams
+from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint
-from refusion_lit.utils.require import require
-
-Watch = Callable[[str, int, int], Sequence[GenerationCallback]]
+from refusion_lit.utils.require import require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingSetup:
-    """What all decoders of a test or prediction share.
+class EvaluationOptions(DecodingOptions):
+    """How decoders are run while a model is evaluated.
 
     Attributes:
-        model: The model.
-        sampling: How much to generate and how tokens are drawn.
-        options: How decoders are run.
+        verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
+        num_logged_samples: Number of validation samples that are decoded and logged as text after each validation, at
+            least 0.
     """
 
-    model: TextModel
-    sampling: SamplingParams
-    options: DecodingOptions
+    batch_size: int = 64
+    verifier: str | None = None
+    num_logged_samples: int = 4
 
-    def decode(
-        self, decoder: Decoder, prompts: list[Prompt], callbacks: Sequence[GenerationCallback] = ()
-    ) -> DecodingOutput:
-        """Decode prompts; a mismatch was reported at the start."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* does not fit this model")
-            return self.model.decode(
-                prompts,
-                decoder,
-                self.sampling,
-                batch_size=self.options.max_batch_size,
-                max_tokens_per_forward=self.options.max_tokens_per_forward,
-                max_cache_tokens=self.options.max_cache_tokens,
-                share_prefixes=self.options.share_prefixes,
-                callbacks=callbacks,
-                allow_mismatch=self.options.allow_mismatch,
-            )
-
-    def fingerprint(self, decoder: Decoder, prompts: Iterable[tuple[str, object]]) -> Fingerprint:
-        """Return what a decoder's predictions of prompts, given with their ids, depend on."""
-        record_forwards = self.options.record_forwards
-        return predictions_fingerprint(self.model, decoder, self.sampling, prompts, record_forwards=record_forwards)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        require_at_least("model.decoding.num_logged_samples", self.num_logged_samples, 0)
 
 
-class DecoderRun:
-    """One decoder's part of a test or prediction.
+@dataclass(kw_only=True)
+class _DecoderState:
+    """One decoder of a test or prediction that is running.
 
-    Args:
-        setup: Decodes prompts.
+    Attributes:
         decoder: The decoder.
-        task: Scores responses.
+        fingerprint: What its predictions depend on.
         file: Takes the predictions, and knows those of an interrupted run.
-        metrics: Counts, restored to what the interrupted run had counted; ``None`` in a prediction.
+        num_resumed: Number of prompts that the interrupted run has done.
+        metrics: Counts, those of the interrupted run included; ``None`` in a prediction.
+        predictions: All predictions of this process, for the report; empty in a prediction.
     """
 
-    def __init__(
-        self,
-        setup: DecodingSetup,
-        decoder: Decoder,
-        task: Task,
-        file: PredictionsFile,
-        metrics: DecodingMetrics | None = None,
-    ) -> None:
-        self.file, self.metrics = file, metrics
-        self._setup, self._decoder, self._task = setup, decoder, task
-        if metrics is not None:
-            metrics.restore(file.state or {})
-
-    def step(self, batch: PromptBatch, callbacks: Sequence[GenerationCallback] = ()) -> list[dict[str, Any]]:
-        """Decode a batch's prompts that are not done yet; write their predictions and return them."""
-        pairs = zip(batch.prompts, batch.examples, strict=True)
-        missing = [(prompt, example) for prompt, example in pairs if prompt.id not in self.file.done]
-        if not missing:
-            return []
-        output = self._setup.decode(self._decoder, [prompt for prompt, _ in missing], callbacks)
-        lines = [
-            prediction(
-                row,
-                prompt=example.query,
-                reference=example.response,
-                score=score_of(self._task, example, row.text),
-                record_forwards=self._setup.options.record_forwards,
-            )
-            for (_, example), row in zip(missing, output.rows, strict=True)
-        ]
-        if self.metrics is None:
-            self.file.write(lines)
-        else:
-            self.metrics.update(output, [line["score"] or 0.0 for line in lines])
-            self.file.write(lines, self.metrics.snapshot())
-        return lines
+    decoder: Decoder
+    fingerprint: Fingerprint
+    file: PredictionsFile
+    num_resumed: int
+    metrics: DecodingMetrics | None
+    predictions: list[Mapping[str, Any]]
 
 
 class Evaluation:
-    """A test or prediction of one or several decoders, which can resume an interrupted one.
+    """A test or prediction with one or several decoders, which can resume an interrupted one.
+
+    Processes share the prompts; each decodes its part.
 
     Args:
-        setup: Decodes prompts.
-        decoders: The decoders by name.
-        task: Scores responses.
-        prompts: Id and content of each prompt of the test set.
-        directory: The run's directory.
-        file_name: Name of a decoder's predictions file, with ``{}`` for the decoder's name.
-        counted_on: Device of the figures' states; ``None``: no figures.
-        rank: This process's number.
-        num_ranks: Number of processes.
-        resume: Keep the predictions that are there.
-        watch: Shows the progress of a decoder: gets its name, the number of prompts and how many an interrupted run has
-            left, and returns callbacks for one call.
+        decoders: Decoders by name; empty: the model's own one. ``None`` drops a name.
+        sampling: How much to generate and how tokens are drawn.
+        options: How decoders are run.
+        seed: The run's seed, recorded if the run has no environment.
+        resume: Keep the predictions of an interrupted run.
+
+    Attributes:
+        sampling: As given.
+        options: As given.
+        results: Figures of the last test by decoder name.
+        mismatches: Reasons why a tested decoder does not fit the model, by decoder name.
+        environment: The run's environment, for ``results.json``; by default that of this process.
+        config: The run's resolved config with long texts cut, for ``results.json``; ``None`` if there is none.
 
     Raises:
-        ValueError: If there is nothing to resume, or something else, or two prompts have one id.
+        ValueError: If a decoder's name is none for a file, or an option does not fit a decoder.
     """
+
+    _trainer: L.Trainer
+    _model: TextModel
+    _task: Task
+    _directory: Path
+    _batch_size: int
+    _num_prompts: int
 
     def __init__(
         self,
-        setup: DecodingSetup,
-        decoders: Mapping[str, Decoder],
-        task: Task,
-        prompts: Mapping[str, object],
-        directory: Path,
+        decoders: Mapping[str, Decoder | None],
+        sampling: SamplingParams,
+        options: EvaluationOptions,
         *,
-        file_name: str,
-        counted_on: torch.device | None,
-        rank: int,
-        num_ranks: int,
-        resume: bool,
-        watch: Watch | None = None,
+        seed: int = 0,
+        resume: bool = False,
     ) -> None:
-        self.directory = directory
-        self.fingerprints = {
-            name: {**setup.fingerprint(decoder, prompts.items()), "task": _settings(task)}
-            for name, decoder in decoders.items()
-        }
-        self._runs: dict[str, DecoderRun] = {}
+        self._decoders = {name: decoder for name, decoder in decoders.items() if decoder is not None}
+        require(bool(self._decoders) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
+        for name, decoder in self._decoders.items():
+            fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
+            require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
+            decoder.check(sampling)
+            is_missing = options.verifier is None and "verifier" in decoder.requirements().predictions
+            fix = "name an autoregressive model with the same tokenizer"
+            require(not is_missing, "model.decoding.verifier", f"a second model for {name}", None, fix)
+        self.sampling = sampling
+        self.options = options
+        self.results: dict[str, dict[str, float]] = {}
+        self.mismatches: dict[str, list[str]] = {}
+        self.environment: dict[str, Any] | None = None
+        self.config: dict[str, Any] | None = None
+        self._seed = seed
+        self._resume = resume
+        self._verifier: TextModel | None = None
+        self._running: dict[str, _DecoderState] = {}
+
+    def decoders(self, model: TextModel) -> dict[str, Decoder]:
+        """Return the decoders by name; the model's own one where none is named."""
+        if self._decoders:
+            return self._decoders
+        decoder = model.default_decoder.fitted(self.sampling)
+        return {type(decoder).__name__.lower(): decoder}
+
+    def decode(
+        self,
+        model: TextModel,
+        decoder: Decoder,
+        prompts: Sequence[Prompt],
+        callbacks: Sequence[GenerationCallback] = (),
+    ) -> DecodingOutput:
+        """Decode prompts with the options of the evaluation."""
+        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
+        return model.decode(prompts, decoder, self.sampling, callbacks=callbacks, **options)
+
+    def pair(self, model: TextModel) -> TextModel:
+        """Give a model the verifier that decoders such as APD need, on the model's device."""
+        if self.options.verifier is not None:
+            self._verifier = self._verifier or load(self.options.verifier, device=model.backbone.device)
+            model.pair_with(self._verifier)
+        return model
+
+    def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
+        """Check decoders and prompts before any work, and open the predictions files.
+
+        Args:
+            trainer: The trainer, with an :class:`~refusion_lit.data.module.InstructionDataModule`.
+            model: The model.
+            is_test: Run all decoders and count their figures, rather than run the first one alone.
+
+        Raises:
+            ValueError: If a decoder does not fit the model, a prompt is too long, or there is nothing to resume, or
+                something else.
+        """
+        data: Any = getattr(trainer, "datamodule", None)
+        require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
+        self._trainer = trainer
+        self._model = self.pair(model)
+        self._task = data.task
+        # The loader's batches limit the number of prompts that are decoded concurrently.
+        self._batch_size = min(self.options.batch_size, data.eval_batch_size)
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
+        decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
+        self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
+        gather(model.backbone)
+        batch = collate_prompts(data.test_prompts())
+        for decoder in decoders.values():
+            paired = model.model_for(decoder)
+            check_prompts(paired, decoder, batch.prompts, self.sampling, self.options.max_cache_tokens)
+        self._num_prompts = len(batch.prompts) // trainer.world_size
+        contents = {}
+        for prompt, example in zip(batch.prompts, batch.examples, strict=True):
+            contents[prompt.id] = (list(prompt.token_ids), example.response, *filter(None, [prompt.given]))
+        self._running = {}
         for name, decoder in decoders.items():
-            path, share = directory / file_name.format(name), {"rank": rank, "num_ranks": num_ranks}
-            file = PredictionsFile(path, self.fingerprints[name], **share, resume=resume, overwrite=True)
-            metrics = None if counted_on is None else DecodingMetrics().to(counted_on)
-            self._runs[name] = DecoderRun(setup, decoder, task, file, metrics)
-        self._watch, self._num_prompts = watch, len(prompts) // num_ranks
-        self._num_resumed = {name: len(run.file.done) for name, run in self._runs.items()}
+            path = self._directory / (f"predictions_{name}.jsonl" if is_test else "predictions.jsonl")
+            self._running[name] = self._opened(path, decoder, contents, is_test=is_test)
+
+    def _mismatches(self, decoder: Decoder) -> list[str]:
+        """Return why the model was not trained for a decoder, which is refused unless that is allowed."""
+        if not self.options.allow_mismatch:
+            self._model.check_decoder(decoder)
+        return decoder.requirements().mismatches(self._model.model_for(decoder).traits)
+
+    def _opened(self, path: Path, decoder: Decoder, contents: Mapping[str, object], *, is_test: bool) -> _DecoderState:
+        """Open a decoder's predictions file, with what an interrupted run has left in it."""
+        fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
+        # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
+        settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
+        fingerprint = {**fingerprint, "task": settings}
+        share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
+        file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
+        metrics = None
+        if is_test:
+            metrics = DecodingMetrics().to(self._model.backbone.device)
+            metrics.restore(file.state or {})
+        return _DecoderState(
+            decoder=decoder,
+            fingerprint=fingerprint,
+            file=file,
+            num_resumed=len(file.done),
+            metrics=metrics,
+            predictions=list(file.resumed) if is_test else [],
+        )
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
-        """Decode a batch of prompts with every decoder; return the new predictions."""
+        """Decode the prompts of a batch that are not done yet with every decoder; return the new predictions."""
         lines = []
+        watch = getattr(self._trainer.progress_bar_callback, "watch", None)
         try:
-            for name, run in self._runs.items():
-                callbacks = self._watch(name, self._num_prompts, self._num_resumed[name]) if self._watch else ()
-                lines += run.step(batch, callbacks)
+            for name, state in self._running.items():
+                callbacks = watch(name, self._num_prompts, state.num_resumed) if watch else ()
+                lines += self._decode_missing(state, batch, callbacks)
         except BaseException:
-            for run in self._runs.values():
+            for state in self._running.values():
                 with suppress(OSError):  # of a full disk, whose error is on its way already
-                    run.file.close()
+                    state.file.close()
             raise
         return lines
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """Return each decoder's figures over all processes, which must call this together."""
-        return {name: run.metrics.compute() for name, run in self._runs.items() if run.metrics is not None}
+    def _decode_missing(
+        self, state: _DecoderState, batch: PromptBatch, callbacks: Sequence[GenerationCallback]
+    ) -> list[dict[str, Any]]:
+        pairs = zip(batch.prompts, batch.examples, strict=True)
+        missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
+        if not missing:
+            return []
+        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+        lines = []
+        for (_, example), row in zip(missing, output.rows, strict=True):
+            score = score_of(self._task, example, row.text)
+            lines.append(prediction(row, prompt=example.query, reference=example.response, score=score))
+        if state.metrics is None:
+            state.file.write(lines)
+        else:
+            state.metrics.update(output, [line["score"] or 0.0 for line in lines])
+            state.file.write(lines, state.metrics.snapshot())
+            state.predictions += lines
+        return lines
 
-    def merge(self, strategy: Strategy) -> None:
-        """Close the files and join the shares of all processes, which must call this together."""
-        for run in self._runs.values():
-            run.file.close()
-        strategy.barrier("predictions written")
-        if strategy.is_global_zero:
-            for run in self._runs.values():
-                run.file.merge()
-        strategy.barrier("predictions merged")
+    def finish(self) -> None:
+        """Join the predictions of all processes, which must call this together, and report the figures of a test."""
+        metrics = {name: state.metrics for name, state in self._running.items() if state.metrics is not None}
+        self.results = {name: each.compute() for name, each in metrics.items()}
+        for state in self._running.values():
+            state.file.close()
+        self._trainer.strategy.barrier("predictions written")
+        if self._trainer.is_global_zero:
+            for state in self._running.values():
+                state.file.merge()
+        self._trainer.strategy.barrier("predictions merged")
+        if self.results and self._trainer.is_global_zero:
+            self._report()
+        for state in self._running.values():
+            state.file.complete()
 
-    def complete(self) -> None:
-        """Record that all predictions are complete."""
-        for run in self._runs.values():
-            run.file.complete()
-
-
-def _settings(task: Task) -> dict[str, Any]:
-    """Return a task's class and those of its options that are numbers; its examples are fingerprinted themselves."""
-    return {name: value for name, value in described(task).items() if name == "class" or isinstance(value, int | float)}
-
-
-def check_decoder_name(name: str) -> None:
-    """Refuse a name that cannot be part of an option's, a metric's and a file's name.
-
-    Raises:
-        ValueError: If it holds anything but letters, digits, ``_`` and ``-``.
-    """
-    fits = re.fullmatch(r"[\w-]+", name) is not None
-    require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
+    def _report(self) -> None:
+        """Print the table of the decoders, and write ``results.json`` and the report."""
+        decoder_table(self.results, self._batch_size, marked={name for name, why in self.mismatches.items() if why})
+        results = {
+            "sampling": asdict(self.sampling),
+            **asdict(self.options),
+            "batch_size": self._batch_size,
+            "decoders": {name: described(state.decoder) for name, state in self._running.items()},
+            "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
+            "results": self.results,
+            "mismatches": self.mismatches,
+            "environment": self.environment or environment(self._seed),
+            "config": self.config,
+        }
+        write_json_atomically(self._directory / RESULTS, results)
+        predictions = None
+        if self._trainer.world_size == 1:  # other processes have written theirs to disk
+            predictions = {name: scores_of(state.predictions) for name, state in self._running.items()}
+        write_test_report(self._directory, results, predictions)

@@ -20,9 +20,6 @@ from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint, meta_
 from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
 
-KEYS = ("id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards",
-        "forward_shapes", "seconds")  # fmt: skip
-
 
 def prediction(
     row: Generation,
@@ -30,18 +27,16 @@ def prediction(
     prompt: str,
     reference: str | None = None,
     score: float | None = None,
-    record_forwards: bool,
 ) -> dict[str, Any]:
-    """Return one prediction with exactly the documented keys.
+    """Return one prediction, with the keys that ``docs/commands.md`` documents.
 
     Args:
         row: What the engine returned.
         prompt: The query as it was given.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
-        record_forwards: Whether to add ``forward_shapes``, pairs of rows and length of each forward.
     """
-    values: dict[str, Any] = {
+    return {
         "id": row.id,
         "prompt": prompt,
         "response": row.text,
@@ -52,9 +47,6 @@ def prediction(
         "num_forwards": row.num_forwards,
         "seconds": round(row.seconds, 6),
     }
-    if record_forwards:
-        values["forward_shapes"] = [list(shape) for shape in row.forward_shapes]
-    return {key: values[key] for key in KEYS if key in values}
 
 
 def as_line(values: Mapping[str, Any]) -> str:
@@ -112,6 +104,7 @@ class PredictionsFile:
     Attributes:
         path: This process's file.
         done: Ids of the prompts that are predicted.
+        resumed: The predictions that an interrupted run has left.
         state: What was last given to :meth:`write`; ``None`` at the start.
 
     Raises:
@@ -136,6 +129,7 @@ class PredictionsFile:
         self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
         self.state: Any = None
         self.done: set[str] = set()
+        self.resumed: list[dict[str, Any]] = []
         self._num_lines = 0
         self._lock = self._locked()
         try:
@@ -233,11 +227,13 @@ class PredictionsFile:
             return
         meta = read_json(meta_path(self.path))
         try:
-            fingerprint, progress = {key: meta["fingerprint"][key] for key in self._fingerprint}, meta.get("progress")
+            fingerprint = {key: meta["fingerprint"][key] for key in self._fingerprint}
+            progress = meta.get("progress")
             lines = self.path.read_bytes().split(b"\n")
             lines = lines[: max(int(progress["num_lines"]), 0)] if progress else lines[:-1]  # without a torn last line
             self.state = progress["state"] if progress else None
-            self.done = {str(json.loads(line)["id"]) for line in lines}
+            self.resumed = [json.loads(line) for line in lines]
+            self.done = {str(values["id"]) for values in self.resumed}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"resume: expected the predictions of an interrupted run in {self.path}, and their fingerprint beside "

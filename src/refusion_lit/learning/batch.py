@@ -27,8 +27,6 @@ class ResponseBatch:
         sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
         ids: The samples' ids.
         rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.
-        following: On the first micro-batch of an optimizer step, the step's other micro-batches; ``None`` on the
-            others.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -37,16 +35,37 @@ class ResponseBatch:
     sample_keys: Int[Tensor, " batch"]
     ids: list[str] = field(default_factory=list)
     rows: Int[Tensor, " batch"] | None = None
-    following: tuple[ResponseBatch, ...] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ResponseBatch:
-        """Return the batch on a device; ``following`` stays where it is."""
+        """Return the batch on a device."""
         return _moved(self, device, non_blocking)
 
+
+@dataclass
+class MicroBatch:
+    """A micro-batch of an optimizer step, with all of the step: the loss is a mean over all of its samples.
+
+    Attributes:
+        step: This process's micro-batches of the step, in order.
+        index: Index of this one.
+    """
+
+    step: tuple[ResponseBatch, ...]
+    index: int
+
     @property
-    def num_tokens(self) -> int:
-        """Number of prompt and response tokens, padding excluded."""
-        return int((self.prompt_lengths + self.response_lengths).sum())
+    def batch(self) -> ResponseBatch:
+        """The micro-batch itself."""
+        return self.step[self.index]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps after it."""
+        return self.index + 1 == len(self.step)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:  # noqa: ARG002
+        """Return the micro-batch itself: the module moves a whole step when it corrupts it."""
+        return self
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,8 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
             "data.pack_length: expected an objective that says which positions are real (CorruptedBatch.is_real), "
             "got one that does not; set pack_length to null, or let its corrupt() fill in is_real."
         )
-    num_views, num_rows = corrupted.num_views, int(rows.max()) + 1
+    num_views = corrupted.num_views
+    num_rows = int(rows.max()) + 1
     found = len(corrupted.is_real) // len(rows)
     require(
         found == num_views, "CorruptedBatch.num_views", str(found), num_views, "let the objective's corrupt() set it"

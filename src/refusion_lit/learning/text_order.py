@@ -57,5 +57,6 @@ def extend_to_multiple(
         width: As for :func:`extend_responses`.
     """
     lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-    eos, padding = special_tokens.eos_token_ids[0], special_tokens.pad_token_id
+    eos = special_tokens.eos_token_ids[0]
+    padding = special_tokens.pad_token_id
     return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)

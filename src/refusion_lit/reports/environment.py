@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.version import __version__
 
 FILE_NAME = "environment.json"
@@ -43,11 +42,6 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
     }
-
-
-def write_environment(directory: Path, seed: object) -> None:
-    """Write ``environment.json`` into a run's directory."""
-    write_json_atomically(directory / FILE_NAME, environment(seed))
 
 
 def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads and writes the files that describe a run: ``results.json``, ``config.yaml`` and ``environment.json``."""
+"""Reads the files that describe a run: ``results.json``, ``config.yaml`` and ``environment.json``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import yaml
 
 from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
-from refusion_lit.reports.environment import environment
-from refusion_lit.utils.files import write_json_atomically
 
 RESULTS = "results.json"
 CONFIG = "config.yaml"
@@ -25,22 +23,6 @@ _IN_WORDS = {int: "an integer", dict: "a mapping", list: "a list of texts"}
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
-
-
-def write_results(directory: Path, values: Mapping[str, Any], *, seed: int) -> Path:
-    """Write ``results.json``, with the run's environment and config added.
-
-    Args:
-        directory: The run's directory.
-        values: Options and figures, as JSON values.
-        seed: The run's seed, recorded if the directory has no ``environment.json``.
-
-    Returns:
-        The file written.
-    """
-    added = {"environment": read_environment(directory) or environment(seed), "config": read_config(directory)}
-    write_json_atomically(directory / RESULTS, {**values, **added})
-    return directory / RESULTS
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
@@ -61,7 +43,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def _check_kinds(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse fields of another type than :func:`write_results` is given; a file may have been mended by hand.
+    """Refuse fields of another type than ``test`` writes; a file may have been mended by hand.
 
     Raises:
         ValueError: If there is one, with its name.
@@ -99,7 +81,7 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         ValueError: If the file is damaged.
     """
     config = _read_object(directory / CONFIG)
-    return None if config is None else _shortened(config)
+    return None if config is None else shortened(config)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -119,11 +101,12 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
         raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
 
 
-def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+    """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
+        return {name: shortened(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_shortened(inner) for inner in value]
+        return [shortened(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value

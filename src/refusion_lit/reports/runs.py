@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Run:
         environment: The recorded environment; see :func:`~refusion_lit.reports.environment.environment`.
         config: The resolved config as YAML; empty if none was recorded.
         options: The swept options of this point; empty outside a sweep.
+        predictions: Predictions by prompt id for each decoder; ``None``: they are in files of the directory.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Run:
     environment: dict[str, Any]
     config: str
     options: dict[str, Any]
+    predictions: dict[str, dict[str, ScoredPrediction]] | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -183,9 +185,28 @@ def _read_run(path: Path, argument: Path, source: str) -> Run | None:
     results = read_results(path)
     if results is None:
         return None
-    folder = path.parent
-    config = results.get("config")
+    return _run(path.parent, argument, source, results)
+
+
+def run_of(
+    folder: Path, results: dict[str, Any], predictions: dict[str, dict[str, ScoredPrediction]] | None
+) -> Collection:
+    """Return a single run of which this process has the results, without reading its files.
+
+    Args:
+        folder: The run's directory.
+        results: What ``results.json`` holds.
+        predictions: Predictions by prompt id for each decoder; ``None``: read their files.
+    """
+    run = _run(folder, folder, _source_name(folder), results)
+    run.predictions = predictions
+    notes: list[str] = []
+    return Collection(runs=[run], rows=_rows([run], notes), notes=notes)
+
+
+def _run(folder: Path, argument: Path, source: str, results: dict[str, Any]) -> Run:
     relative = folder.relative_to(argument)
+    config = results.get("config")
     return Run(
         path=folder,
         name=str(relative) if relative.parts else argument.resolve().name,
@@ -235,7 +256,7 @@ def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
         options = {name: option_text(run.options.get(name)) for name in names}
         for decoder, figures in run.results["results"].items():
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
-            predictions = read_scores(run.path, decoder, notes)
+            predictions = read_scores(run.path, decoder, notes) if run.predictions is None else run.predictions[decoder]
             if not predictions:
                 notes.append(f"{run.name}: no predictions of {decoder}, so it has no intervals.")
             elif len(predictions) < figures.get("num_prompts", 0):
@@ -295,6 +316,15 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                     notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                     continue
                 predictions.setdefault(identity, prediction)
+    return _in_order(predictions)
+
+
+def scores_of(predictions: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
+    """Return predictions by prompt id in natural order, from the values that were written as lines."""
+    return _in_order(dict(map(_parse, predictions)))
+
+
+def _in_order(predictions: Mapping[str, ScoredPrediction]) -> dict[str, ScoredPrediction]:
     return dict(sorted(predictions.items(), key=lambda item: _natural_key(item[0])))
 
 

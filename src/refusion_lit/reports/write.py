@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from refusion_lit.reports.comparison import compare
+from refusion_lit.reports.comparison import Comparison, compare
 from refusion_lit.reports.intervals import Bootstrap
 from refusion_lit.reports.plots import heat_map, standalone, tradeoff_plot
-from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.runs import ScoredPrediction, read_runs, run_of
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
@@ -49,6 +50,12 @@ def write_report(
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     comparison = compare(read_runs(paths), baseline, bootstrap)
+    directory = Path(output) if output is not None else _default_output(paths)
+    return _write(comparison, directory, formats)
+
+
+def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> list[Path]:
+    """Write a comparison; see :func:`write_report`."""
     from refusion_lit.reports.html_report import html_report  # jinja2 takes a moment to import
 
     plots = {_PLOT: tradeoff_plot(comparison)}
@@ -60,7 +67,6 @@ def write_report(
     if "markdown" in formats:
         files["table.md"] = markdown_table(comparison)
     files.update({name: standalone(picture) for name, picture in plots.items()})
-    directory = Path(output) if output is not None else _default_output(paths)
     others = [name for name in files if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
     require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
@@ -69,15 +75,23 @@ def write_report(
     return [directory / name for name in files]
 
 
-def write_test_report(results: Path) -> None:
+def write_test_report(
+    directory: Path, results: dict[str, Any], predictions: dict[str, dict[str, ScoredPrediction]] | None
+) -> None:
     """Write the report of one test next to its ``results.json``; warn instead of raising if that fails.
 
     The results are already on disk, so a failed report must not fail the test.
+
+    Args:
+        directory: The run's directory.
+        results: What ``results.json`` holds.
+        predictions: Predictions by prompt id for each decoder; ``None``: read their files.
     """
     from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
 
     try:
-        page = write_report([results])[0]
+        comparison = compare(run_of(directory, results, predictions))
+        page = _write(comparison, directory / DIRECTORY, ("html",))[0]
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
     else:

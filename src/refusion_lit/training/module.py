@@ -1,32 +1,26 @@
-"""The LightningModule: model and training.
-
-Its hooks for validation are in :mod:`~refusion_lit.training.validation`, those for test and prediction in
-:mod:`refusion_lit.evaluation.hooks`.
-"""
+"""The LightningModule: model and training; validation and evaluation are objects of their own."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata, collect_metadata
-from refusion_lit.checkpoints.models import merged_weights
-from refusion_lit.checkpoints.stored import check_weights
-from refusion_lit.data.compatibility import check_vocabulary
+from refusion_lit.api import TextModel
+from refusion_lit.checkpoints.files import check_weights
+from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, collect_metadata, merged_weights
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
-from refusion_lit.evaluation.loop import check_decoder_name
-from refusion_lit.evaluation.options import DecodingOptions
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
@@ -34,18 +28,17 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
-from refusion_lit.training.divergence import check_finite
-from refusion_lit.training.optimizer import WarmupCosine, parameter_groups, warn_of_lost_updates
+from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.training.validation import ValidationHooks, is_whole
-from refusion_lit.types import SamplingParams
+from refusion_lit.training.validation import Validation, is_whole
+from refusion_lit.types import PromptBatch, SamplingParams
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 
 
-class SlotDiffusionModule(ValidationHooks):
+class SlotDiffusionModule(L.LightningModule):
     """Trains a language model with an objective and evaluates decoders on it.
 
     Args:
@@ -65,7 +58,8 @@ class SlotDiffusionModule(ValidationHooks):
         resume: Resume an interrupted ``test`` or ``predict`` run from the predictions in its directory.
 
     Attributes:
-        results: Figures of the last test by decoder name.
+        evaluation: Tests and predicts; its ``results`` are the figures of the last test by decoder name.
+        validation: Computes the validation loss.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class SlotDiffusionModule(ValidationHooks):
         objective: Objective = Hybrid(),  # noqa: B008 - immutable
         decoders: dict[str, Decoder | None] | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - immutable
-        decoding: DecodingOptions = DecodingOptions(),  # noqa: B008 - immutable
+        decoding: EvaluationOptions = EvaluationOptions(),  # noqa: B008 - immutable
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         schedule: WarmupCosine = WarmupCosine(),  # noqa: B008 - immutable
@@ -84,24 +78,21 @@ class SlotDiffusionModule(ValidationHooks):
         resume: bool = False,
     ) -> None:
         super().__init__()
-        self.backbone_config, self.tokenizer, self.objective = backbone, tokenizer, objective
-        self._decoders = {name: each for name, each in (decoders or {}).items() if each is not None}
-        require(bool(self._decoders) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
-        self.sampling, self.decoding = sampling, decoding
-        self.optimizer_callable, self.scheduler_callable, self.schedule = optimizer, lr_scheduler, schedule
-        self.seed, self.prompt_template, self.resume = seed, prompt_template, resume
+        is_impossible = objective.distills and backbone.lora is None
+        fix = "set backbone.lora.rank"
+        require(not is_impossible, "objective.distill", "a model with backbone.lora", "one without", fix)
+        self.backbone_config = backbone
+        self.tokenizer = tokenizer
+        self.objective = objective
+        self.optimizer_callable = optimizer
+        self.scheduler_callable = lr_scheduler
+        self.schedule = schedule
+        self.seed = seed
+        self.prompt_template = prompt_template
+        self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
+        self.validation = Validation(objective, self.evaluation)
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
-        distills = objective.distills and backbone.lora is None
-        require(
-            not distills, "objective.distill", "a model with backbone.lora", "one without", "set backbone.lora.rank"
-        )
-        for name, decoder in self._decoders.items():
-            check_decoder_name(name)
-            decoder.check(sampling)
-            is_missing = decoding.verifier is None and "verifier" in decoder.requirements().predictions
-            fix = "name an autoregressive model with the same tokenizer"
-            require(not is_missing, "model.decoding.verifier", f"a second model for {name}", None, fix)
 
     # --- model -----------------------------------------------------------------------------------------------
 
@@ -111,33 +102,23 @@ class SlotDiffusionModule(ValidationHooks):
             return
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
-        source = self.backbone_config
-        if source.source is not None and not source.random_init:
-            own = PretrainedTokenizer(
-                source=source.source,
-                revision=source.revision,
-                layout=source.layout,
-                trust_remote_code=source.trust_remote_code,
-            )
-            check_vocabulary(self.tokenizer, own)
-        self.backbone = source.build(self.tokenizer, seed=self.seed)
+        check_vocabulary(self.tokenizer, self.backbone_config)
+        self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
-
-    @property
-    def decoders(self) -> dict[str, Decoder]:
-        """The decoders by name; the model's own one where none is named."""
-        if self._decoders:
-            return self._decoders
-        decoder = self.text_model().default_decoder.fitted(self.sampling)
-        return {type(decoder).__name__.lower(): decoder}
 
     @property
     def model(self) -> Backbone:
         """The backbone, after :meth:`configure_model`."""
         assert self.backbone is not None, "configure_model has not been called"
         return self.backbone
+
+    def text_model(self) -> TextModel:
+        """Return the model with the Python interface for generation."""
+        self.configure_model()
+        assert self.tokenizer is not None
+        return TextModel(self.model, self.tokenizer, self.prompt_template)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
@@ -178,7 +159,7 @@ class SlotDiffusionModule(ValidationHooks):
         """
         return self._progress.num_positions
 
-    def on_train_batch_start(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
         torch.manual_seed(key & (1 << 63) - 1)
@@ -195,8 +176,10 @@ class SlotDiffusionModule(ValidationHooks):
     @property
     def _num_steps(self) -> int:
         """Number of optimizer steps of the whole training."""
-        number, fix = self.trainer.estimated_stepping_batches, "set one of them"
-        expected, got = "a number above 0, or one in trainer.max_epochs", self.trainer.max_steps
+        number = self.trainer.estimated_stepping_batches
+        fix = "set one of them"
+        expected = "a number above 0, or one in trainer.max_epochs"
+        got = self.trainer.max_steps
         require(0 < number < math.inf, "trainer.max_steps", expected, got, fix)
         return int(number)
 
@@ -220,11 +203,20 @@ class SlotDiffusionModule(ValidationHooks):
             teacher = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.teacher_visible)
         return self.objective.loss(hidden, self.model.head, corrupted, teacher)
 
-    def training_step(self, batch: ResponseBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
         """Return a micro-batch's share of its step's loss; log the step's loss after the last one."""
         num_accumulated = self.trainer.accumulate_grad_batches
-        loss = self.loss(self._progress.micro_batch(batch, self.corrupt, num_accumulated=num_accumulated))
-        if self._progress.add(loss) and self._logs_now():
+        if isinstance(batch, ResponseBatch):  # of a loader that knows nothing of steps
+            expected = "1 with a loader that does not look ahead"
+            fix = "use the loader of InstructionDataModule"
+            require(num_accumulated == 1, "trainer.accumulate_grad_batches", expected, num_accumulated, fix)
+            batch = MicroBatch((batch,), 0)
+        if batch.index == 0:
+            sample_ids = [name for each in batch.step for name in each.ids]
+            self._progress.begin_step([self.corrupt(each) for each in batch.step], sample_ids)
+        loss = self.loss(self._progress.next_micro_batch())
+        self._progress.add(loss)
+        if batch.is_last and self._logs_now():
             for name, value in self._progress.figures().items():
                 self.log(f"train/{name}", value, prog_bar=name == "loss")
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
@@ -236,9 +228,7 @@ class SlotDiffusionModule(ValidationHooks):
         Raises:
             ValueError: Naming step, samples and the last checkpoint.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = gradient_norm(optimizer)
         check_finite(self.trainer, self._progress.loss, norm, self._progress.sample_ids)
         if self._logs_now():
             self.log("train/gradient_norm", norm)
@@ -248,19 +238,59 @@ class SlotDiffusionModule(ValidationHooks):
         return (self.global_step + 1) % every == 0
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
-        """Make optimizer and schedule; norms and biases get no weight decay."""
-        groups = parameter_groups(self.model)
-        if self.optimizer_callable is None:
-            optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
-        else:
-            try:
-                optimizer = self.optimizer_callable(groups)
-            except (ValueError, TypeError) as error:  # torch names no option
-                raise ValueError(f"model.optimizer: {error}; change its options.") from error
-        if not isinstance(self.trainer.strategy, DeepSpeedStrategy):  # which keeps float32 master weights
-            warn_of_lost_updates(optimizer)
+        """Make optimizer and schedule."""
+        keeps_float32_weights = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        optimizer = make_optimizer(self.model, self.optimizer_callable, keeps_float32_weights=keeps_float32_weights)
         if self.scheduler_callable is not None:
             scheduler = self.scheduler_callable(optimizer)
         else:
             scheduler = self.schedule(optimizer, self._num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # --- validation and evaluation ---------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Stop the clock of training."""
+        self._progress.pause()
+        self.validation.start(self.device)
+
+    def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Add a batch's loss."""
+        self.validation.step(batch, self.model.special_tokens, self.loss)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation losses and a few decoded samples."""
+        for name, value in self.validation.figures().items():
+            self.log(name, value, prog_bar=name == "val/loss")
+        if not self.trainer.sanity_checking and self.trainer.is_global_zero and is_whole(self.trainer.strategy):
+            self.validation.log_samples(self.trainer, self.text_model())
+
+    def on_validation_end(self) -> None:
+        """Restart the clock of training."""
+        self._progress.resume()
+
+    def on_test_start(self) -> None:
+        """Check every decoder against the model before any work, and open the predictions files."""
+        self.evaluation.start(self.trainer, self.text_model(), is_test=True)
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
+        """Decode a batch of prompts with every decoder."""
+        self.evaluation.step(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Print the table of decoders, write the results and log them."""
+        self.evaluation.finish()
+        for name, figures in self.evaluation.results.items():
+            self.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
+
+    def on_predict_start(self) -> None:
+        """Check the first decoder and open the predictions file."""
+        self.evaluation.start(self.trainer, self.text_model(), is_test=False)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Decode a batch with the first decoder; write and return its predictions."""
+        return self.evaluation.step(batch)
+
+    def on_predict_end(self) -> None:
+        """Close the predictions file."""
+        self.evaluation.finish()

@@ -1,18 +1,25 @@
-"""Parameter groups, the default learning-rate schedule, and a check of the weights' precision."""
+"""The optimizer step: parameter groups, the default learning-rate schedule, and checks of precision and gradients."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.utils.require import require_at_least, require_probability
+
+_NUM_SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,32 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def make_optimizer(
+    module: nn.Module, make: OptimizerCallable | None, *, keeps_float32_weights: bool = False
+) -> Optimizer:
+    """Make the optimizer of a module's parameters; AdamW where nothing else is asked for.
+
+    Args:
+        module: The module.
+        make: Makes the optimizer from parameter groups.
+        keeps_float32_weights: Whether the strategy keeps float32 master weights.
+
+    Raises:
+        ValueError: If the optimizer refuses its options.
+    """
+    groups = parameter_groups(module)
+    if make is None:
+        optimizer: Optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
+    else:
+        try:
+            optimizer = make(groups)
+        except (ValueError, TypeError) as error:  # torch names no option
+            raise ValueError(f"model.optimizer: {error}; change its options.") from error
+    if not keeps_float32_weights:
+        warn_of_lost_updates(optimizer)
+    return optimizer
+
+
 def warn_of_lost_updates(optimizer: Optimizer) -> None:
     """Warn where an optimizer of ``torch.optim`` trains weights in bfloat16 or float16.
 
@@ -72,3 +105,42 @@ def warn_of_lost_updates(optimizer: Optimizer) -> None:
             "which rounds small updates away, so that the loss falls much less. Set model.backbone.dtype to float32 "
             "and trainer.precision to bf16-mixed, or use an optimizer with float32 master weights."
         )
+
+
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """Return the norm of the gradients of all parameters of an optimizer."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def check_finite(trainer: L.Trainer, loss: Tensor, gradient_norm: Tensor, sample_ids: Sequence[str]) -> None:
+    """Stop all processes if one has a loss or gradient that is infinite or not a number.
+
+    A float16 run with a loss scaler skips steps with infinite gradients itself and lowers the scale, so only its loss
+    is checked.
+
+    Args:
+        trainer: The trainer, before an optimizer step.
+        loss: The step's loss on this process.
+        gradient_norm: Norm of the step's gradient.
+        sample_ids: Ids of the step's samples on this process.
+
+    Raises:
+        ValueError: Naming step, samples and the last checkpoint.
+    """
+    is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    values = {"loss": loss} if is_scaled else {"loss": loss, "gradient norm": gradient_norm}
+    figures = dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
+    wrong = [f"{name} {value}" for name, value in figures.items() if not abs(value) < float("inf")]
+    if not trainer.strategy.reduce_boolean_decision(bool(wrong), all=False):
+        return
+    what = ", ".join(wrong) or "finite figures here, but not on another process"
+    shown = ", ".join(sample_ids[:_NUM_SHOWN]) + (
+        f" and {len(sample_ids) - _NUM_SHOWN} more" if len(sample_ids) > _NUM_SHOWN else ""
+    )
+    raise ValueError(
+        f"fit: expected a finite loss and gradient, got {what} at step {trainer.global_step + 1} (samples {shown}). "
+        f"The last checkpoint is {last_checkpoint(trainer) or 'none'}. Lower the learning rate, set "
+        "trainer.gradient_clip_val, or look at these samples."
+    )

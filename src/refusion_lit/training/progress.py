@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.utils.require import require
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput
 
 
 class TrainingProgress:
@@ -19,8 +18,8 @@ class TrainingProgress:
 
     The losses of a step's micro-batches add up to the loss of one batch with all their samples, on all processes. Loss
     terms have denominators of their own (labelled tokens, samples) that differ between micro-batches, so a mean of the
-    micro-batches' means would be another loss. Therefore the first micro-batch of a step corrupts all of them and
-    sums their counts; each is kept, with the step's counts, until its turn.
+    micro-batches' means would be another loss. Therefore all micro-batches of a step are corrupted before the first
+    one runs, and each gets the counts of the whole step as its denominators.
 
     Args:
         num_positions: Number of positions that a resumed run had computed before.
@@ -37,14 +36,16 @@ class TrainingProgress:
         self._micro_batches: deque[CorruptedBatch] = deque()
         self._loss: LossOutput | None = None
         self._padding = torch.zeros(())
-        self._positions_before, self._since, self._paused = 0.0, 0.0, 0.0
+        self._positions_before = 0.0
+        self._since = 0.0
+        self._paused = 0.0
 
     def start(self, device: torch.device, num_processes: int) -> None:
         """Start or resume training, between two steps."""
         self.num_positions = self.num_positions.to(device)
         self._num_processes = num_processes
-        self._micro_batches.clear()
-        self._positions_before, self._since = float(self.num_positions), 0.0
+        self._positions_before = float(self.num_positions)
+        self._since = 0.0
 
     def pause(self) -> None:
         """Stop the clock."""
@@ -54,50 +55,32 @@ class TrainingProgress:
         """Restart the clock after :meth:`pause`."""
         self._since += (time.perf_counter() - self._paused) * (self._since > 0)
 
-    def micro_batch(
-        self, batch: ResponseBatch, corrupt: Callable[[ResponseBatch], CorruptedBatch], *, num_accumulated: int
-    ) -> CorruptedBatch:
-        """Return a batch corrupted, with its step's counts, so that its loss is its share of the step's loss.
+    def begin_step(self, micro_batches: Sequence[CorruptedBatch], sample_ids: list[str]) -> None:
+        """Begin an optimizer step: sum what its micro-batches count, over all processes.
 
         Args:
-            batch: The batch; the first one of a step names the others (:attr:`ResponseBatch.following`).
-            corrupt: Corrupts a batch.
-            num_accumulated: Number of micro-batches in a step.
-
-        Raises:
-            ValueError: If a step has several micro-batches, but its first one does not name them.
+            micro_batches: This process's micro-batches of the step, in order.
+            sample_ids: Ids of their samples.
         """
-        if batch.following is not None or not self._micro_batches:
-            require(
-                batch.following is not None or num_accumulated == 1,
-                "trainer.accumulate_grad_batches",
-                "1 with a loader that does not look ahead",
-                num_accumulated,
-                "use InstructionDataModule's loader, or one that sets ResponseBatch.following on the first batch of "
-                "each step",
-            )
-            step = (batch, *(batch.following or ()))
-            self.sample_ids = [name for each in step for name in each.ids]
-            self._begin_step([corrupt(each) for each in step])
-        return self._micro_batches.popleft()
-
-    def _begin_step(self, micro_batches: list[CorruptedBatch]) -> None:
-        """Sum what the step's micro-batches count, over all processes."""
         counts = torch.stack([batch.counts for batch in micro_batches]).sum(0).double()
         num_positions = counts.new_full((1,), sum(batch.input_ids.numel() for batch in micro_batches))
         num_real = torch.stack([_num_real(batch) for batch in micro_batches]).sum()[None]
         # One all-reduce for all figures; the host waits for none of them.
         totals = self._all_reduced(torch.cat((num_positions, num_real.double(), counts)))
         self.num_positions = self.num_positions + totals[0]
+        self.sample_ids = sample_ids
         self._padding = 1 - totals[1] / totals[0]
         self._micro_batches = deque(replace(batch, counts=totals[2:]) for batch in micro_batches)
         self._loss = None
 
-    def add(self, loss: LossOutput) -> bool:
-        """Add the loss of a micro-batch; return whether it was the last one of its step."""
+    def next_micro_batch(self) -> CorruptedBatch:
+        """Return the step's next micro-batch with the step's counts: its loss is its share of the step's loss."""
+        return self._micro_batches.popleft()
+
+    def add(self, loss: LossOutput) -> None:
+        """Add the loss of a micro-batch."""
         sums = loss.sums.detach() + (0 if self._loss is None else self._loss.sums)
         self._loss = replace(loss, sums=sums)
-        return not self._micro_batches
 
     @property
     def loss(self) -> Tensor:
@@ -115,11 +98,13 @@ class TrainingProgress:
             "num_positions": self.num_positions,
             "padding": self._padding,
         }
-        now, num_positions = time.perf_counter(), float(self.num_positions)
+        now = time.perf_counter()
+        num_positions = float(self.num_positions)
         if self._since:
             rate = (num_positions - self._positions_before) / (now - self._since)
             figures["positions_per_second"] = torch.tensor(rate, dtype=torch.float64)  # the default may be bfloat16
-        self._positions_before, self._since = num_positions, now
+        self._positions_before = num_positions
+        self._since = now
         return figures
 
     def _all_reduced(self, values: Tensor) -> Tensor:

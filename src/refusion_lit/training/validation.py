@@ -2,82 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-from refusion_lit.evaluation.hooks import EvaluationHooks
+from refusion_lit.api import TextModel
+from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.metrics import TermMeans
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
-from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import PromptBatch, SpecialTokens
 
 _NUM_STRATA = 16
 
 
-class ValidationHooks(EvaluationHooks):
-    """The LightningModule's hooks for validation; the subclass trains."""
+class Validation:
+    """The mean loss over the validation samples, and a few decoded samples.
 
-    objective: Objective
-    _progress: TrainingProgress
+    Args:
+        objective: The training objective.
+        evaluation: Decodes the samples.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._validation: TermMeans | None = None
+    def __init__(self, objective: Objective, evaluation: Evaluation) -> None:
+        self._objective = objective
+        self._evaluation = evaluation
+        self._means = TermMeans(objective.terms)
 
-    def loss(self, corrupted: CorruptedBatch) -> LossOutput:
-        """Run the backbone and return the loss."""
-        raise NotImplementedError
+    def start(self, device: torch.device) -> None:
+        """Begin a validation."""
+        self._means = TermMeans(self._objective.terms).to(device)
 
-    def on_validation_start(self) -> None:
-        """Stop the clock of training."""
-        self._progress.pause()
-        self._validation = TermMeans(self.objective.terms).to(self.device)
+    def step(
+        self, batch: ResponseBatch, special_tokens: SpecialTokens, loss_of: Callable[[CorruptedBatch], LossOutput]
+    ) -> None:
+        """Add a batch's loss at fixed mask ratios, which are the same in every run.
 
-    def on_validation_end(self) -> None:
-        """Restart the clock of training."""
-        self._progress.resume()
+        Args:
+            batch: The batch; empty on a process without samples.
+            special_tokens: Ids of the tokenizer's special tokens.
+            loss_of: Runs the model and returns the loss.
+        """
+        is_empty = len(batch.input_ids) == 0
+        self._means.update(None if is_empty else loss_of(corrupt_evenly(self._objective, batch, special_tokens)))
 
-    def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Add a batch's loss at fixed mask ratios, which are the same in every run."""
-        assert self._validation is not None
-        if len(batch.input_ids) == 0:  # there are fewer samples than processes
-            self._validation.update(None)
-            return
-        corrupted = corrupt_evenly(self.objective, batch, self.model.special_tokens)
-        self._validation.update(self.loss(corrupted))
+    def figures(self) -> dict[str, Tensor]:
+        """Return the means by the names under which they are logged; all processes must call this together."""
+        means = self._means.compute()
+        return {"val/loss": means.pop("total").float(), **{f"val/{name}": mean.float() for name, mean in means.items()}}
 
-    def on_validation_epoch_end(self) -> None:
-        """Log the validation losses and a few decoded samples."""
-        assert self._validation is not None
-        means = self._validation.compute()
-        self.log("val/loss", means.pop("total").float(), prog_bar=True)
-        self.log_dict({f"val/{name}": mean.float() for name, mean in means.items()})
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero and is_whole(self.trainer.strategy):
-            self._log_samples()
-
-    def _log_samples(self) -> None:
-        module = getattr(self.trainer, "datamodule", None)
-        writers = text_writers(self.loggers)
-        num_samples, decoder = self.decoding.num_logged_samples, next(iter(self.decoders.values()))
-        if module is None or not writers or not num_samples:
+    def log_samples(self, trainer: L.Trainer, model: TextModel) -> None:
+        """Decode a few samples with the first decoder and log them as text, where a logger takes text."""
+        data = getattr(trainer, "datamodule", None)
+        writers = text_writers(trainer.loggers)
+        num_samples = self._evaluation.options.num_logged_samples
+        if data is None or not writers or not num_samples:
             return
         try:
-            setup = self.decoding_setup()
-            if decoder.requirements().mismatches(setup.model.model_for(decoder).traits):
+            model = self._evaluation.pair(model)
+            decoder = next(iter(self._evaluation.decoders(model).values()))
+            if decoder.requirements().mismatches(model.model_for(decoder).traits):
                 return
-            batch: PromptBatch = module.sample_prompts(num_samples)
-            responses = [row.text for row in setup.decode(decoder, batch.prompts).rows]
+            batch: PromptBatch = data.sample_prompts(num_samples)
+            responses = [row.text for row in self._evaluation.decode(model, decoder, batch.prompts).rows]
         except ValueError as error:  # long prompts, or templates that the decoder cannot keep
             rank_zero_warn(f"no samples are logged: {error}")
             return
         for writer in writers:
-            writer.add_text("samples", samples_as_text(batch, responses), self.global_step)
+            writer.add_text("samples", samples_as_text(batch, responses), trainer.global_step)
 
 
 def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:

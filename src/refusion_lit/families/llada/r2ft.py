@@ -13,8 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.cross_entropy import Head, default_chunk_size
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import (
+    Head,
+    Objective,
+    default_chunk_size,
+    mask_probability,
+    required_mask_id,
+    response_positions,
+)
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.cross_entropy import Head
-from refusion_lit.learning.objective import Objective, response_positions
+from refusion_lit.learning.objective import Head, Objective, response_positions
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_number

@@ -1,4 +1,4 @@
-"""Bin packing: distributes samples over rows of bounded length."""
+"""Training samples that are encoded when they are read, and samples that are packed into rows of bounded length."""
 
 from __future__ import annotations
 
@@ -8,12 +8,47 @@ from collections.abc import Sequence
 import numpy as np
 from torch.utils.data import Dataset
 
-from refusion_lit.data.collate import EncodedExample, collate_responses
+from refusion_lit.data.examples import Encode, EncodedExample, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
 
-_GROUP = 4096
+_PACKED_TOGETHER = 4096
 """Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
+
+
+class LazyExamples(Dataset[EncodedExample]):
+    """A dataset that generates and encodes each example when it is read.
+
+    Args:
+        examples: The examples of a generated task.
+        encode: Encodes an example.
+        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
+    """
+
+    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
+        self._examples = examples
+        self._encode = encode
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        """Return an encoded example."""
+        example = self._examples[index]
+        sample = EncodedExample(example.id, *self._encode(example))
+        expected = f"at most {self.max_length} tokens in the sample {example.id}"
+        fix = "raise it, or make the task's examples shorter"
+        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
+        return sample
+
+    def length(self, index: int) -> int:
+        """Return a number that grows with the example's tokens, without encoding it."""
+        example = self._examples[index]
+        return len(example.query) + len(example.response)
 
 
 def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
@@ -29,9 +64,9 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     """
     order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
     rows: list[list[int]] = []
-    for first in range(0, len(order), _GROUP):
+    for first in range(0, len(order), _PACKED_TOGETHER):
         room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
-        for sample in sorted(order[first : first + _GROUP], key=lambda i: -lengths[i]):
+        for sample in sorted(order[first : first + _PACKED_TOGETHER], key=lambda i: -lengths[i]):
             best = bisect_left(room, (lengths[sample], -1))
             free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
             if row == len(rows):
@@ -53,7 +88,9 @@ class PackedBatches(Dataset[ResponseBatch]):
     def __init__(
         self, samples: Dataset[EncodedExample] | Sequence[EncodedExample], rows: list[list[int]], pad_token_id: int
     ) -> None:
-        self._samples, self._rows, self._pad_token_id = samples, rows, pad_token_id
+        self._samples = samples
+        self._rows = rows
+        self._pad_token_id = pad_token_id
 
     def __getitem__(self, index: list[int]) -> ResponseBatch:
         """Return a batch."""

@@ -1,16 +1,35 @@
-"""A store of encoded examples in flat arrays."""
+"""Encoded examples: one by one, stored in flat arrays, and collated into batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from torch.utils.data import Dataset
 
-from refusion_lit.data.collate import EncodedExample
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.types import Example
+from refusion_lit.utils.keys import stable_key
+
+Encode = Callable[[Example], tuple[list[int], list[int]]]
+"""Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExample:
+    """An example as token ids."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +72,7 @@ class EncodedStore(Dataset[EncodedExample]):
 
 def encode_all(
     examples: Sequence[Example],
-    encode: Callable[[Example], tuple[list[int], list[int]]],
+    encode: Encode,
     *,
     max_length: int,
     skip_malformed: bool,
@@ -62,7 +81,7 @@ def encode_all(
 
     Args:
         examples: The examples.
-        encode: Returns an example's prompt and response; raises a ``ValueError`` for a malformed one.
+        encode: Encodes an example.
         max_length: Drop and count examples of more tokens.
         skip_malformed: Skip and count malformed examples instead of raising.
 
@@ -97,4 +116,43 @@ def encode_all(
         ids=ids,
         num_too_long=num_too_long,
         num_malformed=num_malformed,
+    )
+
+
+class BatchDataset(Dataset[Any]):
+    """Maps a list of sample indices to the batch of these samples.
+
+    Args:
+        samples: A dataset of samples.
+        collate: Collates samples into a batch.
+    """
+
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - examples or prompts
+        self._samples = samples
+        self._collate = collate
+
+    def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
+        """Return a batch."""
+        return self._collate([self._samples[i] for i in index])
+
+
+def collate_responses(
+    samples: Sequence[EncodedExample], pad_token_id: int, *, rows: Sequence[int] | None = None
+) -> ResponseBatch:
+    """Pad examples on the right to the longest of them; no examples give an empty batch.
+
+    Args:
+        samples: The examples.
+        pad_token_id: The padding token.
+        rows: For packing: row that each sample goes to.
+    """
+    width = max((len(sample) for sample in samples), default=0)
+    padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
+    return ResponseBatch(
+        input_ids=torch.tensor(padded, dtype=torch.long).reshape(len(padded), width),
+        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long),
+        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
+        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
+        ids=[sample.id for sample in samples],
+        rows=None if rows is None else torch.tensor(rows),
     )

@@ -1,4 +1,4 @@
-"""Training batches: samples of similar lengths, grouped by optimizer step, resumable in mid-epoch."""
+"""Training batches: which samples form them, and the loader that groups them by optimizer step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.batch import MicroBatch, ResponseBatch
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
@@ -49,7 +50,9 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         group_batches: int = 16,
     ) -> None:
         super().__init__(range(num_samples), num_replicas=num_ranks, rank=rank, seed=seed)  # type: ignore[arg-type]
-        self._num_samples, self.batch_size, self._length_of = num_samples, batch_size, length_of
+        self.batch_size = batch_size
+        self._num_samples = num_samples
+        self._length_of = length_of
         self._group = group_batches * batch_size * num_ranks
         self.start = 0
         expected = f"at most {num_samples // num_ranks} ({num_samples} samples over {num_ranks} processes)"
@@ -61,7 +64,8 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches of sample indices."""
-        start, self.start = self.start, 0
+        start = self.start
+        self.start = 0
         random = np.random.default_rng(stable_key("order", self.seed, self.epoch) & (1 << 63) - 1)
         size = self.batch_size * self.num_replicas
         order = random.permutation(self._num_samples)[: len(self) * size]
@@ -84,21 +88,20 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 class TrainingLoader(DataLoader[ResponseBatch]):
     """A loader of micro-batches that looks ahead by one optimizer step and resumes in mid-epoch.
 
-    The first micro-batch of each step names the others (:attr:`ResponseBatch.following`): the loss is a mean over all
-    of them, whose counts must be known before the first backward pass. Over :class:`LengthGroupedBatches`, a
-    checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and restores the state of a loader with
-    ``state_dict`` and ``load_state_dict``.
+    It is the one place that knows how many micro-batches make an optimizer step: a :class:`MicroBatch` brings the
+    others of its step, whose counts must be known before the first backward pass. Over :class:`LengthGroupedBatches`,
+    a checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and restores the state of a loader
+    with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        num_left_in_step: Returns, for the index of a micro-batch in the epoch, the number of micro-batches from there
-            to the end of its step.
+        trainer: The trainer, which says how many micro-batches it accumulates; ``None``: one per step.
     """
 
-    num_left_in_step: Callable[[int], int] = staticmethod(lambda _: 1)
+    trainer: L.Trainer | None = None
     _num_yielded = 0
     _resumed: tuple[int, int] | None = None
 
-    def __iter__(self) -> Iterator[ResponseBatch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[MicroBatch]:  # type: ignore[override]
         """Yield micro-batches; those of a step are fetched together."""
         self._num_yielded = 0
         if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
@@ -107,11 +110,18 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
         self._resumed = None
         batches = super().__iter__()
-        while step := list(islice(batches, self.num_left_in_step(self._num_yielded))):
-            step[0].following = tuple(step[1:])
-            for batch in step:
+        while step := tuple(islice(batches, self._num_left_in_step())):
+            for index in range(len(step)):
                 self._num_yielded += 1
-                yield batch
+                yield MicroBatch(step, index)
+
+    def _num_left_in_step(self) -> int:
+        """Return the number of micro-batches up to the end of the next one's step, which the epoch may cut short."""
+        if self.trainer is None:
+            return 1
+        num_accumulated = self.trainer.accumulate_grad_batches
+        num_left_in_epoch = max(self.trainer.num_training_batches - self._num_yielded, 1)
+        return int(min(num_accumulated - self._num_yielded % num_accumulated, num_left_in_epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the number of this rank's micro-batches yielded in it."""

@@ -1,0 +1,236 @@
+"""What a training adds to Lightning's checkpoints: the last step, signals, atomic files, and data-only loading."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from refusion_lit.checkpoints.files import read_checkpoint
+from refusion_lit.utils.errors import write_failure
+from refusion_lit.utils.files import atomic_writer
+
+
+class SaveLastStep(Checkpoint):
+    """Lets ``last.ckpt`` be that of the end of training, from which a longer one resumes exactly.
+
+    With ``every_n_train_steps: 1000`` and ``max_steps: 1700`` Lightning would leave the weights of step 1000 there, and
+    tests would be of these. Where ``max_steps`` ends inside an epoch, it would save after the step, when the epoch
+    counts as done, and the rest of its samples would be left out on resuming. A training that ends early, by a callback
+    or a time limit, keeps what was saved before. It is a ``Checkpoint`` so that it runs after the others and sees what
+    they have saved.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[ModelCheckpoint, Any] = {}  # callbacks that must not replace their last checkpoint any more
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
+        """Save after the last optimizer step unless that is done."""
+        if not _is_last_step(trainer):
+            return
+        for callback in _callbacks(trainer):
+            if not callback._should_skip_saving_checkpoint(trainer):  # which knows what it has saved
+                path = str(_last_path(callback))
+                callback.last_model_path = path  # first, since it is in the checkpoint, by which it is found
+                trainer.save_checkpoint(path, callback.save_weights_only)
+                callback._last_checkpoint_saved = path  # or Lightning would replace it at the end
+        data = trainer.fit_loop._data_fetcher
+        if data is None or not trainer.fit_loop.epoch_loop._should_check_val_fx(data):
+            self._keep(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Keep what was saved with the figures of the last validation."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and _is_last_step(trainer):
+            self._keep(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Let the last checkpoint be the newest, which is what ``last`` means."""
+        for callback, save_last in self._kept.items():
+            callback.save_last = save_last
+            if trainer.is_global_zero and _last_path(callback).is_file():
+                _last_path(callback).touch()
+        self._kept.clear()
+
+    def _keep(self, trainer: L.Trainer) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            for callback in _callbacks(trainer):
+                self._kept[callback] = callback.save_last
+                callback.save_last = None
+
+
+def _callbacks(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.save_last]
+
+
+def _is_last_step(trainer: L.Trainer) -> bool:
+    loop = trainer.fit_loop.epoch_loop
+    ends_epochs = loop.batch_progress.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+    return (ends_epochs or trainer.global_step == trainer.max_steps) and not loop._should_accumulate()
+
+
+def _last_path(callback: ModelCheckpoint) -> Path:
+    """Return where a callback keeps its last checkpoint."""
+    assert callback.dirpath is not None
+    return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+
+
+def last_checkpoint(trainer: L.Trainer) -> str | None:
+    """Return the checkpoint that a training has written or resumed from last, ``None`` without one."""
+    paths = [
+        callback.last_model_path or callback.best_model_path
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
+    return next(filter(None, paths), None) or (str(trainer.ckpt_path) if trainer.ckpt_path else None)
+
+
+class SaveOnSignal(L.Callback):
+    """Ends training after the current optimizer step when a signal arrives, with a checkpoint that resumes exactly.
+
+    Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1), after which it
+    requeues the job where Lightning would. Lightning's own handler saves in mid-step and into the working directory,
+    where the next job of any run would resume from it. A second signal ends the process at once. A signal during
+    validation takes effect after the next step. The resulting ``SystemExit`` has the exit code that shells use for the
+    signal, and a ``message``.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._message = ""
+        self._before: dict[int, Any] = {}
+        self._requeues: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Install the handlers in place of Lightning's."""
+        for callback in trainer.checkpoint_callbacks:
+            # After resuming, it would save the same step again, after a micro-batch and without its gradients.
+            if isinstance(callback, ModelCheckpoint) and trainer.global_step:
+                callback._last_global_step_saved = trainer.global_step
+        self._signum = 0
+        self._message = ""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        signals = [signal.SIGTERM, signal.SIGINT]
+        environment = trainer._accelerator_connector.cluster_environment
+        self._requeues = None
+        if isinstance(environment, SLURMEnvironment):
+            signals.append(environment.requeue_signal or signal.SIGUSR1)
+            self._requeues = signals[-1] if environment.auto_requeue else None
+        self._before = {number: signal.signal(number, self._note) for number in signals}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._signum = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            # Lightning's handler would only record a second SIGTERM.
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default if self._signum else handler)
+        self._before = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
+        """Save and stop at the end of an optimizer step if any process has received a signal."""
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return  # gradients are in no checkpoint
+        if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
+            path = str(_last_path_of(trainer))
+            trainer.save_checkpoint(path)
+            self._signum = self._signum or signal.SIGTERM
+            self._message = (
+                f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}, "
+                "resume with --ckpt_path last"
+            )
+            if self._signum == self._requeues and trainer.is_global_zero:
+                self._message += f"; {_requeue()}"
+            trainer._signal_connector.received_sigterm = True  # ends the loop once this step is logged
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Restore the previous handlers."""
+        self._restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Restore the previous handlers, and report what ended training."""
+        self._restore()
+        if isinstance(exception, SIGTERMException) and self._message:
+            exception.code = 128 + self._signum
+            exception.message = self._message  # type: ignore[attr-defined]
+
+
+def _requeue() -> str:
+    """Requeue this SLURM job; return the outcome in words."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"scontrol could not requeue job {job} ({error})"
+    return f"job {job} is requeued"
+
+
+def _last_path_of(trainer: L.Trainer) -> Path:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return _last_path(callback)
+    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+
+
+class CheckpointWriteError(ValueError):
+    """A checkpoint cannot be written; earlier checkpoints are intact."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint plugin with atomic writes and loading without code execution.
+
+    A process that dies while writing leaves the old checkpoint under that name, or none. Remote paths go to Lightning's
+    own plugin.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - Lightning's signature
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointWriteError: If it cannot be written, for lack of space or permission.
+        """
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        try:
+            with atomic_writer(path) as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:  # torch raises either for a failed write
+            raise CheckpointWriteError(
+                f"checkpoint: {path} cannot be written ({write_failure(error)}). Make room or choose another runs_dir, "
+                "then resume with --ckpt_path last; earlier checkpoints are as they were."
+            ) from error
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = None,  # noqa: ANN401 - Lightning's signature
+        weights_only: bool | None = None,  # noqa: ARG002
+    ) -> dict[str, Any]:
+        """Load a checkpoint to the CPU: tensors and plain values only, even with ``weights_only=False``.
+
+        Raises:
+            ValueError: If it is missing or damaged, or holds anything else.
+        """
+        if _is_remote(path):
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        return read_checkpoint(path)
+
+
+def _is_remote(path: str | Path) -> bool:
+    return "://" in str(path)
