@@ -27,6 +27,7 @@ REMOVED = {
     "data.cache_dir": "every run encodes its files; leave it out",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
+    "forward_cost": "forwards are the same on every machine; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
