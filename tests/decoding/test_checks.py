@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decoder_cases import traits_for
 from fakes import HYBRID, SPECIAL, HashModel
+from refusion_lit.api import TextModel
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import (
     D2F,
@@ -68,8 +70,9 @@ def test_models_trained_otherwise_are_refused_or_marked(traits: ModelTraits, rea
     ],
 )
 def test_a_decoder_that_fits_is_named(traits: ModelTraits, hint: str) -> None:
+    backbone: Any = HashModel(traits=traits)
     with pytest.raises(ModelMismatchError, match=hint):
-        decode(HashModel(traits=traits), ReFusion(), prompts_of(2), SamplingParams(max_new_tokens=16))
+        TextModel(backbone, tokenizer=None).check_decoder(ReFusion())
 
 
 @pytest.mark.parametrize("traits", [HYBRID, ModelTraits(predictions=("mask", "next_token")), ModelTraits()])
