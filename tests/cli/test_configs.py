@@ -76,7 +76,7 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
     cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
     assert not (tmp_path / "runs").exists()  # nothing runs: no directory, and no lock that keeps the next one out
     written = yaml.safe_load(path.read_text())
-    assert set(cli.model.evaluation.decoders) == set(written["model"]["decoders"])
+    assert set(cli.model.evaluation.named) == set(written["model"]["decoders"])
     assert cli.model.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
     cli.model.configure_model()
     assert cli.model.backbone is not None
@@ -180,7 +180,7 @@ def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeyp
     monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
     args = ["--config", str(path), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
     module = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
-    (decoder,) = module.evaluation.decoders.values()
+    (decoder,) = module.evaluation.named.values()
     decoder.check(module.evaluation.sampling)
     name = PUBLISHED[path.stem]
     traits = ModelTraits() if name is None else FORMATS[name].traits({})

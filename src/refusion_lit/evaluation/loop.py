@@ -84,6 +84,7 @@ class Evaluation:
         resume: Keep the predictions of an interrupted run.
 
     Attributes:
+        named: The given decoders by name; empty: the model's own one.
         sampling: As given.
         options: As given.
         results: Figures of the last test by decoder name.
@@ -111,9 +112,9 @@ class Evaluation:
         seed: int = 0,
         resume: bool = False,
     ) -> None:
-        self._decoders = {name: decoder for name, decoder in decoders.items() if decoder is not None}
-        require(bool(self._decoders) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
-        for name, decoder in self._decoders.items():
+        self.named = {name: decoder for name, decoder in decoders.items() if decoder is not None}
+        require(bool(self.named) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
+        for name, decoder in self.named.items():
             fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
             require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
             decoder.check(sampling)
@@ -133,8 +134,8 @@ class Evaluation:
 
     def decoders(self, model: TextModel) -> dict[str, Decoder]:
         """Return the decoders by name; the model's own one where none is named."""
-        if self._decoders:
-            return self._decoders
+        if self.named:
+            return self.named
         decoder = model.default_decoder.fitted(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
 
