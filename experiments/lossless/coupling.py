@@ -88,7 +88,7 @@ def coupling(model: LanguageModel, prompts: Sequence[Prompt], sampling: Sampling
 def _tokens_per_forward(
     model: LanguageModel, prompts: Sequence[Prompt], sampling: SamplingParams, decoder: SelfSpeculative
 ) -> float:
-    rows = decode(model, decoder, prompts, sampling, max_batch_size=1).rows
+    rows = decode(model, decoder, prompts, sampling, batch_size=1).rows
     return round(sum(row.num_tokens for row in rows) / sum(row.num_forwards for row in rows), 3)
 
 

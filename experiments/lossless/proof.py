@@ -85,7 +85,7 @@ def hybrid_group(seed: int) -> dict[str, int]:
     decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(LAYOUTS), forward_cost=rng.choice([0, 4, 32]))
     sampling, size = SamplingParams(max_new_tokens=length), rng.choice(SIZES)
     own = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
-    return counted(own, decode(model, decoder, prompts, sampling, max_batch_size=size).rows) | {
+    return counted(own, decode(model, decoder, prompts, sampling, batch_size=size).rows) | {
         "num_greedy": GROUP, "num_hybrid": GROUP
     }  # fmt: skip
 
@@ -105,7 +105,7 @@ def group(seed: int) -> dict[str, int]:
     )
 
     def rows(way: Decoder, size: int) -> list[Any]:
-        return decode(model, way, prompts, sampling, max_batch_size=size, detokenize=text_of).rows
+        return decode(model, way, prompts, sampling, batch_size=size, detokenize=text_of).rows
 
     own = [(row.token_ids, row.finish_reason) for row in rows(Autoregressive(), GROUP)]
     found = counted(own, rows(decoder, rng.choice(SIZES)))

@@ -77,7 +77,7 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
     assert not (tmp_path / "runs").exists()  # nothing runs: no directory, and no lock that keeps the next one out
     written = yaml.safe_load(path.read_text())
     assert set(cli.model.evaluation.named) == set(written["model"]["decoders"])
-    assert cli.model.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
+    assert cli.model.evaluation.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
     cli.model.configure_model()
     assert cli.model.backbone is not None
     mask = cli.model.backbone.special_tokens.mask_token_id

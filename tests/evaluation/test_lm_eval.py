@@ -309,7 +309,7 @@ def test_the_command_writes_scores_and_throughput(
     assert "slot_size=4" in found["refusion_lit"]["decoder"]
     capsys.readouterr()
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={tmp_path / 'none' / 'out.json'}"]) == 2
-    assert "output: expected a file in a folder that exists" in capsys.readouterr().err
+    assert "output: expected a file in a directory that exists" in capsys.readouterr().err
     before = sorted(tmp_path.iterdir())
     for wrong in (tmp_path, ""):
         assert main([*arguments, '--tasks=["local_sums"]', f"--output={wrong}"]) == 2

@@ -198,6 +198,7 @@ def run_of(
         results: What ``results.json`` holds.
         predictions: Predictions by prompt id for each decoder; ``None``: read their files.
     """
+    results = json.loads(json.dumps(results))  # lists for tuples, as the file has them
     run = _run(folder, folder, _source_name(folder), results)
     run.predictions = predictions
     notes: list[str] = []
