@@ -42,8 +42,8 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--model.seed=null"], "model.seed: expected an integer, got None; set it to such a value"),
         (["--data.malformed=ignore"], "data.malformed: expected error or skip, got 'ignore'; set it to such a value"),
         (
-            ["--data.length_grouped=maybe"],
-            "data.length_grouped: expected true or false, got 'maybe'; set it to such a value",
+            ["--trainer.detect_anomaly=maybe"],
+            "trainer.detect_anomaly: expected true or false, got 'maybe'; set it to such a value",
         ),
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
