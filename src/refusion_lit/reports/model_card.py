@@ -14,8 +14,7 @@ from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
-from refusion_lit.reports.environment import described_environment
-from refusion_lit.reports.results import RESULTS, read_config, read_environment, read_results
+from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
