@@ -90,7 +90,7 @@ def test_a_broken_trace_leaves_an_earlier_page_alone(tmp_path: Path, capsys: pyt
     (tmp_path / "t.json").write_text(json.dumps({"format": "refusion-lit-trace", "version": 1}))
     (tmp_path / "t.html").write_text("earlier refusion-lit-trace")
     assert main(["trace", "--trace_file", str(tmp_path / "t.json"), "--output", str(tmp_path / "t.html")]) == 2
-    assert "t.json: rounds: expected a list, got None" in capsys.readouterr().err
+    assert "expected a refusion-lit-trace of version 2" in capsys.readouterr().err
     assert (tmp_path / "t.html").read_text() == "earlier refusion-lit-trace"
 
 

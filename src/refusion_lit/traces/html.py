@@ -9,10 +9,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from refusion_lit.traces.display import explain, visible, visible_lines
-from refusion_lit.traces.document import FORMAT, Trace
-from refusion_lit.traces.summary import trace_statistics
-from refusion_lit.traces.timeline import Change, timeline
+from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visible_lines
+from refusion_lit.traces.timeline import Change, timeline, trace_statistics
 
 
 def page(trace: Trace) -> str:
