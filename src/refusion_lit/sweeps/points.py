@@ -21,8 +21,6 @@ Resolve = Callable[[str, Config], Config]
 
 # Options that say where a run is stored; they do not change what it computes.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
-_INSIDE = ("class_path", "init_args")
-"""The parts of a component, in the order in which they are set: another class begins with no arguments."""
 
 _SHORT = 40
 """Characters of a value in a name or a message."""
@@ -154,12 +152,9 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
 
 
-def _depth(name: str) -> tuple[int, int]:
+def _depth(name: str) -> int:
     """Return the sort key that puts a component before its own options, which it would otherwise replace."""
-    *path, leaf = name.removeprefix("fit.").removeprefix("test.").split(".")
-    if leaf in _INSIDE:
-        return sum(part not in _INSIDE for part in path), 1 + _INSIDE.index(leaf)
-    return sum(part not in _INSIDE for part in (*path, leaf)), 0
+    return sum(part not in ("fit", "test", "init_args") for part in name.split("."))
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
@@ -177,35 +172,27 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
     """Set a dotted option in place; inside a component (``class_path``) a plain name is one of its ``init_args``.
 
     Raises:
-        ValueError: If a part of the name is neither a group of options nor an index into a list.
+        ValueError: If a part of the name is no group of options.
     """
-    node: Any = config
+    node = config
     *path, leaf = name.split(".")
     for i, part in enumerate(path):
         node = _init_args(node, part)
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict):
-            if node.get(part) is None:
-                node[part] = {}
-            elif isinstance(node[part], str):  # a component given by its class name only
-                node[part] = {"class_path": node[part]}
-            node = node[part]
-        if not isinstance(node, (dict, list)):
+        if node.get(part) is None:
+            node[part] = {}
+        elif isinstance(node[part], str):  # a component given by its class name only
+            node[part] = {"class_path": node[part]}
+        node = node[part]
+        if not isinstance(node, dict):
             raise ValueError(
                 f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}; correct the name."
             )
-    node = _init_args(node, leaf)
-    if not isinstance(node, dict):
-        raise ValueError(f"{name}: expected an option of a group, got an entry of a list; set the whole list.")
-    if leaf == "class_path" and node.get("class_path") != value:
-        node.pop("init_args", None)
-    node[leaf] = value
+    _init_args(node, leaf)[leaf] = value
 
 
-def _init_args(node: Any, part: str) -> Any:  # noqa: ANN401 - a node of a config
+def _init_args(node: Config, part: str) -> Config:
     """Return the ``init_args`` of a component if ``part`` is an option of the component, else the node."""
-    if isinstance(node, dict) and "class_path" in node and part not in ("class_path", "init_args"):
+    if "class_path" in node and part not in ("class_path", "init_args"):
         if node.get("init_args") is None:
             node["init_args"] = {}
         return node["init_args"]
