@@ -141,6 +141,10 @@ def _prepare_points(
     unfinished = [point for point in points if not is_finished(directory, point)]
     for point in unfinished:
         _prepare(directory, point, command)
+    names = {point.id for point in points}
+    others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
+    if others:
+        _say(console, f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table")
     if num_reused := len(points) - len(unfinished):
         _say(console, f"{num_reused} of {len(points)} points are already finished")
     return {_folder(directory, point): point for point in unfinished}
