@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from refusion_lit.sweeps import Launcher, Local, Slurm, Sweep, SweepResult, describe, plan, run
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.files import try_lock
 from sweeps.conftest import resolve
 
 

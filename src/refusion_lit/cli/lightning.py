@@ -43,8 +43,8 @@ from refusion_lit.reports.results import write_environment
 from refusion_lit.training.last_step import SaveLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.signals import SaveOnSignal
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
-from refusion_lit.utils.yaml_files import read_yaml
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 

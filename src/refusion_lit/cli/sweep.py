@@ -19,8 +19,8 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 
 def build_parser() -> OneLineParser:

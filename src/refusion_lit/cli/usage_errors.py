@@ -16,8 +16,8 @@ from typing import Any, TypeGuard, get_args, get_origin
 
 import yaml
 
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 _ZARYA = "set class_path: Zarya, which has it"
 _SEARCH = "the interval search is gone; set t_min and t_max"

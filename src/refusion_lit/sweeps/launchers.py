@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from refusion_lit.utils.files import read_json, write_json_atomically
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.files import read_json, try_lock, write_json_atomically
 from refusion_lit.utils.require import require_at_least
 
 OUTCOME = "outcome.json"

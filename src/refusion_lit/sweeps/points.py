@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.sweeps.launchers import Launcher, Local
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]

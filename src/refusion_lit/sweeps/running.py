@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
-from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.files import read_json, try_lock, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")

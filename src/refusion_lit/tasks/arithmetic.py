@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 from random import Random
 from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.tasks.base import GeneratedTask, digits
 from refusion_lit.utils.require import require_between
 
 _NUM_OPERANDS = 90  # 10 to 99

@@ -13,7 +13,6 @@ from math import comb
 from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.protocol import Protocol, read_protocol
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_at_least, require_between, require_choice
@@ -37,8 +36,6 @@ class CodeTask(Task):
         dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
-        protocol: YAML file with a benchmark's published ``template`` and the ``answer`` to look for; see
-            :class:`~refusion_lit.tasks.protocol.Protocol`.
         num_samples: Number of responses per problem, for pass@k; use a temperature above 0 with 2 or more.
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, no access to ``files``
@@ -50,7 +47,6 @@ class CodeTask(Task):
     dataset: str | None = None
     dataset_name: str | None = None
     dataset_revision: str | None = None
-    protocol: str | None = None
     num_samples: int = 1
     allow_code_execution: bool = False
     minimum_isolation: Level = "full"
@@ -164,25 +160,20 @@ class HumanEval(CodeTask):
         super().__post_init__()
         holds = "{prompt}" in self.template
         require(holds, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
-        _ = self._protocol  # a wrong file is refused at once
-
-    @property
-    def _protocol(self) -> Protocol:
-        return read_protocol(self.protocol, ("prompt", "entry_point"))
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
         names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
         prompt, solution, test, entry_point, identity = [text_field(row, name) for name in names]
         meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
-        query = self._protocol.query(self.template, {"prompt": prompt, "entry_point": entry_point})
+        query = self.template.replace("{prompt}", prompt)
         return "test", Example(id=identity, query=query, response=solution, meta=meta)
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the prompt with the response, and the problem's check."""
         prompt = example.meta["prompt"]
         name = example.meta["entry_point"]
-        code = extract_code(self._protocol.answer_in(response))
+        code = extract_code(response)
         if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
             program = f"{prompt}\n{code}\n"  # the prompt alone is valid: a function with only a docstring
         else:
@@ -207,11 +198,6 @@ class Mbpp(CodeTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
-        _ = self._protocol  # a wrong file is refused at once
-
-    @property
-    def _protocol(self) -> Protocol:
-        return read_protocol(self.protocol, ("text", "tests"))
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
@@ -226,16 +212,15 @@ class Mbpp(CodeTask):
             )
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
-        query = self._protocol.query(self.template, {"text": text, "tests": "\n".join(tests)})
+        fields = {"{text}": text, "{tests}": "\n".join(tests)}
+        query = re.sub("|".join(map(re.escape, fields)), lambda match: fields[match[0]], self.template)
         split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
         example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
         return split, example
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the response's code, and the problem's setup code with its assertions."""
-        return extract_code(self._protocol.answer_in(response)), "\n".join(
-            [example.meta["setup"], *example.meta["tests"], ""]
-        )
+        return extract_code(response), "\n".join([example.meta["setup"], *example.meta["tests"], ""])
 
 
 def extract_code(response: str) -> str:

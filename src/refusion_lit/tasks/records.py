@@ -13,7 +13,7 @@ from operator import itemgetter
 from random import Random
 from typing import Any, ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask
+from refusion_lit.tasks.base import GeneratedTask
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require_between
 

@@ -14,7 +14,7 @@ from math import comb
 from random import Random
 from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.tasks.base import GeneratedTask, digits
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require_between
 
