@@ -46,7 +46,7 @@ def test_every_decoder_has_a_trace(decoder: str, model: str, options: list[str],
         warnings.filterwarnings("ignore", message=".*does not fit this model")
         assert main([*args, "--allow_mismatch=true", "--output", str(tmp_path / "t.json")]) == 0
     trace = read_trace(tmp_path / "t.json")
-    figures = trace_statistics([trace])
+    figures = trace_statistics(trace)
     assert trace.decoder == decoder
     assert figures.num_forwards == sum(figures.forwards_by_phase.values()) == len(trace.rounds)
     assert sum(figures.acceptance_lengths) >= figures.num_tokens > 0

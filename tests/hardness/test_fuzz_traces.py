@@ -35,7 +35,7 @@ def check_shown(trace: Trace, folder: Path) -> None:
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, width=80, height=20)
         animate(trace, console=console, sleep=lambda _: None)
-        print_statistics(trace_statistics([trace]), console=console)
+        print_statistics(trace_statistics(trace), console=console)
         shown = screen.getvalue()
         if not is_terminal:
             assert not {c for c in shown if c < " " or "\x7f" <= c < "\xa0"} - {"\n"}, "a control character"

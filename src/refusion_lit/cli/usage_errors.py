@@ -39,6 +39,8 @@ REMOVED = {
     "position_bytes": "positions and forwards per token are in the tables; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
+    "task.num_samples": "pass@k is gone; leave it out",
+    "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
 }
 """Options and classes that earlier versions had, each with what to do instead.
 

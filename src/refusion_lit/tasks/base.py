@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from random import Random
-from typing import ClassVar, Literal, overload
+from typing import Literal, overload
 
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import permute, stable_key
@@ -105,9 +105,6 @@ class GeneratedTask(Task):
         seed: Random seed of the examples.
     """
 
-    capacity_option: ClassVar[str]
-    """Name of the option that increases ``num_keys``."""
-
     num_train: int = 200_000
     num_validation: int = 500
     num_test: int = 500
@@ -126,7 +123,7 @@ class GeneratedTask(Task):
                 raise ValueError(
                     f"num_{split}: expected 0 to {capacity} (a third of the {self.num_keys} distinct queries of "
                     f"{type(self).__name__} with these options), got {size}. "
-                    f"Change num_{split}, or raise {self.capacity_option}."
+                    f"Change num_{split}, or the options that make queries longer."
                 )
 
     @property

@@ -84,7 +84,7 @@ def text_field(row: Row, field: str) -> str:
     if field not in row.values:
         close = get_close_matches(field, list(row.values), n=1)
         names = ", ".join(map(repr, row.values)) or "none"
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or rename one."
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or set task.preset."
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
     value = row.values[field]
     if not isinstance(value, str):

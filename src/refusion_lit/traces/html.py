@@ -59,7 +59,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
-    statistics = trace_statistics([trace])
+    statistics = trace_statistics(trace)
     phases = [[visible(phase), number, explain(phase)] for phase, number in statistics.forwards_by_phase.items()]
     rounds = [
         {

@@ -62,12 +62,11 @@ def animate(
 
 
 def print_statistics(statistics: TraceStatistics, *, console: Console) -> None:
-    """Print statistics over traces as a table."""
+    """Print the statistics of a trace as a table."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows: list[tuple[str, object]] = [
-        ("traces", statistics.num_traces),
         ("tokens", statistics.num_tokens),
         ("forwards", statistics.num_forwards),
         ("tokens/forward", f"{statistics.tokens_per_forward:.2f}"),

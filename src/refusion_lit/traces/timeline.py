@@ -1,4 +1,4 @@
-"""The status of every response token after every forward, and statistics over traces.
+"""The status of every response token after every forward, and the statistics of a trace.
 
 A trace records which tokens each forward drafted and which positions it accepted. The status of each draft follows
 from these records alone, without knowledge of the decoder:
@@ -15,8 +15,8 @@ A draft at a position that was drafted before is **re-planned**.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -146,12 +146,11 @@ def _acceptance(trace: Trace, index: int, drafts: Sequence[_Draft]) -> Change:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceStatistics:
-    """Counts over any number of traces; adding two statistics gives those of all their traces.
+    """Counts of one decode.
 
     Attributes:
-        num_traces: Number of decodes.
         num_tokens: Response tokens.
-        num_forwards: Forwards of all decodes.
+        num_forwards: Forwards of the decode.
         acceptance_lengths: Number of accepted tokens of each forward that accepted any.
         slots_per_round: Number of slots that contain them, for the same forwards.
         num_slots: Slots with at least one accepted token.
@@ -162,16 +161,15 @@ class TraceStatistics:
         forwards_by_phase: Number of forwards of each phase, in order of first use.
     """
 
-    num_traces: int = 0
-    num_tokens: int = 0
-    num_forwards: int = 0
-    acceptance_lengths: tuple[int, ...] = ()
-    slots_per_round: tuple[int, ...] = ()
-    num_slots: int = 0
-    num_slots_out_of_order: int = 0
-    num_drafts: int = 0
-    num_replanned: int = 0
-    forwards_by_phase: Mapping[str, int] = field(default_factory=dict)
+    num_tokens: int
+    num_forwards: int
+    acceptance_lengths: tuple[int, ...]
+    slots_per_round: tuple[int, ...]
+    num_slots: int
+    num_slots_out_of_order: int
+    num_drafts: int
+    num_replanned: int
+    forwards_by_phase: Mapping[str, int]
 
     @property
     def tokens_per_forward(self) -> float:
@@ -193,13 +191,6 @@ class TraceStatistics:
         """Share of the slots that were not decoded left to right, in [0, 1]."""
         return _ratio(self.num_slots_out_of_order, self.num_slots)
 
-    def __add__(self, other: TraceStatistics) -> TraceStatistics:
-        """Return the statistics of the traces of both."""
-        names = [f.name for f in fields(self) if f.name != "forwards_by_phase"]
-        phases = Counter(self.forwards_by_phase) + Counter(other.forwards_by_phase)
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return TraceStatistics(**sums, forwards_by_phase=dict(phases))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and ratios as JSON values."""
         ratios = ("tokens_per_forward", "mean_acceptance_length", "mean_slots_per_round", "share_out_of_order")
@@ -208,12 +199,8 @@ class TraceStatistics:
         return {**named, "forwards_by_phase": dict(self.forwards_by_phase)}
 
 
-def trace_statistics(traces: Iterable[Trace]) -> TraceStatistics:
-    """Return the statistics of traces, of one decoder or of several."""
-    return sum(map(_of_one, traces), TraceStatistics())
-
-
-def _of_one(trace: Trace) -> TraceStatistics:
+def trace_statistics(trace: Trace) -> TraceStatistics:
+    """Return the statistics of a trace."""
     size = trace.slot_size
     history = timeline(trace)
     accepted = [[change.index for change in changes if change.status == "accepted"] for changes in history.changes]
@@ -221,7 +208,6 @@ def _of_one(trace: Trace) -> TraceStatistics:
     num_drafts = [change.num_drafts for change in history.final() if change is not None and change.num_drafts]
     num_slots, num_out_of_order = _count_slots(history.final_forwards(), size)
     return TraceStatistics(
-        num_traces=1,
         num_tokens=len(trace.token_ids),
         num_forwards=trace.num_forwards,
         acceptance_lengths=tuple(map(len, accepted)),
