@@ -54,34 +54,16 @@ def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
     assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in files[1:])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mismatches", []),
-        ("mismatches.a", "x"),
-        ("batch_size", "x"),
-        ("sampling", [1]),
-        ("environment", [1]),
-        ("environment.hardware", "a GPU"),
-        ("environment.hardware.devices", [1]),
-        ("results.a.num_prompts", "x"),
-    ],
-)
-def test_a_field_of_another_type_is_named(field: str, value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["mismatches", "sampling", "environment"])
+def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     write_run(tmp_path / "good", {"a": predictions([1.0])})
     path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
-    results = json.loads(path.read_text())
-    *names, leaf = field.split(".")
-    node = results
-    for name in names:
-        node = node[name]
-    node[leaf] = value
-    path.write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {field}: expected ")):
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: [1]}))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: expected mappings, got '{field}'")):
         write_report([path.parent], bootstrap=QUICK)
     collection = read_runs([tmp_path])
     assert [run.name for run in collection.runs] == ["good"]
-    assert f"{field}: expected " in collection.notes[0]
+    assert field in collection.notes[0]
 
 
 def test_fields_may_be_null(tmp_path: Path) -> None:
@@ -123,7 +105,9 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
     page = _page(files[0]).text
     assert "have different prompts: 3 shared, 3 only in the first, 3 only in the second" in page
-    assert "In 1 of 1 differences the rows have different prompts" in (tmp_path / "out" / "table.md").read_text()
+    assert (
+        "Differences from a: d are over the prompts that both rows have." in (tmp_path / "out" / "table.md").read_text()
+    )
 
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_several_files_have_distinct_ids(tmp_path: Path) -> None:
         (b'{"foo": "a"}\n', r"x\.jsonl:1: expected a field 'query'; it has 'foo'"),
         (
             b'{"question": "a", "answer": "b"}\n',
-            r"x\.jsonl:1: expected a field 'query'; it has 'question', 'answer'; .*task\.preset",
+            r"x\.jsonl:1: expected a field 'query'; .*'answer'; .*task\.preset",
         ),
         (b'{"query": 3, "response": "b"}\n', r"x\.jsonl:1: expected text in field 'query', got int"),
         (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: expected a response, got an empty one"),

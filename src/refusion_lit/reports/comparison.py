@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from refusion_lit.reports.intervals import Bootstrap, Interval, pareto_front
 from refusion_lit.reports.runs import Collection, Row
 
-_MAX_LISTED_NAMES = 20
-
 
 @dataclass(kw_only=True)
 class MeasuredRow:
@@ -148,9 +146,7 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     found = exact or same_run or same_decoder
     if not found:
         names = list(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
-        num_more = len(names) - _MAX_LISTED_NAMES
-        known = ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
-        raise ValueError(f"baseline: expected one of {known}; got {name!r}. Choose one of these names.")
+        raise ValueError(f"baseline: expected one of {', '.join(names)}; got {name!r}. Choose one of these names.")
     return found[0]
 
 

@@ -15,19 +15,15 @@ from typing import Any
 import yaml
 
 from refusion_lit.utils.files import write_json_atomically
+from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 RESULTS = "results.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
-_KINDS = {
-    ("batch_size",): int, ("sampling",): dict, ("fingerprints",): dict, ("config",): dict, ("mismatches",): dict,
-    ("environment",): dict, ("environment", "git"): dict, ("environment", "packages"): dict,
-    ("environment", "hardware"): dict, ("environment", "hardware", "devices"): list,
-}  # fmt: skip
-"""The fields beside the figures that are read again, each after what it lies in; any of them may be missing or null."""
-_IN_WORDS = {int: "an integer", dict: "a mapping", list: "a list of texts"}
+_MAPPINGS = ("sampling", "fingerprints", "config", "mismatches", "environment")
+"""The fields beside the figures that are read again; any of them may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
@@ -62,31 +58,10 @@ def read_results(path: Path) -> dict[str, Any] | None:
     )
     if not is_ours:
         return None
-    _check_kinds(values, path)
+    wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
+    fix = "correct the field, or run `refusion-lit test` again"
+    require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     return values
-
-
-def _check_kinds(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse fields of another type than :func:`write_results` is given; a file may have been mended by hand.
-
-    Raises:
-        ValueError: If there is one, with its name.
-    """
-    kinds: dict[tuple[str, ...], type] = dict(_KINDS)
-    kinds |= {("results", name, "num_prompts"): int for name in values["results"]}
-    kinds |= {("mismatches", name): list for name in values["results"]}
-    for names, kind in kinds.items():
-        value: Any = values
-        for name in names:
-            value = value.get(name) if value is not None else None
-        of_kind = isinstance(value, kind) and not isinstance(value, bool)
-        if isinstance(value, list):
-            of_kind = of_kind and all(isinstance(each, str) for each in value)
-        if value is not None and not of_kind:
-            raise ValueError(
-                f"{path}: {'.'.join(names)}: expected {_IN_WORDS[kind]}, got {value!r:.80}; correct the field, or run "
-                "`refusion-lit test` again."
-            )
 
 
 def read_environment(directory: Path) -> dict[str, Any] | None:

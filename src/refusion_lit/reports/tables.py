@@ -152,11 +152,7 @@ def _caption(comparison: Comparison) -> str:
     level = f"{100 * comparison.bootstrap.level:g}"
     text = f"{level} % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
-        text += f" Differences from {comparison.baseline} are paired by prompt."
-    uneven = sum(1 for d in comparison.differences if d.num_only_row or d.num_only_baseline)
-    if uneven:
-        total = len(comparison.differences)
-        text += f" In {uneven} of {total} differences the rows have different prompts; these use the shared ones only."
+        text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
     marked = rf" \*: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
     return _escaped(text) + marked
 

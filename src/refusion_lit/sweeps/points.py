@@ -33,8 +33,7 @@ class Sweep:
     The points are the product of ``entries`` and the cells of ``grid``; an empty one counts as a single empty set of
     options. Options are dotted as on the command line (``model.sampling.temperature``,
     ``model.decoders.refusion.slot_size``); an option that starts with ``fit.`` or ``test.`` applies to that subcommand
-    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file, and the path of a
-    component's YAML file (such as those in ``configs/decoder``) stands for the component.
+    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file.
 
     Attributes:
         base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options of
@@ -145,7 +144,7 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
                 if scope != subcommand:
                     continue
                 name = rest
-            set_option(config, name, _resolve_paths(value, directory))
+            set_option(config, name, _resolve_path(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
     text = json.dumps(configs, sort_keys=True, default=str)
@@ -199,20 +198,10 @@ def _init_args(node: Config, part: str) -> Config:
     return node
 
 
-def _resolve_paths(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
-    """Make paths that start with ``./`` or ``../`` absolute; put a component in place of its YAML file."""
-    if isinstance(value, dict):
-        return {name: _resolve_paths(inner, directory) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_resolve_paths(inner, directory) for inner in value]
-    if not isinstance(value, str) or not value.startswith(("./", "../")):
-        return copy.copy(value)
-    path = (directory / value).resolve()
-    if path.suffix in (".yaml", ".yml"):
-        component = read_yaml(path, "value")
-        if "class_path" in component:
-            return component
-    return str(path)
+def _resolve_path(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
+    """Make a path that starts with ``./`` or ``../`` absolute, and copy other values."""
+    is_path = isinstance(value, str) and value.startswith(("./", "../"))
+    return str((directory / value).resolve()) if is_path else copy.deepcopy(value)
 
 
 def short(value: Any) -> str:  # noqa: ANN401 - an option's value
