@@ -22,7 +22,7 @@ from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.types import AttentionKind, ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 ROOT = Path(__file__).parents[1]

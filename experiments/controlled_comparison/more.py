@@ -18,7 +18,7 @@ import yaml
 import refusion_lit
 from refusion_lit import TextModel
 from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.tasks import Sheet, Walk
 from refusion_lit.types import SamplingParams
 

@@ -23,7 +23,7 @@ from dependency import dependency_curve
 import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.data.encoding import encode_example
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.types import Example
 from refusion_lit.utils.files import read_json_lines
 

@@ -407,7 +407,7 @@ def write_result(
         measured: What :func:`measure` returned.
         commit: The commit of the source, ``None`` if it is unknown.
     """
-    from refusion_lit.reports.environment import environment
+    from refusion_lit.reports.results import environment
 
     last, first = ([found[number] for number in numbers] for found in (latest(results), of_first_pass(results)))
     found = {

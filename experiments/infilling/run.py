@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))
 

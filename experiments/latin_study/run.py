@@ -17,7 +17,7 @@ from typing import Any
 
 import refusion_lit
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.tasks import Latin
 from refusion_lit.types import SamplingParams
 

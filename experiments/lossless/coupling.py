@@ -27,7 +27,7 @@ from refusion_lit.decoding import SelfSpeculative, decode
 from refusion_lit.engine import reading
 from refusion_lit.engine.sampling import draw_tokens, filter_logits
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 
 DECODER = SelfSpeculative(layout="two_forwards")

@@ -26,7 +26,7 @@ import torch
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
 from refusion_lit.modeling.loading import BackboneConfig, DType
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import read_json_lines
 

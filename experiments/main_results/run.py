@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-m", "refusion_lit.cli"]

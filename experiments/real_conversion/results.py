@@ -13,7 +13,7 @@ from experiments.common import write_json
 from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed
 
 import refusion_lit
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.utils.files import read_json_lines
 
 JUDGE = "autoregressive"

@@ -20,7 +20,7 @@ import yaml
 import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState, SlotSearch
-from refusion_lit.reports.environment import environment
+from refusion_lit.reports.results import environment
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))

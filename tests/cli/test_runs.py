@@ -16,7 +16,7 @@ from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.run_directory import with_resume
 from refusion_lit.cli.trainer import _how_to_resume
-from refusion_lit.utils.locks import release_lock, try_lock
+from refusion_lit.utils.files import release_lock, try_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 

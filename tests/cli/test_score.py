@@ -99,9 +99,7 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
     wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
-    wrong["k"] = [*gsm8k, "--k=[1,5]"]
     messages = {
-        "k": "k: expected a task that is scored by running code, got 'Gsm8k'; leave k out",
         "folder": "output: expected a file in a directory that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1' 2 times in",
         "unknown": "1 of 1 ids",
@@ -118,10 +116,10 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
 def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = _lines(tmp_path / "h.jsonl", [HUMANEVAL, {**HUMANEVAL, "task_id": "HumanEval/901"}])
     right, wrong = "    return half(half(x))\n", "    return x\n"
-    answers = {"900#0": right, "900#1": wrong, "901#0": wrong, "901#1": wrong}
+    answers = {"900": right, "901": wrong}
     rows = [{"id": f"HumanEval/{name}", "response": text, "score": None} for name, text in answers.items()]
     arguments = ["score", _lines(tmp_path / "p.jsonl", rows), "--task=HumanEval", f"--task.files={data}"]
-    arguments += ["--task.num_samples=2", "--k=[1,2]", "--num_workers=2"]
+    arguments += ["--num_workers=2"]
     assert main(arguments) == 2
     assert "add --allow_code_execution" in capsys.readouterr().err
     assert not (tmp_path / "p.scored.jsonl").exists()
@@ -132,10 +130,7 @@ def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*arguments, "--allow_code_execution"]) == 0
     captured = capsys.readouterr()
     assert f"isolation of generated code: {description}" in captured.err
-    figures = json.loads(captured.out)
-    assert (figures["score"], figures["pass@1"], figures["pass@2"]) == (0.25, 0.25, 0.5)
-    assert main([*arguments, "--allow_code_execution", "--k=[3]"]) == 2
-    assert "k: expected integers from 1 to 2" in capsys.readouterr().err
+    assert json.loads(captured.out)["score"] == 0.5
 
 
 def test_weak_isolation_is_refused(
@@ -168,7 +163,7 @@ def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.C
     _lines(file, predictions)
     scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
     assert main(scored) == 0
-    assert json.loads(capsys.readouterr().out)["pass@1"] == 0.5
+    assert json.loads(capsys.readouterr().out)["score"] == 0.5
     collection = read_runs([run])
     assert [p.score for p in collection.rows[0].predictions.values()] == [1.0, 0.0]
     assert any("predictions_refusion.scored.jsonl" in note for note in collection.notes)

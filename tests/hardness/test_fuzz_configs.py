@@ -13,7 +13,7 @@ from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.utils.yaml_files import read_yaml
+from refusion_lit.utils.files import read_yaml
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 CONFIGS = REPOSITORY / "configs"

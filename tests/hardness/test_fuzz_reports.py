@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
 from parsed_page import ParsedPage
 from refusion_lit.reports import Bootstrap, compare, read_runs
-from refusion_lit.reports.html_report import html_report
 from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.write import html_report
 from reports.samples import prediction, write_run
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -40,7 +40,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
     comparison = compare(read_runs([run]), None, QUICK)
-    page = html_report(comparison, {"tradeoff.svg": tradeoff_plot(comparison)})
+    page = html_report(comparison, tradeoff_plot(comparison))
     for text in (page, markdown_table(comparison)):
         text.encode()
     assert ParsedPage(page).unsafe == []

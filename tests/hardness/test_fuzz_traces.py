@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def check_shown(trace: Trace, folder: Path) -> None:
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, width=80, height=20)
         animate(trace, console=console, sleep=lambda _: None)
-        print_statistics(trace_statistics([trace]), console=console)
+        print_statistics(trace_statistics(trace), console=console)
         shown = screen.getvalue()
         if not is_terminal:
             assert not {c for c in shown if c < " " or "\x7f" <= c < "\xa0"} - {"\n"}, "a control character"
@@ -76,13 +77,17 @@ def test_a_damaged_trace(folder: Path, seed: int, data: st.DataObject) -> None:
 @FUZZ
 @given(seed=st.integers(0, 99), texts=st.lists(st.sampled_from(MARKUP) | st.text(max_size=6), min_size=1, max_size=9))
 def test_any_text_of_a_model_is_shown_as_text(folder: Path, seed: int, texts: list[str]) -> None:
-    path = folder / "trace.json"
-    write_trace(random_trace(seed), path)
-    values = json.loads(path.read_text())
-    for name in ("decoder", "prompt", "response", "finish_reason"):
-        values[name] = texts[len(name) % len(texts)]
-    values["pieces"] = {key: texts[int(key) % len(texts)] for key in values["pieces"]}
-    for entry in values["rounds"]:
-        entry["phase"] = texts[0]
-    path.write_text(json.dumps(values))
-    check_shown(read_trace(path), folder)
+    def text(number: int) -> str:
+        return texts[number % len(texts)]
+
+    trace = random_trace(seed)
+    hostile = replace(
+        trace,
+        decoder=text(0),
+        prompt=text(1),
+        response=text(2),
+        finish_reason=text(3),
+        pieces={token: text(token) for token in trace.pieces},
+        rounds=tuple(replace(entry, phase=text(0)) for entry in trace.rounds),
+    )
+    check_shown(hostile, folder)

@@ -85,21 +85,15 @@ def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("trainer", "length"),
     [
-        ({"max_steps": 10}, "at most 10 steps"),
-        ({"max_steps": 10, "max_epochs": None}, "at most 10 steps"),
-        ({"max_steps": -1, "max_epochs": 1}, "at most 1 epoch"),
-        (
-            {"max_steps": 7, "max_epochs": 2, "max_time": "00:01:00:00"},
-            "at most 7 steps or 2 epochs or a time of 00:01:00:00",
-        ),
-        ({"max_steps": -1, "max_epochs": None}, "at most 1000 epochs"),
-        ({"max_epochs": -1}, "without a limit"),
+        ({"max_steps": 10}, "max_steps 10"),
+        ({"max_steps": -1, "max_epochs": 1}, "max_epochs 1"),
+        ({"max_steps": 7, "max_epochs": 2, "max_time": "1:0"}, "max_steps 7, max_epochs 2, max_time 1:0"),
     ],
 )
 def test_a_card_says_how_long_the_training_may_have_been(tmp_path: Path, trainer: dict, length: str) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "trainer": {**trainer, "min_steps": None}}))
     card = model_card("out", ModelTraits(), tmp_path)
-    assert f"| length | {length} |" in card
+    assert f"| at most | {length} |" in card
     assert "None" not in card
     assert "null" not in card
 

@@ -26,14 +26,10 @@ def test_texts_are_readable_in_both_schemes(show: Show, tmp_path: Path, scheme: 
         assert (sum(background) < 384) == (scheme == "dark")
         texts = colours(driver, "p:not(.note), h1, tbody th, td, .range, caption, sup.mark, dt", "color")
         assert min(contrast(c, background) for c in texts) >= 4.5
-        plot_texts = colours(driver, ".plot g:not(.value) > text", "fill")
+        plot_texts = colours(driver, ".plot text", "fill")
         assert min(contrast(c, background) for c in plot_texts) >= 4.5
         markers = colours(driver, ".plot .marker use", "stroke")
         assert min(contrast(c, background) for c in markers) >= 3
-        for text, fill in zip(
-            colours(driver, ".value text", "fill"), colours(driver, ".point > path", "fill"), strict=True
-        ):
-            assert contrast(text, fill) >= 4.5
 
 
 @pytest.mark.parametrize("width", [400, 1200])

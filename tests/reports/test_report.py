@@ -54,34 +54,16 @@ def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
     assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in files[1:])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mismatches", []),
-        ("mismatches.a", "x"),
-        ("batch_size", "x"),
-        ("sampling", [1]),
-        ("environment", [1]),
-        ("environment.hardware", "a GPU"),
-        ("environment.hardware.devices", [1]),
-        ("results.a.num_prompts", "x"),
-    ],
-)
-def test_a_field_of_another_type_is_named(field: str, value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["mismatches", "sampling", "environment"])
+def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     write_run(tmp_path / "good", {"a": predictions([1.0])})
     path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
-    results = json.loads(path.read_text())
-    *names, leaf = field.split(".")
-    node = results
-    for name in names:
-        node = node[name]
-    node[leaf] = value
-    path.write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {field}: expected ")):
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: [1]}))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: expected mappings, got '{field}'")):
         write_report([path.parent], bootstrap=QUICK)
     collection = read_runs([tmp_path])
     assert [run.name for run in collection.runs] == ["good"]
-    assert f"{field}: expected " in collection.notes[0]
+    assert field in collection.notes[0]
 
 
 def test_fields_may_be_null(tmp_path: Path) -> None:
@@ -123,24 +105,21 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
     page = _page(files[0]).text
     assert "have different prompts: 3 shared, 3 only in the first, 3 only in the second" in page
-    assert "In 1 of 1 differences the rows have different prompts" in (tmp_path / "out" / "table.md").read_text()
+    assert (
+        "Differences from a: d are over the prompts that both rows have." in (tmp_path / "out" / "table.md").read_text()
+    )
 
 
-def test_a_sweep_has_curves_and_heat_maps(tmp_path: Path) -> None:
+def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
     comparison = compare(read_runs([sweep]), bootstrap=QUICK)
     assert len({m.row.label for m in comparison.measured}) == 6
     assert comparison.measured[0].row.label == "refusion (slot_size=4, slot_threshold=0.5)"
-    score, speed = comparison.grids
-    assert (score.y_values, score.x_values) == (["4", "8", "16"], ["0.5", "0.9"])
-    assert [row[0] for row in score.values] == pytest.approx([100 / 3] * 3)
-    assert speed.values[2] == pytest.approx([14 / 2, 14 / 3])
+    assert comparison.measured[0].score.estimate == pytest.approx(100 / 3)
+    assert [m.tokens_per_forward.estimate for m in comparison.measured[-2:]] == pytest.approx([14 / 2, 14 / 3])
     assert any("slot_size=99" in note and "out of memory" in note for note in comparison.collection.notes)
     alone = read_runs([sweep / "points" / "00" / "test" / "results.json"])
     assert [row.label for row in alone.rows] == ["refusion"]
-    files = write_report([sweep], bootstrap=QUICK)
-    assert len([path for path in files if path.name.startswith("heat_map")]) == 2
-    assert [tag for tag, _ in _page(files[0]).elements].count("svg") == 3
 
 
 def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_path: Path) -> None:
@@ -178,50 +157,22 @@ def test_prompts_and_runs_are_in_natural_order(tmp_path: Path) -> None:
     assert _page(write_report([tmp_path], bootstrap=QUICK)[0]).contents("summary")[0] == "test-0"
 
 
-def test_a_row_with_few_prompts_is_no_headline(tmp_path: Path) -> None:
+def test_a_row_with_few_prompts_is_not_on_the_front(tmp_path: Path) -> None:
     full = [prediction(f"p{i}", float(i % 8 > 0), 10, 5) for i in range(96)]
     slow = [prediction(f"p{i}", float(i % 4 > 0), 10, 10) for i in range(96)]
     run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full, "slow": slow})
     comparison = compare(read_runs([run]), "full", QUICK)
     assert [m.on_front for m in comparison.measured] == [False, True, False]
     files = write_report([run], baseline="full", formats=("html", "markdown"), bootstrap=QUICK)
-    page = _page(files[0])
-    best, left_out = [text for tag, text in page.texts if tag == "li"][:2]
-    assert best.startswith("Best score and most tokens per forward: full with a score of 87.5 %")
-    assert "on 96 prompts, at 2.00 tokens per forward" in best
-    assert left_out.endswith("less than half of the 96 prompts: lucky (2).")
-    assert "2 of 96" in page.text
+    assert "2 of 96" in _page(files[0]).text
     assert "| lucky | 2 of 96 |" in files[1].read_text()
 
 
-def test_the_headline_names_ties_and_no_winner_of_zeros(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path / "tie", {name: predictions([1.0, 0.0] * 20, forwards=n) for n, name in ((5, "a"), (2, "b"))}
-    )
-    lines = [text for tag, text in _page(write_report([run], bootstrap=QUICK)[0]).texts if tag == "li"]
-    assert lines[0].startswith("Best score and most tokens per forward: b with a score of 50.0 %")
-    assert lines[1] == "The best score is shared by a."
-    run = write_run(tmp_path / "zero", {name: predictions([0.0] * 40) for name in "ab"})
-    page = _page(write_report([run], bootstrap=QUICK)[0]).text
-    assert "No row scores above 0." in page
-    assert "Best score" not in page
-
-
-def test_a_test_of_few_prompts_says_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"d": predictions([1.0] * 2)})
-    page = _page(write_report([run], bootstrap=QUICK)[0]).text
-    assert "d with a score of 100.0 % (34.2 to 100.0) on 2 prompts" in page
-    assert "2 prompts are few" in page
-
-
-def test_every_point_and_cell_says_what_it_is(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path / "sweep")
-    _, tradeoff, score, _ = write_report([sweep], bootstrap=QUICK)
-    titles = [[e.text for e in ElementTree.parse(path).iter(f"{SVG}title")] for path in (tradeoff, score)]
-    assert len(titles[0]) == len(titles[1]) == 6
-    assert titles[0][0] is not None
-    assert titles[0][0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
-    assert titles[1][0] == "slot_size 4, slot_threshold 0.5: 33.3 %"
+def test_every_point_says_what_it_is(tmp_path: Path) -> None:
+    _, tradeoff = write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)
+    titles = [element.text or "" for element in ElementTree.parse(tradeoff).iter(f"{SVG}title")]
+    assert len(titles) == 6
+    assert titles[0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
 
 
 def test_curves_rise_to_the_right_and_name_every_point() -> None:
@@ -254,7 +205,6 @@ def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
     comparison = compare(read_runs([run, write_sweep(tmp_path / "sweep")]), bootstrap=QUICK)
     assert comparison.measured[0].row.label == "run: refusion"
     assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
-    assert {grid.method for grid in comparison.grids} == {"sweep: refusion"}
 
 
 def test_directories_with_the_same_name_are_distinct_sources(tmp_path: Path) -> None:

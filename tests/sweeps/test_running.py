@@ -16,8 +16,7 @@ import pytest
 from rich.console import Console
 
 from refusion_lit.sweeps import Launcher, Local, Slurm, Sweep, SweepResult, describe, plan, run
-from refusion_lit.utils.files import read_json
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.files import try_lock
 from sweeps.conftest import resolve
 
 
@@ -149,31 +148,19 @@ def test_an_interrupt_stops_whole_process_groups(driver: subprocess.Popen[bytes]
     _wait_for(lambda: not any(map(_alive, pids)))
 
 
-def test_resume_after_a_kill_stops_orphans_and_runs_their_points_again(
+def test_points_that_outlived_their_sweep_are_not_run_again(
     driver: subprocess.Popen[bytes], tmp_path: Path, command: list[str], journal: Path
 ) -> None:
     pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
     driver.kill()
     driver.wait(timeout=20)
     assert all(map(_alive, pids))
-    outcomes = [read_json(path) for path in (tmp_path / "sweep" / "points").glob("*/outcome.json")]
-    assert outcomes == []
-
-    def slow(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-        return {**resolve(subcommand, config), "seconds": 60}  # resolves to the points of the driver
-
-    # Run the same points with a command that does not sleep.
-    fake = Path(command[1])
-    fake.write_text(fake.read_text().replace("time.sleep(", "int("))
-    sweep = Sweep(options={"journal": str(journal)}, grid={"x": [1, 2]})
-    result = run(
-        sweep, directory=tmp_path / "sweep", resolve=slow, resume=True, command=command,
-        console=Console(file=io.StringIO()),
-    )  # fmt: skip
-    assert not any(map(_alive, pids))
-    assert not result.failed
-    assert len(list((tmp_path / "sweep" / "points").iterdir())) == 2
-    assert [row["score"] for row in result.rows] == [1, -1, 4, -4]
+    sweep = Sweep(options={"journal": str(journal), "seconds": 60}, grid={"x": [1, 2]})
+    shown = Console(file=io.StringIO())
+    with pytest.raises(ValueError, match=r"resume: expected no process of an earlier sweep in .* still running"):
+        run(sweep, directory=tmp_path / "sweep", resolve=resolve, resume=True, command=command, console=shown)
+    for pid in pids:
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journal: Path) -> None:

@@ -1,10 +1,8 @@
-"""HumanEval and MBPP: reading problems, running programs, and pass@k."""
+"""HumanEval and MBPP: reading problems and running programs."""
 
 from __future__ import annotations
 
 import os
-from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from random import Random
 
@@ -13,7 +11,7 @@ import pytest
 from benchmark_data import benchmark_file
 from refusion_lit.sandbox import Sandbox
 from refusion_lit.tasks import SPLITS, CodeTask, HumanEval, Mbpp
-from refusion_lit.tasks.code import extract_code, pass_at_k, problem_id
+from refusion_lit.tasks.code import extract_code
 from tasks.conftest import Hub
 from tasks.samples import HUMANEVAL, MBPP, write_jsonl
 
@@ -26,22 +24,6 @@ def _isolated() -> bool:
 
 
 runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no full isolation of generated code")
-
-
-@pytest.mark.parametrize("num_samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_with_a_pass(num_samples: int) -> None:
-    for num_passed in range(num_samples + 1):
-        passed = [True] * num_passed + [False] * (num_samples - num_passed)
-        for k in range(1, num_samples + 1):
-            subsets = [any(subset) for subset in combinations(passed, k)]
-            assert pass_at_k(num_samples, num_passed, k) == float(Fraction(sum(subsets), len(subsets)))
-
-
-def test_pass_at_k_of_many_samples_and_impossible_numbers() -> None:
-    assert pass_at_k(10_000, 1, 5_000) == 0.5
-    for arguments in ((1, 0, 2), (3, 4, 1), (3, -1, 1), (3, 1, 0)):
-        with pytest.raises(ValueError, match="expected an integer from"):
-            pass_at_k(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +94,6 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
     assert "sandbox" not in task.__dict__
 
 
-def test_several_samples_of_a_problem_have_unique_ids(tmp_path: Path) -> None:
-    task = HumanEval(files=write_jsonl(tmp_path / "x.jsonl", [HUMANEVAL]), num_samples=3)
-    ids = [e.id for e in task.examples("test")]
-    assert len(set(ids)) == 3
-    assert {problem_id(identity) for identity in ids} == {"HumanEval/900"}
-
-
 @pytest.mark.parametrize(
     ("cls", "row", "message"),
     [
@@ -141,8 +116,6 @@ def test_bad_options_and_files(tmp_path: Path) -> None:
         Mbpp()
     with pytest.raises(ValueError, match="got both"):
         Mbpp(files=path, dataset="some/data")
-    with pytest.raises(ValueError, match="num_samples"):
-        Mbpp(files=path, num_samples=0)
     with pytest.raises(ValueError, match="minimum_isolation"):
         Mbpp(files=path, minimum_isolation="most")  # type: ignore[arg-type]
     for cls in (HumanEval, Mbpp):

@@ -50,7 +50,7 @@ def test_json_lines_round_trip(
 
 
 @given(rows=OBJECTS, indent=st.sampled_from([None, 0, 2]), before=st.sampled_from(["", "\n\n ", "\r\n"]))
-def test_json_lists_round_trip_and_know_their_lines(
+def test_json_lists_round_trip_and_know_their_numbers(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], indent: int | None, before: str
 ) -> None:
     text = before + json.dumps(rows, indent=indent)
@@ -59,9 +59,6 @@ def test_json_lists_round_trip_and_know_their_lines(
     found = list(read_rows(str(path)))
     assert [row.values for row in found] == rows
     assert [row.line for row in found] == [*range(1, len(rows) + 1)]
-    # The text before an object is that of a list which ends just before it.
-    starts = [before + json.dumps([*rows[:i], 7], indent=indent) for i in range(len(rows))]
-    assert [row.starts_on for row in found] == [start[: start.rindex("7")].count("\n") + 1 for start in starts]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
         ("a.jsonl", '{"a": "b"}\n{"a": ' + "1" * 5000 + "}\n", "a.jsonl:2", "broken JSON"),
         ("a.jsonl", '{"a": "b"}\n"text"\n', "a.jsonl:2", "expected a JSON object, got str"),
         ("a.jsonl", '{"a": "b"}\n' + "[" * 100_000, "a.jsonl:2", "broken JSON"),
-        ("a.json", '[{"a": "b"},\n\n null]', "a.json:3 (object 2)", "expected a JSON object, got NoneType"),
+        ("a.json", '[{"a": "b"},\n\n null]', "a.json:2", "expected a JSON object, got NoneType"),
     ],
 )
 def test_rows_that_cannot_be_read_leave_the_others_alone(
@@ -132,7 +129,10 @@ def test_rows_that_cannot_be_read_leave_the_others_alone(
     ("row", "message"),
     [
         ('{"responce": "b"}', r"a\.jsonl:1: expected a field 'response'; did you mean 'responce'\?"),
-        ('{"x": "b", "y": "c"}', r"a\.jsonl:1: expected a field 'response'; it has 'x', 'y'; add it, or rename one"),
+        (
+            '{"x": "b", "y": "c"}',
+            r"a\.jsonl:1: expected a field 'response'; it has 'x', 'y'; add it, or set",
+        ),
         ("{}", r"a\.jsonl:1: expected a field 'response'; it has none"),
         ('{"response": null}', r"a\.jsonl:1: expected text in field 'response', got NoneType; correct it"),
         ('{"response": ["b"]}', r"a\.jsonl:1: expected text in field 'response', got list"),

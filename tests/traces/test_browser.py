@@ -6,7 +6,7 @@ import pytest
 
 from browser import Chrome, Show, colours, contrast, js, press, resize, without_browser
 from refusion_lit.traces import Trace, page, timeline
-from refusion_lit.traces.display import explain
+from refusion_lit.traces.document import explain
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
 from traces.test_html import HOSTILE, hostile_page
 

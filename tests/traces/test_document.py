@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from refusion_lit.traces import Trace, read_trace, write_trace
+from refusion_lit.traces import read_trace, write_trace
 from traces.samples import plan_and_verify, random_trace
 
 
@@ -26,40 +25,14 @@ def test_round_trip_of_hostile_text(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.json") == trace
 
 
-CHANGES: list[tuple[str, list[Any], Any]] = [
-    ("format", ["format"], "other"),
-    ("version", ["version"], 2),
-    ("prompt", ["prompt"], 5),
-    ("prompt_length", ["prompt_length"], -1),
-    ("prompt_length", ["prompt_length"], True),
-    ("slot_size", ["slot_size"], 0),
-    ("seconds", ["seconds"], "1"),
-    (r"token_ids\[0\]", ["token_ids", 0], 1.5),
-    ("rounds", ["rounds"], {}),
-    (r"rounds\[1\]", ["rounds", 1], None),
-    (r"rounds\[0\].shape", ["rounds", 0, "shape"], [1]),
-    (r"rounds\[0\]: expected equal numbers", ["rounds", 0, "tokens"], [1]),
-    (r"rounds\[0\].positions\[0\]", ["rounds", 0, "positions", 0], 10**12),
-    (r"rounds\[0\].positions\[0\]", ["rounds", 0, "positions", 0], 2),
-    (r"rounds\[0\].probabilities\[0\]", ["rounds", 0, "probabilities", 0], 1.5),
-    (r"rounds\[1\].accepted", ["rounds", 1, "accepted"], [4, 4]),
-    (r"rounds\[1\].scores", ["rounds", 1, "scores"], "0.5"),
-    ("pieces", ["pieces"], {"-1": "a"}),
-    (r"pieces\[1\]", ["pieces"], {"1": None}),
-]
-
-
-@pytest.mark.parametrize(("message", "path", "value"), CHANGES)
-def test_wrong_values_are_named(message: str, path: list[Any], value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "value"), [("prompt", 5), ("slot_size", 0), ("rounds", {}), ("pieces", {"1": None})])
+def test_a_changed_trace_is_refused(name: str, value: object, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     write_trace(plan_and_verify(), file)
-    values = json.loads(file.read_text())
-    inner = values
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    file.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"trace_file: .*{message}"):
+    document = json.loads(file.read_text())
+    document["trace"][name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"trace_file: expected a trace as it was written, got .* which was changed"):
         read_trace(file)
 
 
@@ -74,12 +47,12 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
         read_trace(tmp_path)
 
 
-def test_every_missing_entry_is_named(tmp_path: Path) -> None:
+def test_every_missing_entry_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     write_trace(plan_and_verify(), file)
-    values = json.loads(file.read_text())
-    assert set(values) == {*Trace.__dataclass_fields__, "format", "version"}
-    for name in values:
-        file.write_text(json.dumps({key: value for key, value in values.items() if key != name}))
-        with pytest.raises(ValueError, match=name):
+    document = json.loads(file.read_text())
+    assert set(document) == {"format", "version", "digest", "trace"}
+    for name in document:
+        file.write_text(json.dumps({key: value for key, value in document.items() if key != name}))
+        with pytest.raises(ValueError, match="trace_file: expected "):
             read_trace(file)

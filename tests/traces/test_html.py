@@ -9,7 +9,7 @@ import re
 
 from parsed_page import ParsedPage
 from refusion_lit.traces import page, timeline
-from refusion_lit.traces.display import explain
+from refusion_lit.traces.document import explain
 from traces.samples import entry, make_trace, plan_and_verify
 
 HOSTILE = (

@@ -7,7 +7,7 @@ import pytest
 from decoder_cases import DECODERS, traits_for
 from fakes import HashModel
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, ReFusion, decode
-from refusion_lit.traces.display import explain
+from refusion_lit.traces.document import explain
 from refusion_lit.types import Prompt, SamplingParams
 
 OPTIONS = {

@@ -15,7 +15,7 @@ from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, 
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.admission import KeptCache
 from refusion_lit.traces import Trace, check_replaceable, page, write_trace
-from refusion_lit.traces.display import visible, visible_lines
+from refusion_lit.traces.document import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.files import write_atomically

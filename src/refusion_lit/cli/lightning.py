@@ -43,14 +43,11 @@ from refusion_lit.cli.usage_errors import (
 )
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.hub import check_source
-from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
-from refusion_lit.reports.environment import environment
-from refusion_lit.reports.results import read_config, shortened
+from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
-from refusion_lit.utils.files import write_atomically, write_json_atomically
+from refusion_lit.utils.files import read_yaml, write_atomically, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
-from refusion_lit.utils.yaml_files import read_yaml
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 

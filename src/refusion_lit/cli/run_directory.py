@@ -12,9 +12,8 @@ from jsonargparse import Namespace
 
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.utils.locks import Lock, release_lock, try_lock
+from refusion_lit.utils.files import Lock, read_yaml, release_lock, try_lock
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,11 +16,9 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import check_writable, write_predictions
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.base import examples_of, score_of
-from refusion_lit.tasks.code import pass_at_k, problem_id
 from refusion_lit.types import Example
 from refusion_lit.utils.files import read_json_lines
 from refusion_lit.utils.fingerprint import read_fingerprint
-from refusion_lit.utils.require import require
 
 _LONGEST_SHOWN = 80
 
@@ -35,7 +33,6 @@ def build_parser() -> OneLineParser:
     scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=scored)
     parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
-    parser.add_argument("--k", type=list[int], default=[1], help="the k of pass@k, for tasks scored by running code")
     parser.add_argument("--num_workers", type=int, default=1, help="responses scored at the same time")
     parser.add_argument("--allow_code_execution", action="store_true",
                         help="run programs that a model wrote, sandboxed, on this machine")  # fmt: skip
@@ -57,8 +54,6 @@ def run(args: list[str]) -> int:
         raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
     check_writable(output, "output", overwrite=options.overwrite)
     task = options.task
-    is_used = options.k == [1] or isinstance(task, CodeTask)
-    require(is_used, "k", "a task that is scored by running code", type(task).__name__, "leave k out")
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
         if not task.allow_code_execution:
@@ -69,15 +64,13 @@ def run(args: list[str]) -> int:
         _ = task.sandbox.isolation  # refuses weak isolation, and says what it found, before anything else
     examples = {example.id: example for example in examples_of(task, options.split)}
     lines = read_predictions(source)
-    _check_ids(lines, examples, source, repeated=isinstance(task, CodeTask))
+    _check_ids(lines, examples, source)
     _check_prompts(lines, examples, source)
-    if isinstance(task, CodeTask):
-        _check_k(lines, options.k)
     with ThreadPoolExecutor(options.num_workers) as pool:
         scores = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
     scored = ({**line, "score": score} for line, score in zip(lines, scores, strict=True))
     write_predictions(output, scored, read_fingerprint(source) or {})
-    figures = summarise(lines, scores, options.k if isinstance(task, CodeTask) else [])
+    figures = summarise(lines, scores)
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")
@@ -96,33 +89,21 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def summarise(
-    lines: Sequence[dict[str, Any]], scores: Sequence[float | None], ks: Sequence[int]
-) -> dict[str, float | int]:
-    """Return the mean score, how many scores changed, and pass@k as the mean over problems.
+def summarise(lines: Sequence[dict[str, Any]], scores: Sequence[float | None]) -> dict[str, float | int]:
+    """Return the mean score, and how many scores changed.
 
     Args:
         lines: Predictions with their former scores.
         scores: Their new scores; ``None`` counts as 0.
-        ks: The k of pass@k; empty for tasks that are not about programs.
     """
-    values = [score or 0.0 for score in scores]
-    problems: defaultdict[str, list[float]] = defaultdict(list)
-    for line, value in zip(lines, values, strict=True):
-        problems[problem_id(line["id"])].append(value)
-    changed = sum(line.get("score") not in (None, score) for line, score in zip(lines, scores, strict=True))
-    figures: dict[str, float | int] = {
-        "score": sum(values) / len(values),
-        "num_predictions": len(values),
-        "num_changed": changed,
+    return {
+        "score": sum(score or 0.0 for score in scores) / len(scores),
+        "num_predictions": len(scores),
+        "num_changed": sum(line.get("score") not in (None, score) for line, score in zip(lines, scores, strict=True)),
     }
-    for k in ks:
-        estimates = [pass_at_k(len(found), round(sum(found)), k) for found in problems.values()]
-        figures[f"pass@{k}"] = sum(estimates) / len(estimates)
-    return figures
 
 
-def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path, *, repeated: bool) -> None:
+def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
     unknown = [line["id"] for line in lines if line["id"] not in examples]
     if unknown:
         raise ValueError(
@@ -130,7 +111,7 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
             f"{unknown[0]!r}; give --task and --split as they were when the predictions were made."
         )
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
-    if count > 1 and not repeated:
+    if count > 1:
         raise ValueError(
             f"predictions: expected each id once, got {identity!r} {count} times in {source}; keep one line for each."
         )
@@ -153,12 +134,3 @@ def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example]
 def _shortened(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
-
-
-def _check_k(lines: Sequence[dict[str, Any]], ks: Sequence[int]) -> None:
-    fewest = min(Counter(problem_id(line["id"]) for line in lines).values())
-    if not ks or not all(1 <= k <= fewest for k in ks):
-        raise ValueError(
-            f"k: expected integers from 1 to {fewest}, the fewest samples of a problem, got {ks}; draw more samples "
-            "(task.num_samples) or lower k."
-        )

@@ -19,10 +19,8 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.sweeps import Sweep, SweepResult, describe, plan, short
 from refusion_lit.sweeps import run as run_sweep
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
-
-_SHOWN = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 
 
 def build_parser() -> OneLineParser:
@@ -78,23 +76,20 @@ def run(args: list[str]) -> int:
 
 def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
-    from refusion_lit.reports.tables import FIGURES, MISMATCH, print_table
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
 
     swept = [name for name in swept if name != "model.decoders"]  # the column of decoders shows them
     leaves = {name: name.rpartition(".")[2] for name in swept}
     named = leaves if len(set(leaves.values())) == len(leaves) else {name: name for name in swept}
-    figures = [(key, title, text) for key, title, text in FIGURES if key in _SHOWN]
-    head = [*named.values(), "decoder", *(title for _, title, _ in figures)]
+    head = [*named.values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
     for row in result.rows:
         decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
-        cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in figures]
+        cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
         rows.append([*(short(row[name]) for name in swept), decoder, *cells])
-    ranks = [*[0] * (len(swept) + 1), *(_SHOWN.index(key) + 1 for key, _, _ in figures)]
-    title, notes = f"{result.directory.name}: {len(rows)} rows", []
-    if any(row["mismatch"] for row in result.rows):
-        notes = [f"* {MISMATCH}"]
-    print_table(title, head, rows, ranks=ranks, num_texts=len(swept) + 1, notes=notes)
+    note = f"* {MISMATCH}" if any(row["mismatch"] for row in result.rows) else None
+    title = f"{result.directory.name}: {len(rows)} rows"
+    print_table(title, head, rows, num_texts=len(swept) + 1, note=note)
 
 
 def _report(directory: Path) -> None:

@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
     animate(trace, console=console, seconds_per_forward=options.seconds_per_forward)
-    print_statistics(trace_statistics([trace]), console=console)
+    print_statistics(trace_statistics(trace), console=console)
     if kind == "json":
         write_json(trace, output)
     else:

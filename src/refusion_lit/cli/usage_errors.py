@@ -16,8 +16,8 @@ from typing import Any, TypeGuard, get_args, get_origin
 
 import yaml
 
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 _ZARYA = "set class_path: Zarya, which has it"
 _SEARCH = "the interval search is gone; set t_min and t_max"
@@ -53,6 +53,8 @@ REMOVED = {
     "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
+    "task.num_samples": "pass@k is gone; leave it out",
+    "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
     "tokenizer.max_examples": "it is always 100 000; leave it out",
     "tokenizer.min_frequency": "it is always 2; leave it out",
 }

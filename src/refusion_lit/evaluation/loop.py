@@ -18,8 +18,7 @@ from refusion_lit.evaluation.fingerprints import described, predictions_fingerpr
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
-from refusion_lit.reports.environment import environment
-from refusion_lit.reports.results import RESULTS
+from refusion_lit.reports.results import RESULTS, environment
 from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report

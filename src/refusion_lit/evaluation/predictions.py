@@ -15,9 +15,16 @@ from typing import Any, TextIO
 
 from refusion_lit.decoding import Generation
 from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import atomic_writer, read_json, write_atomically, write_json_atomically
+from refusion_lit.utils.files import (
+    Lock,
+    atomic_writer,
+    read_json,
+    release_lock,
+    try_lock,
+    write_atomically,
+    write_json_atomically,
+)
 from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint, meta_path, read_fingerprint
-from refusion_lit.utils.locks import Lock, release_lock, try_lock
 from refusion_lit.utils.require import require
 
 

@@ -1,4 +1,4 @@
-"""Compares rows: intervals, paired differences, the Pareto front and grids over two options."""
+"""Compares rows: intervals, paired differences and the Pareto front."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refusion_lit.reports.intervals import Bootstrap, Interval, pareto_front
-from refusion_lit.reports.runs import Collection, Row, Run, option_text, varied_options
-
-_MAX_LISTED_NAMES = 20
+from refusion_lit.reports.runs import Collection, Row
 
 
 @dataclass(kw_only=True)
@@ -22,7 +20,7 @@ class MeasuredRow:
         has_intervals: ``False`` without predictions, where low and high equal the estimate.
         num_prompts: Number of prompts that the score is a mean over.
         num_expected: Number of prompts of the largest test. A row with less than half of them is shown, but takes no
-            part in the summary and the Pareto front: few prompts give extreme scores by chance.
+            part in the Pareto front: few prompts give extreme scores by chance.
         on_front: Whether the row is on the Pareto front.
     """
 
@@ -64,22 +62,6 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """One figure of a method over two swept options; ``values[y][x]`` is ``None`` where the sweep has no point.
-
-    Numbers are in increasing order, other values in the order of the sweep.
-    """
-
-    method: str
-    figure: str
-    x_name: str
-    y_name: str
-    x_values: list[str]
-    y_values: list[str]
-    values: list[list[float | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Everything that a report shows.
 
@@ -89,7 +71,6 @@ class Comparison:
         measured: All rows with their intervals.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
-        grids: Score and tokens per forward of each method, for sweeps that vary exactly two options.
         option_names: Short names of the swept options of all rows, by their full names.
     """
 
@@ -98,7 +79,6 @@ class Comparison:
     measured: list[MeasuredRow]
     baseline: str
     differences: list[Difference]
-    grids: list[Grid]
     option_names: dict[str, str]
 
 
@@ -129,7 +109,6 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
         measured=measured,
         baseline=baseline,
         differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
-        grids=_grids(measured, collection.runs),
         option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
     )
 
@@ -167,9 +146,7 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     found = exact or same_run or same_decoder
     if not found:
         names = list(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
-        num_more = len(names) - _MAX_LISTED_NAMES
-        known = ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
-        raise ValueError(f"baseline: expected one of {known}; got {name!r}. Choose one of these names.")
+        raise ValueError(f"baseline: expected one of {', '.join(names)}; got {name!r}. Choose one of these names.")
     return found[0]
 
 
@@ -192,39 +169,6 @@ def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
     )
 
 
-def _grids(measured: Sequence[MeasuredRow], runs: Sequence[Run]) -> list[Grid]:
-    varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
-    cells: dict[str, dict[tuple[str, str], list[MeasuredRow]]] = {}
-    axes: dict[str, list[str]] = {}
-    for m in measured:
-        names = varied[m.row.run.source]
-        options = m.row.run.options
-        if len(names) != 2 or not options:
-            continue
-        axes[m.row.method] = names
-        y, x = (option_text(options.get(name)) for name in names)
-        cells.setdefault(m.row.method, {}).setdefault((y, x), []).append(m)
-    grids = []
-    for method, found in cells.items():
-        ys, xs = (sorted(dict.fromkeys(key[axis] for key in found), key=_numbers_first) for axis in (0, 1))
-        for figure in ("score", "tokens_per_forward"):
-            values = [[_mean([getattr(m, figure).estimate for m in found.get((y, x), [])]) for x in xs] for y in ys]
-            y_name, x_name = axes[method]
-            grid = Grid(
-                method=method, figure=figure, x_name=x_name, y_name=y_name, x_values=xs, y_values=ys, values=values
-            )
-            grids.append(grid)
-    return grids
-
-
-def _numbers_first(text: str) -> tuple[int, float]:
-    """Sort key: numbers by value, then other texts in their present order."""
-    try:
-        return 0, float(text)
-    except ValueError:
-        return 1, 0.0
-
-
 def _short_names(names: Sequence[str]) -> dict[str, str]:
     """Return the last part of each dotted name, with as many parts before it as tell the names apart."""
     short = {}
@@ -234,7 +178,3 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
         others = [f".{other}" for other in names if other != name]
         short[name] = next((e for e in endings if not any(o.endswith(f".{e}") for o in others)), name)
     return short
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

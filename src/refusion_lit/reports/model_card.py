@@ -14,8 +14,7 @@ from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
-from refusion_lit.reports.environment import described_environment
-from refusion_lit.reports.results import RESULTS, read_config, read_environment, read_results
+from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
@@ -128,6 +127,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a model was trained, by name, without what the config leaves open."""
+    limits = {name: _lookup(config, "trainer", name) for name in ("max_steps", "max_epochs", "max_time")}
     rows = {
         "objective": _component(_lookup(config, "model", "objective")),
         "task": _component(_lookup(config, "data", "task")),
@@ -135,24 +135,11 @@ def _training(config: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": _component(_lookup(config, "model", "optimizer")),
         "samples per batch and process": _lookup(config, "data", "batch_size"),
         "batches per optimizer step": _lookup(config, "trainer", "accumulate_grad_batches") or 1,
-        "length": _length(config),
+        "at most": ", ".join(f"{name} {value}" for name, value in limits.items() if value not in (None, -1)) or None,
         "precision": _lookup(config, "trainer", "precision") or "32-true",
         "seed": config.get("seed_everything"),
     }
     return {name: value for name, value in rows.items() if value is not None}
-
-
-def _length(config: Mapping[str, Any]) -> str:
-    """Return the limits of a training, of which the first one that is reached ends it."""
-    steps, epochs, time = (_lookup(config, "trainer", f"max_{name}") for name in ("steps", "epochs", "time"))
-    parts = [f"{steps} steps"] if steps is not None and steps >= 0 else []
-    if epochs is not None and epochs >= 0:
-        parts.append(f"{epochs} epoch{'' if epochs == 1 else 's'}")
-    if time is not None:
-        parts.append(f"a time of {time}")
-    elif not parts and epochs is None:
-        parts.append("1000 epochs")  # Lightning's default
-    return f"at most {' or '.join(parts)}" if parts else "without a limit"
 
 
 def _read_test(directory: Path) -> dict[str, Any]:

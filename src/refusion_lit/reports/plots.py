@@ -1,4 +1,4 @@
-"""Plots as SVG, drawn by matplotlib: every point and cell has a title that says what it is, shown under the mouse."""
+"""Plots as SVG, drawn by matplotlib: every point has a title that says what it is, shown under the mouse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from refusion_lit.reports.comparison import Comparison, Grid, MeasuredRow
+from refusion_lit.reports.comparison import Comparison, MeasuredRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +20,6 @@ _DPI = 72  # a point of matplotlib is a pixel then
 _WIDTH = 900
 _HEIGHT = 440
 _LEGEND_LINE = 20
-_CELL_WIDTH = 88
-_CELL_HEIGHT = 34
 _CHARACTER_WIDTH = 7
 _MAX_LEGEND_ENTRIES = 24
 _MAX_NAME_LENGTH = 60
@@ -40,8 +38,6 @@ _DARK = {
     "c0": "#5aaee8", "c1": "#f58f4c", "c2": "#3ec79a", "c3": "#e39cc5",
     "c4": "#f5b83d", "c5": "#9bd7fa", "c6": "#ffffff", "c7": "#c9a93a",
 }  # fmt: skip
-_ON_DARK_CELL = "#fefefe"  # not a colour of the page: cells look the same on light and dark pages
-_ON_BRIGHT_CELL = "#010101"
 
 
 def _variables(colours: Mapping[str, str]) -> str:
@@ -76,14 +72,14 @@ def tradeoff_plot(comparison: Comparison) -> str:
         methods.setdefault(m.row.method, []).append(m)
     names = [f"{_shown(method)}{' *' * any(m.row.mismatches for m in rows)}" for method, rows in methods.items()]
     front = sorted(_place(m) for m in comparison.measured if m.on_front)
-    with _figure(_WIDTH, _HEIGHT, names) as (figure, ax):
+    with _figure(names) as (figure, ax):
         ax.set_xlabel("tokens per forward (more is faster)")
         ax.set_ylabel("score in %")
         if len(comparison.measured) > 1:
             ax.plot(*zip(*front, strict=True), "o-", color=_LIGHT["front"], alpha=0.35, linewidth=7, markersize=22,
                     markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
         for number, rows in enumerate(methods.values()):
-            if len(rows) > 1 and not comparison.grids:  # points of a grid over two options do not form a curve
+            if len(rows) > 1 and len(rows[0].row.options) < 2:  # points over two options do not form a curve
                 ax.plot(*zip(*sorted(map(_place, rows)), strict=True), color=_colour(number), alpha=0.6, linewidth=1)
             for m in rows:
                 _draw_point(ax, m, number)
@@ -107,7 +103,7 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
         y_name: What the vertical axis shows, with its unit.
     """
     titles = {}
-    with _figure(_WIDTH, _HEIGHT, list(map(_shown, curves))) as (figure, ax):
+    with _figure(list(map(_shown, curves))) as (figure, ax):
         ax.set_xlabel(x_name)
         ax.set_ylabel(y_name)
         for number, (name, points) in enumerate(curves.items()):
@@ -117,50 +113,6 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
                 titles[gid] = f"{name}: {y_name} {y:.4g} at {x_name} {x:g}"
                 ax.plot(x, y, _MARKERS[number % len(_MARKERS)], color=_colour(number), gid=gid, clip_on=False)
         return _svg(figure, f"{y_name} over {x_name}", titles)
-
-
-def heat_map(grid: Grid) -> str:
-    """Plot one figure over two options as an SVG element, with its value in every cell."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    form = "{:.1f} %" if grid.figure == "score" else "{:.2f}"
-    x_name, y_name = (name.rsplit(".", 1)[-1] for name in (grid.x_name, grid.y_name))
-    title = f"{grid.method}: {'score' if grid.figure == 'score' else 'tokens per forward'}"
-    labels = [_shown(value, _MAX_LABEL_LENGTH) for value in grid.y_values]
-    width = 60 + _CHARACTER_WIDTH * max(map(len, labels)) + max(_CELL_WIDTH * len(grid.x_values), 280)
-    known = [value for row in grid.values for value in row if value is not None]
-    span = (max(known) - min(known)) or 1.0
-    titles = {}
-    with _figure(width, 90 + _CELL_HEIGHT * len(labels), []) as (figure, ax):
-        ax.grid(visible=False)
-        ax.spines[:].set_visible(False)
-        ax.tick_params(length=0)
-        ax.set_title(_shown(title), loc="left", fontsize=12, fontweight="bold")
-        ax.set_xlabel(_shown(x_name))
-        ax.set_ylabel(_shown(y_name))
-        shown = [_shown(value, _CELL_WIDTH // _CHARACTER_WIDTH) for value in grid.x_values]
-        ax.set_xticks([x + 0.5 for x in range(len(shown))], shown)
-        ax.set_yticks([y + 0.5 for y in range(len(labels))], labels)
-        ax.set_xlim(0, len(shown))
-        ax.set_ylim(len(labels), 0)
-        for y, (y_value, values) in enumerate(zip(grid.y_values, grid.values, strict=True)):
-            for x, (x_value, value) in enumerate(zip(grid.x_values, values, strict=True)):
-                text = "no point"
-                fill = "none"
-                ink = _LIGHT["soft"]
-                if value is not None:
-                    fraction = (value - min(known)) / span
-                    fill = colormaps["viridis"](fraction)
-                    ink = _ON_DARK_CELL if fraction < 0.43 else _ON_BRIGHT_CELL  # a contrast of 4.5 at least
-                    text = form.format(value)
-                gid = f"cell-{len(titles)}"
-                titles[gid] = f"{y_name} {y_value}, {x_name} {x_value}: {text}"
-                edge = "none" if value is not None else _LIGHT["line"]
-                ax.add_patch(Rectangle((x + 0.01, y + 0.03), 0.98, 0.94, facecolor=fill, edgecolor=edge, gid=gid))
-                in_cell = "\N{EN DASH}" if value is None else text
-                ax.text(x + 0.5, y + 0.5, in_cell, color=ink, ha="center", va="center", gid="value")
-        return _svg(figure, f"{title} over {y_name} and {x_name}", titles)
 
 
 def describe(measured: MeasuredRow, option_names: Mapping[str, str]) -> str:
@@ -215,18 +167,18 @@ def _draw_labels(figure: Figure, ax: Axes, rows: Sequence[MeasuredRow]) -> None:
 
 
 @contextmanager
-def _figure(width: float, height: float, names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure of a size in pixels with its axes, under a legend of the names in the order of their colours."""
+def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure with its axes, under a legend of the names in the order of their colours."""
     import matplotlib as mpl  # takes most of a second, so only where something is drawn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     names = names if len(names) <= _MAX_LEGEND_ENTRIES else []
     num_columns = max(1, _WIDTH // (46 + _CHARACTER_WIDTH * max(map(len, names), default=0)))
-    height += _LEGEND_LINE * -(-len(names) // num_columns)
+    height = _HEIGHT + _LEGEND_LINE * -(-len(names) // num_columns)
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts draw the texts, not matplotlib's
-        figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
+        figure = Figure(figsize=(_WIDTH / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
         ax = figure.add_subplot()
         handles = [Line2D([], [], color=_colour(i), marker=_MARKERS[i % len(_MARKERS)]) for i in range(len(names))]
         if names:
@@ -258,7 +210,7 @@ def _svg(figure: Figure, description: str, titles: Mapping[str, str]) -> str:
                 title.text = _printable(titles[gid])
                 element.insert(0, title)
                 element.set("class", "point")
-            elif gid in ("marker", "value", "label"):
+            elif gid in ("marker", "label"):
                 element.set("class", gid)
         if style := element.get("style"):
             for name, colour in _LIGHT.items():

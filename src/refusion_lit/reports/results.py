@@ -1,25 +1,28 @@
-"""Reads the files that describe a run: ``results.json``, ``config.yaml`` and ``environment.json``."""
+"""The files that describe a run: ``results.json``, ``config.yaml`` and ``environment.json`` (versions, hardware)."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from refusion_lit.reports.environment import FILE_NAME as ENVIRONMENT
+from refusion_lit.utils.require import require
+from refusion_lit.version import __version__
 
 RESULTS = "results.json"
 CONFIG = "config.yaml"
-_KINDS = {
-    ("batch_size",): int, ("sampling",): dict, ("fingerprints",): dict, ("config",): dict, ("mismatches",): dict,
-    ("environment",): dict, ("environment", "git"): dict, ("environment", "packages"): dict,
-    ("environment", "hardware"): dict, ("environment", "hardware", "devices"): list,
-}  # fmt: skip
-"""The fields beside the figures that are read again, each after what it lies in; any of them may be missing or null."""
-_IN_WORDS = {int: "an integer", dict: "a mapping", list: "a list of texts"}
+ENVIRONMENT = "environment.json"
+_PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
+_MAPPINGS = ("sampling", "fingerprints", "config", "mismatches", "environment")
+"""The fields beside the figures that are read again; any of them may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
@@ -38,31 +41,10 @@ def read_results(path: Path) -> dict[str, Any] | None:
     )
     if not is_ours:
         return None
-    _check_kinds(values, path)
+    wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
+    fix = "correct the field, or run `refusion-lit test` again"
+    require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     return values
-
-
-def _check_kinds(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse fields of another type than ``test`` writes; a file may have been mended by hand.
-
-    Raises:
-        ValueError: If there is one, with its name.
-    """
-    kinds: dict[tuple[str, ...], type] = dict(_KINDS)
-    kinds |= {("results", name, "num_prompts"): int for name in values["results"]}
-    kinds |= {("mismatches", name): list for name in values["results"]}
-    for names, kind in kinds.items():
-        value: Any = values
-        for name in names:
-            value = value.get(name) if value is not None else None
-        of_kind = isinstance(value, kind) and not isinstance(value, bool)
-        if isinstance(value, list):
-            of_kind = of_kind and all(isinstance(each, str) for each in value)
-        if value is not None and not of_kind:
-            raise ValueError(
-                f"{path}: {'.'.join(names)}: expected {_IN_WORDS[kind]}, got {value!r:.80}; correct the field, or run "
-                "`refusion-lit test` again."
-            )
 
 
 def read_environment(directory: Path) -> dict[str, Any] | None:
@@ -110,3 +92,73 @@ def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
+
+
+def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
+    """Return the environment of this process as JSON values.
+
+    Args:
+        seed: The run's seed.
+        command: The command line; this process's own by default.
+    """
+    import torch  # takes seconds; reading a saved environment does not need it
+
+    return {
+        "refusion_lit": __version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "seed": seed,
+        "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
+        "git": _git(),
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": _processor(),
+            "system": platform.system(),
+            "num_cpus": os.cpu_count(),
+            "num_threads": torch.get_num_threads(),
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return an environment as short texts by name, without the entries that were not recorded."""
+    hardware = environment.get("hardware") or {}
+    git = environment.get("git") or {}
+    devices = ", ".join(hardware.get("devices") or []) or "no GPU"
+    cpus = f"{hardware.get('num_cpus')} CPUs, {hardware.get('num_threads')} threads"
+    values = {
+        "refusion-lit": environment.get("refusion_lit"),
+        "python": environment.get("python"),
+        "packages": ", ".join(f"{name} {number}" for name, number in (environment.get("packages") or {}).items()),
+        "hardware": hardware and f"{devices}; {cpus}, {hardware.get('system')} {hardware.get('machine')}",
+        "git": git and f"{git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}",
+    }
+    return {name: str(value) for name, value in values.items() if value}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str | None:
+    """Return the processor's model name on Linux, ``None`` where ``/proc/cpuinfo`` has none."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit and whether the working tree has changes; ``None`` outside a repository."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -41,7 +41,7 @@ class Run:
         name: The directory's path relative to the argument that it was found under.
         source: A name of that argument, unique among the arguments.
         results: Content of ``results.json``.
-        environment: The recorded environment; see :func:`~refusion_lit.reports.environment.environment`.
+        environment: The recorded environment; see :func:`~refusion_lit.reports.results.environment`.
         config: The resolved config as YAML; empty if none was recorded.
         options: The swept options of this point; empty outside a sweep.
         predictions: Predictions by prompt id for each decoder; ``None``: they are in files of the directory.

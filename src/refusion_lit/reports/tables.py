@@ -28,11 +28,9 @@ FIGURES = (
 )
 """Name, title and format of each figure of a test."""
 
-_PRIORITY = (
-    "decoder", "score", "tokens_per_forward", "tokens_per_second", "calls_per_batch", "latency_median", "num_forwards",
-    "positions_per_token", "num_calls", "latency_p95",
-)  # fmt: skip
-"""Columns of a narrow terminal, the most important first."""
+_PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
+PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
+"""The figures that fit a terminal; reports and result files have all of them."""
 
 _WIDTH_OF_FILES = 1000
 
@@ -64,12 +62,10 @@ def decoder_table(
         console: Where to print; standard output by default.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    head = ["decoder", *(title for _, title, _ in FIGURES)]
-    rows = [[f"{name} *" if name in marked else name, *_cells(figures)] for name, figures in results.items()]
-    keys = ["decoder", *(key for key, _, _ in FIGURES)]
-    ranks = [_PRIORITY.index(key) if key in _PRIORITY else len(_PRIORITY) for key in keys]
+    head = ["decoder", *(title for _, title, _ in PRINTED)]
+    rows = [[f"{name} *" if name in marked else name, *_cells(figures, PRINTED)] for name, figures in results.items()]
     title = f"{num_prompts} prompts, batch size {batch_size}"
-    print_table(title, head, rows, ranks=ranks, notes=[f"* {MISMATCH}"] if marked else [], console=console)
+    print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None, console=console)
 
 
 def print_table(
@@ -77,37 +73,26 @@ def print_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    ranks: Sequence[int],
     num_texts: int = 1,
-    notes: Sequence[str] = (),
+    note: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print a table; columns that do not fit the terminal are left out, those of the highest rank first.
+    """Print a table.
 
     Args:
         title: Line above the table.
         head: Names of the columns.
         rows: Cells of each row.
-        ranks: Rank of each column; rank 0 is never left out.
         num_texts: The first columns hold text, the others numbers.
-        notes: Lines below the table.
-        console: Where to print; standard output by default, with every column if it is no terminal.
+        note: Line below the table.
+        console: Where to print; standard output by default, without a limit of the width if it is no terminal.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    widths = [max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)]
-    shown = list(range(len(head)))
-    while sum(widths[i] for i in shown) + 1 > console.width and any(ranks[i] for i in shown):
-        shown.remove(max(shown, key=lambda i: (ranks[i], i)))
-    hidden = [name for i, name in enumerate(head) if i not in shown]
-    notes = [
-        *notes,
-        *([f"without {', '.join(hidden)}: widen the terminal, or see the results' file"] if hidden else []),
-    ]
-    table = Table(title=title, caption="\n".join(notes) or None)
-    for i in shown:
-        table.add_column(head[i], justify="left" if i < num_texts else "right", no_wrap=True)
+    table = Table(title=title, caption=note)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < num_texts else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(row[i]) for i in shown))
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
@@ -117,7 +102,7 @@ def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[st
     lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(FIGURES)}"]
     for name, figures in results.items():
         mark = r" \*" if name in marked else ""
-        lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures))} |")
+        lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures, FIGURES))} |")
     if marked:
         lines += ["", rf"\* {MISMATCH}"]
     return "\n".join(lines)
@@ -147,8 +132,8 @@ def markdown_table(comparison: Comparison) -> str:
     return "\n".join([*lines, "", _caption(comparison), ""])
 
 
-def _cells(figures: Mapping[str, Any]) -> list[str]:
-    return [template.format(figures[key]) for key, _, template in FIGURES]
+def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+    return [template.format(figures[key]) for key, _, template in shown]
 
 
 def _estimate(measured: MeasuredRow, value: Interval, spec: str) -> str:
@@ -167,11 +152,7 @@ def _caption(comparison: Comparison) -> str:
     level = f"{100 * comparison.bootstrap.level:g}"
     text = f"{level} % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
-        text += f" Differences from {comparison.baseline} are paired by prompt."
-    uneven = sum(1 for d in comparison.differences if d.num_only_row or d.num_only_baseline)
-    if uneven:
-        total = len(comparison.differences)
-        text += f" In {uneven} of {total} differences the rows have different prompts; these use the shared ones only."
+        text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
     marked = rf" \*: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
     return _escaped(text) + marked
 

@@ -1,25 +1,35 @@
-"""Writes reports: the HTML page, the plots and a Markdown table."""
+"""Writes reports: the self-contained HTML page without scripts, the plot and a Markdown table."""
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from refusion_lit.reports.comparison import Comparison, compare
 from refusion_lit.reports.intervals import Bootstrap
-from refusion_lit.reports.plots import heat_map, standalone, tradeoff_plot
-from refusion_lit.reports.runs import ScoredPrediction, read_runs, run_of
+from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot
+from refusion_lit.reports.results import described_environment
+from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
+from refusion_lit.version import __version__
 
 FORMATS = ("html", "markdown")
 DIRECTORY = "report"
 """Name of the report's directory inside that of a run or a sweep."""
 
 _PLOT = "tradeoff.svg"  # which every report has
+_NUM_EXAMPLES = 4
+_MAX_EXAMPLE_ROWS = 8
+_MAX_EXAMPLE_LENGTH = 1500
 
 
 def write_report(
@@ -30,7 +40,7 @@ def write_report(
     formats: Sequence[str] = ("html",),
     bootstrap: Bootstrap | None = None,
 ) -> list[Path]:
-    """Write a report on runs and sweeps; the plots are always written, as SVG files.
+    """Write a report on runs and sweeps; the plot is always written, as an SVG file.
 
     Args:
         paths: Directories of runs or sweeps, or ``results.json`` files.
@@ -56,17 +66,13 @@ def write_report(
 
 def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> list[Path]:
     """Write a comparison; see :func:`write_report`."""
-    from refusion_lit.reports.html_report import html_report  # jinja2 takes a moment to import
-
-    plots = {_PLOT: tradeoff_plot(comparison)}
-    for number, grid in enumerate(comparison.grids):
-        plots[f"heat_map_{number}_{grid.figure}.svg"] = heat_map(grid)
+    plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
-        files["report.html"] = html_report(comparison, plots)
+        files["report.html"] = html_report(comparison, plot)
     if "markdown" in formats:
         files["table.md"] = markdown_table(comparison)
-    files.update({name: standalone(picture) for name, picture in plots.items()})
+    files[_PLOT] = standalone(plot)
     others = [name for name in files if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
     require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
@@ -103,3 +109,73 @@ def _default_output(paths: Sequence[str | Path]) -> Path:
         return Path(DIRECTORY)
     path = Path(paths[0])
     return (path.parent if path.is_file() else path) / DIRECTORY
+
+
+def html_report(comparison: Comparison, plot: str) -> str:
+    """Render the report.
+
+    Args:
+        comparison: The rows and differences to show.
+        plot: The trade-off plot, an SVG element.
+    """
+    environment = Environment(
+        loader=PackageLoader("refusion_lit", "reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    rows = [m.row for m in comparison.measured]
+    runs = comparison.collection.runs
+    return environment.get_template("report.html.jinja").render(
+        comparison=comparison,
+        title=", ".join(dict.fromkeys(run.source for run in runs)),
+        tradeoff=Markup(plot),
+        plot_style=STYLE,
+        any_partial=any(m.is_partial for m in comparison.measured),
+        runs=[(run, _facts(run)) for run in runs],
+        examples=_examples(comparison),
+        hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
+        any_marked=any(row.mismatches for row in rows),
+        uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline],
+        version=__version__,
+        level=f"{100 * comparison.bootstrap.level:g}",
+    )
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Return how a run was made, by name, without what was not recorded."""
+    command = run.environment.get("command")
+    facts = {
+        "folder": run.name,
+        "command": shlex.join(command) if isinstance(command, list) else command,
+        "seed": run.environment.get("seed"),
+        "sampling": ", ".join(f"{name}={value}" for name, value in (run.results.get("sampling") or {}).items()),
+        "batch size": run.batch_size,
+        **described_environment(run.environment),
+    }
+    return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
+
+
+def _examples(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the first prompts with the responses of the first rows."""
+    rows = [m.row for m in comparison.measured][:_MAX_EXAMPLE_ROWS]
+    ids = list(dict.fromkeys(i for row in rows for i in row.predictions))[:_NUM_EXAMPLES]
+    examples = []
+    for identity in ids:
+        found = [(row, row.predictions[identity]) for row in rows if identity in row.predictions]
+        first = found[0][1]
+        examples.append(
+            {
+                "id": identity,
+                "prompt": _truncate(first.prompt),
+                "reference": _truncate(first.reference or ""),
+                "responses": [(row, _truncate(p.response), p.score, p.num_tokens, p.num_forwards) for row, p in found],
+            }
+        )
+    return examples
+
+
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_EXAMPLE_LENGTH else f"{text[:_MAX_EXAMPLE_LENGTH]} …"

@@ -1,8 +1,12 @@
-"""Launchers run the points of a sweep: as processes of this machine or as jobs of a SLURM cluster."""
+"""Launchers run the points of a sweep: as processes of this machine or as jobs of a SLURM cluster.
+
+Each process runs the subcommands of one point in order, and writes its outcome as the last step.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from refusion_lit.sweeps.point_process import PROCESS, run_point
-from refusion_lit.utils.files import write_json_atomically
+from refusion_lit.utils.files import read_json, try_lock, write_json_atomically
 from refusion_lit.utils.require import require_at_least
 
-_PROGRAM = "import sys; from refusion_lit.sweeps.point_process import run_point; sys.exit(not run_point(sys.argv[1]))"
+OUTCOME = "outcome.json"
+POINT = "point.json"
+LOG = "log.txt"
+LOCK = "lock"
+
+_PROGRAM = "import sys; from refusion_lit.sweeps.launchers import run_point; sys.exit(not run_point(sys.argv[1]))"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
+
+# Set by the launcher of an outer run; a point's own run must not inherit them.
+_OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 
 
 class Ended(NamedTuple):
@@ -91,12 +102,9 @@ class Local(Launcher):
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a point in its own process group, and record the group."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(folder)], stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    write_json_atomically(folder / PROCESS, {"group": process.pid})
-    return process
+    """Start a point in its own process group."""
+    program = [sys.executable, "-c", _PROGRAM, str(folder)]
+    return subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -182,3 +190,75 @@ def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit
     except Exception as unreadable:  # submitit raises many types for a job that died without a result
         error = unreadable
     return f"its job {job.job_id} ended in state {job.state}" + (f": {error}" if error else "")
+
+
+def run_point(folder: str) -> bool:
+    """Run a point and write ``outcome.json`` as the last step; the point's lock is held meanwhile.
+
+    Args:
+        folder: Directory of the point, with its ``point.json``.
+
+    Returns:
+        Whether the point finished.
+
+    Raises:
+        ValueError: If another process runs the point.
+    """
+    place = Path(folder)
+    lock = try_lock(place / LOCK)
+    if lock is None:
+        raise ValueError(f"{folder}: expected a point that is not running, got one that is; wait for its process.")
+    point = read_json(place / POINT)
+    for subcommand in point["commands"]:
+        shutil.rmtree(place / subcommand, ignore_errors=True)
+    start = time.monotonic()
+    error = _run_commands(place, point)
+    results = read_json(place / "test" / "results.json")
+    if error is None and not isinstance(results, dict):
+        error = "test wrote no results.json"
+    seconds = time.monotonic() - start
+    outcome = {name: results.get(name, {}) for name in ("results", "mismatches")} if error is None else {"error": error}
+    status = "finished" if error is None else "failed"
+    write_json_atomically(place / OUTCOME, {"status": status, "seconds": seconds, **outcome})
+    lock.release()
+    return error is None
+
+
+def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
+    """Run the point's subcommands until one fails; return its error."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OUTER_RUN}
+    with (place / LOG).open("wb") as log:
+        for subcommand, command in point["commands"].items():
+            arguments = list(command)
+            if subcommand == "test" and "fit" in point["commands"]:
+                try:
+                    arguments.append(f"--ckpt_path={_last_checkpoint(place / 'fit')}")
+                except ValueError as error:
+                    return str(error)
+            done = subprocess.run(
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
+            )
+            if done.returncode:
+                return f"{subcommand} ended with exit code {done.returncode}:\n{tail(place / LOG)}"
+    return None
+
+
+def _last_checkpoint(fit: Path) -> Path:
+    """Return the last checkpoint in a fit's directory.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    directory = fit / "checkpoints"
+    files = sorted(directory.glob("*.ckpt"), key=lambda path: (path.name == "last.ckpt", path.stat().st_mtime))
+    if not files:
+        raise ValueError(f"fit left no checkpoint in {directory}; add a ModelCheckpoint to trainer.callbacks.")
+    return files[-1]
+
+
+def tail(path: Path) -> str:
+    """Return the last 2000 characters of a text file; none if there is no file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
+    except FileNotFoundError:
+        return ""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.sweeps.launchers import Launcher, Local
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-from refusion_lit.utils.yaml_files import read_yaml
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]
@@ -21,8 +21,6 @@ Resolve = Callable[[str, Config], Config]
 
 # Options that say where a run is stored; they do not change what it computes.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
-_INSIDE = ("class_path", "init_args")
-"""The parts of a component, in the order in which they are set: another class begins with no arguments."""
 
 _SHORT = 40
 """Characters of a value in a name or a message."""
@@ -35,8 +33,7 @@ class Sweep:
     The points are the product of ``entries`` and the cells of ``grid``; an empty one counts as a single empty set of
     options. Options are dotted as on the command line (``model.sampling.temperature``,
     ``model.decoders.refusion.slot_size``); an option that starts with ``fit.`` or ``test.`` applies to that subcommand
-    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file, and the path of a
-    component's YAML file (such as those in ``configs/decoder``) stands for the component.
+    only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file.
 
     Attributes:
         base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options of
@@ -147,19 +144,16 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
                 if scope != subcommand:
                     continue
                 name = rest
-            set_option(config, name, _resolve_paths(value, directory))
+            set_option(config, name, _resolve_path(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
     text = json.dumps(configs, sort_keys=True, default=str)
     return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
 
 
-def _depth(name: str) -> tuple[int, int]:
+def _depth(name: str) -> int:
     """Return the sort key that puts a component before its own options, which it would otherwise replace."""
-    *path, leaf = name.removeprefix("fit.").removeprefix("test.").split(".")
-    if leaf in _INSIDE:
-        return sum(part not in _INSIDE for part in path), 1 + _INSIDE.index(leaf)
-    return sum(part not in _INSIDE for part in (*path, leaf)), 0
+    return sum(part not in ("fit", "test", "init_args") for part in name.split("."))
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
@@ -177,55 +171,37 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
     """Set a dotted option in place; inside a component (``class_path``) a plain name is one of its ``init_args``.
 
     Raises:
-        ValueError: If a part of the name is neither a group of options nor an index into a list.
+        ValueError: If a part of the name is no group of options.
     """
-    node: Any = config
+    node = config
     *path, leaf = name.split(".")
     for i, part in enumerate(path):
         node = _init_args(node, part)
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict):
-            if node.get(part) is None:
-                node[part] = {}
-            elif isinstance(node[part], str):  # a component given by its class name only
-                node[part] = {"class_path": node[part]}
-            node = node[part]
-        if not isinstance(node, (dict, list)):
+        if node.get(part) is None:
+            node[part] = {}
+        elif isinstance(node[part], str):  # a component given by its class name only
+            node[part] = {"class_path": node[part]}
+        node = node[part]
+        if not isinstance(node, dict):
             raise ValueError(
                 f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}; correct the name."
             )
-    node = _init_args(node, leaf)
-    if not isinstance(node, dict):
-        raise ValueError(f"{name}: expected an option of a group, got an entry of a list; set the whole list.")
-    if leaf == "class_path" and node.get("class_path") != value:
-        node.pop("init_args", None)
-    node[leaf] = value
+    _init_args(node, leaf)[leaf] = value
 
 
-def _init_args(node: Any, part: str) -> Any:  # noqa: ANN401 - a node of a config
+def _init_args(node: Config, part: str) -> Config:
     """Return the ``init_args`` of a component if ``part`` is an option of the component, else the node."""
-    if isinstance(node, dict) and "class_path" in node and part not in ("class_path", "init_args"):
+    if "class_path" in node and part not in ("class_path", "init_args"):
         if node.get("init_args") is None:
             node["init_args"] = {}
         return node["init_args"]
     return node
 
 
-def _resolve_paths(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
-    """Make paths that start with ``./`` or ``../`` absolute; put a component in place of its YAML file."""
-    if isinstance(value, dict):
-        return {name: _resolve_paths(inner, directory) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_resolve_paths(inner, directory) for inner in value]
-    if not isinstance(value, str) or not value.startswith(("./", "../")):
-        return copy.copy(value)
-    path = (directory / value).resolve()
-    if path.suffix in (".yaml", ".yml"):
-        component = read_yaml(path, "value")
-        if "class_path" in component:
-            return component
-    return str(path)
+def _resolve_path(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value
+    """Make a path that starts with ``./`` or ``../`` absolute, and copy other values."""
+    is_path = isinstance(value, str) and value.startswith(("./", "../"))
+    return str((directory / value).resolve()) if is_path else copy.deepcopy(value)
 
 
 def short(value: Any) -> str:  # noqa: ANN401 - an option's value

@@ -18,10 +18,9 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from refusion_lit.sweeps.point_process import LOCK, LOG, OUTCOME, POINT, kill_orphan, tail
+from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
-from refusion_lit.utils.files import read_json, write_atomically, write_json_atomically
-from refusion_lit.utils.locks import try_lock
+from refusion_lit.utils.files import read_json, try_lock, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
@@ -154,7 +153,13 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
     folder = _folder(directory, point)
     if folder.exists():
-        kill_orphan(folder)
+        lock = try_lock(folder / LOCK)
+        if lock is None:
+            raise ValueError(
+                f"resume: expected no process of an earlier sweep in {folder}, got one that is still running; "
+                "wait for its end or kill it (or cancel its SLURM job), then resume."
+            )
+        lock.release()
         (folder / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from random import Random
-from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.tasks.base import GeneratedTask, digits
 from refusion_lit.utils.require import require_between
 
 _NUM_OPERANDS = 90  # 10 to 99
@@ -28,8 +27,6 @@ class Additions(GeneratedTask):
         min_terms: Minimum number of sums in a query, 1 to 64.
         max_terms: Maximum number of sums in a query, ``min_terms`` to 64. The number is uniformly distributed.
     """
-
-    capacity_option: ClassVar[str] = "min_terms"
 
     min_terms: int = 2
     max_terms: int = 5
@@ -71,8 +68,6 @@ class Sheet(GeneratedTask):
     Attributes:
         num_terms: Number of cells in a query, 1 to 64.
     """
-
-    capacity_option: ClassVar[str] = "num_terms"
 
     num_terms: int = 8
 
@@ -121,8 +116,6 @@ class Walk(GeneratedTask):
     Attributes:
         num_steps: Number of steps, 1 to 256.
     """
-
-    capacity_option: ClassVar[str] = "num_steps"
 
     num_steps: int = 16
 

@@ -8,15 +8,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import comb
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.protocol import Protocol, read_protocol
 from refusion_lit.tasks.readers import Row, text_field
 from refusion_lit.types import Example
-from refusion_lit.utils.require import require, require_at_least, require_between, require_choice
+from refusion_lit.utils.require import require, require_choice
 
 _FENCED = re.compile(
     r"```[ \t]*+(?:python|py|python3)?[ \t]*+\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE
@@ -37,9 +35,6 @@ class CodeTask(Task):
         dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
-        protocol: YAML file with a benchmark's published ``template`` and the ``answer`` to look for; see
-            :class:`~refusion_lit.tasks.protocol.Protocol`.
-        num_samples: Number of responses per problem, for pass@k; use a temperature above 0 with 2 or more.
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, no access to ``files``
             outside its directory, or ``full`` (also no network and no processes).
@@ -50,8 +45,6 @@ class CodeTask(Task):
     dataset: str | None = None
     dataset_name: str | None = None
     dataset_revision: str | None = None
-    protocol: str | None = None
-    num_samples: int = 1
     allow_code_execution: bool = False
     minimum_isolation: Level = "full"
     limits: Limits = field(default_factory=Limits)
@@ -62,7 +55,6 @@ class CodeTask(Task):
                 "task.files: expected either files or a hub data set in task.dataset, got "
                 f"{'neither' if self.files is None else 'both'}; set exactly one."
             )
-        require_at_least("task.num_samples", self.num_samples, 1)
         require_choice("minimum_isolation", self.minimum_isolation, LEVELS)
 
     @abstractmethod
@@ -78,15 +70,8 @@ class CodeTask(Task):
         """Return the program of a response, and the tests of its problem."""
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split; the test split has each problem ``num_samples`` times."""
-        found = self._problems[split]
-        if split != "test" or self.num_samples == 1:
-            return found
-        return [
-            Example(id=f"{e.id}#{number}", query=e.query, response=e.response, meta=e.meta)
-            for e in found
-            for number in range(self.num_samples)
-        ]
+        """Return the examples of a split."""
+        return self._problems[split]
 
     def score(self, example: Example, response: str) -> float | None:
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
@@ -164,25 +149,20 @@ class HumanEval(CodeTask):
         super().__post_init__()
         holds = "{prompt}" in self.template
         require(holds, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
-        _ = self._protocol  # a wrong file is refused at once
-
-    @property
-    def _protocol(self) -> Protocol:
-        return read_protocol(self.protocol, ("prompt", "entry_point"))
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
         names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
         prompt, solution, test, entry_point, identity = [text_field(row, name) for name in names]
         meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
-        query = self._protocol.query(self.template, {"prompt": prompt, "entry_point": entry_point})
+        query = self.template.replace("{prompt}", prompt)
         return "test", Example(id=identity, query=query, response=solution, meta=meta)
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the prompt with the response, and the problem's check."""
         prompt = example.meta["prompt"]
         name = example.meta["entry_point"]
-        code = extract_code(self._protocol.answer_in(response))
+        code = extract_code(response)
         if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
             program = f"{prompt}\n{code}\n"  # the prompt alone is valid: a function with only a docstring
         else:
@@ -207,11 +187,6 @@ class Mbpp(CodeTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
-        _ = self._protocol  # a wrong file is refused at once
-
-    @property
-    def _protocol(self) -> Protocol:
-        return read_protocol(self.protocol, ("text", "tests"))
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
@@ -226,44 +201,18 @@ class Mbpp(CodeTask):
             )
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
-        query = self._protocol.query(self.template, {"text": text, "tests": "\n".join(tests)})
+        fields = {"{text}": text, "{tests}": "\n".join(tests)}
+        query = re.sub("|".join(map(re.escape, fields)), lambda match: fields[match[0]], self.template)
         split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
         example = Example(id=f"MBPP/{number}", query=query, response=code, meta={"setup": setup, "tests": tests})
         return split, example
 
     def program(self, example: Example, response: str) -> tuple[str, str]:
         """Return the response's code, and the problem's setup code with its assertions."""
-        return extract_code(self._protocol.answer_in(response)), "\n".join(
-            [example.meta["setup"], *example.meta["tests"], ""]
-        )
+        return extract_code(response), "\n".join([example.meta["setup"], *example.meta["tests"], ""])
 
 
 def extract_code(response: str) -> str:
     """Return the longest fenced block of a response that is marked as Python or unmarked; else the whole response."""
     blocks = [match[1] for match in _FENCED.finditer(response)]
     return max(blocks, key=len) if blocks else response
-
-
-def problem_id(example_id: str) -> str:
-    """Return the id of the problem that a sample belongs to."""
-    return example_id.rsplit("#", 1)[0]
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k, the probability that at least one of ``k`` samples passes.
-
-    It is the fraction of the size-``k`` subsets of the samples in which at least one passes (Chen et al., arXiv
-    2107.03374, equation 1), computed with integers.
-
-    Args:
-        num_samples: Number of samples of the problem.
-        num_passed: Number of samples that passed, from 0 to ``num_samples``.
-        k: From 1 to ``num_samples``.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    require_between("k", k, 1, num_samples)
-    require_between("num_passed", num_passed, 0, num_samples)
-    subsets = comb(num_samples, k)
-    return (subsets - comb(num_samples - num_passed, k)) / subsets

@@ -142,8 +142,6 @@ class InstructionFiles(Task):
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
-        if self.query_field is self.response_field is None:
-            self._check_preset(row, row.values)
         query = text_field(row, self.query_field or query_field)
         response = text_field(row, self.response_field or response_field)
         if self.preset == "instruction" and row.values.get("input"):
@@ -153,18 +151,6 @@ class InstructionFiles(Task):
                 f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip in the task."
             )
         return Example(id=identity, query=query, response=response)
-
-    def _check_preset(self, row: Row, values: Mapping[str, Any]) -> None:
-        """Name the preset whose fields a row has, if it has not those of this one."""
-        if set(_FIELDS[self.preset]) <= values.keys():
-            return
-        for preset, fields in _FIELDS.items():
-            if set(fields) <= values.keys():
-                names = " and ".join(map(repr, _FIELDS[self.preset]))
-                raise ValueError(
-                    f"{row.location}: expected the fields {names} (task.preset {self.preset}), got those of "
-                    f"{preset}; set task.preset to it."
-                )
 
 
 def _from_messages(row: Row, identity: str, name: str) -> Example:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
-from refusion_lit.tasks.base import Split
 from refusion_lit.tasks.files import InstructionFiles, Preset
-from refusion_lit.tasks.protocol import Protocol, read_protocol
 from refusion_lit.types import Example
 
 _NUMBER = re.compile(
@@ -28,30 +25,9 @@ class Gsm8k(InstructionFiles):
     ``####`` or in the last ``\boxed{...}``, whichever comes later. Commas, signs, currency, decimals, units and a final
     period are ignored. A response with neither marker is wrong, even if it contains the number. For files and splits
     see :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
-
-    Attributes:
-        protocol: YAML file with a published ``template`` (with ``{query}``) and the ``answer`` to look for; the first
-            number of the answer counts. See :class:`~refusion_lit.tasks.protocol.Protocol`.
     """
 
     preset: Preset = "question_answer"
-    protocol: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._protocol  # a wrong file is refused at once
-
-    @property
-    def _protocol(self) -> Protocol:
-        return read_protocol(self.protocol, ("query",))
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split, asked by the protocol's template if there is one."""
-        protocol = self._protocol
-        found = super().examples(split)
-        if protocol.template is None:
-            return found
-        return [replace(example, query=protocol.query("{query}", {"query": example.query})) for example in found]
 
     def score(self, example: Example, response: str) -> float:
         """Return 1 if the response's final number equals the reference's, else 0.
@@ -65,9 +41,7 @@ class Gsm8k(InstructionFiles):
                 f"example {example.id}: expected a reference with a number after ####, got "
                 f"{example.response[-60:]!r}; fix the data."
             )
-        answer = self._protocol.answer_in(response)
-        found = extract_answer(response) if answer == response else _first_number(answer)
-        return float(found == expected)
+        return float(extract_answer(response) == expected)
 
 
 def extract_answer(text: str) -> Fraction | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
-from typing import overload
 
 from refusion_lit.tasks.arithmetic import Additions
-from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.generated import GeneratedTask
+from refusion_lit.tasks.base import GeneratedTask, LazyExamples, Split, Task
 from refusion_lit.tasks.records import Records
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
@@ -51,7 +50,10 @@ class Holes(Task):
         Args:
             split: The split.
         """
-        return _HoleExamples(task=self, examples=self.task.examples(split))
+        return LazyExamples(size=self.task.size(split), make=partial(self._example, split))
+
+    def _example(self, split: Split, index: int) -> Example:
+        return self.with_holes(self.task.example(split, index))
 
     def with_holes(self, example: Example) -> Example:
         """Return an example of ``task`` with a hole in each row."""
@@ -75,20 +77,3 @@ class Holes(Task):
     def characters(self) -> str:
         """Return the task's characters and the question mark."""
         return "".join(sorted({*(self.task.characters() or ()), "?"}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HoleExamples(Sequence[Example]):
-    task: Holes
-    examples: Sequence[Example]
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        found = self.examples[index]
-        return self.task.with_holes(found) if isinstance(found, Example) else [self.task.with_holes(e) for e in found]

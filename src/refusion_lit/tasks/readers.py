@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from typing import Any
 
 from refusion_lit.utils.errors import reason_of
 
-_SEPARATOR = re.compile(r"[\s,]*")
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -28,21 +25,17 @@ class Row:
         line: Line number in a JSONL file, number of the object in other files; from 1.
         values: The object; ``None`` if it cannot be read.
         error: Why it cannot be read.
-        starts_on: Line number on which an object of a JSON list starts.
     """
 
     file: str
     line: int
     values: Mapping[str, Any] | None
     error: str = ""
-    starts_on: int | None = None
 
     @property
     def location(self) -> str:
         """File and line, for error messages."""
-        if self.starts_on is None:
-            return f"{self.file}:{self.line}"
-        return f"{self.file}:{self.starts_on} (object {self.line})"
+        return f"{self.file}:{self.line}"
 
 
 def read_rows(file: str) -> Iterator[Row]:
@@ -91,7 +84,7 @@ def text_field(row: Row, field: str) -> str:
     if field not in row.values:
         close = get_close_matches(field, list(row.values), n=1)
         names = ", ".join(map(repr, row.values)) or "none"
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or rename one."
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or set task.preset."
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
     value = row.values[field]
     if not isinstance(value, str):
@@ -149,22 +142,8 @@ def _read_json_list(file: str, text: str) -> Iterator[Row]:
         raise ValueError(f"{file}:{line}: broken JSON ({error}); if it is JSONL, rename it to .jsonl.") from error
     if not isinstance(values, list):
         raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
-    for number, (value, line) in enumerate(zip(values, _start_lines(text), strict=False), start=1):
-        yield _row(file, number, value, line)
-
-
-def _start_lines(text: str) -> Iterator[int]:
-    """Yield the line number on which each element of a valid JSON list starts; ``json.loads`` does not report it."""
-    decoder = json.JSONDecoder()
-    end = text.index("[") + 1
-    line = text.count("\n", 0, end) + 1
-    while True:
-        separator = _SEPARATOR.match(text, end)
-        assert separator is not None
-        line += separator[0].count("\n")
-        yield line
-        _, after = decoder.raw_decode(text, separator.end())
-        line, end = line + text.count("\n", separator.end(), after), after
+    for number, value in enumerate(values, start=1):
+        yield _row(file, number, value)
 
 
 def _read_parquet(file: str) -> Iterator[Row]:
@@ -181,10 +160,10 @@ def _read_parquet(file: str) -> Iterator[Row]:
         yield Row(file, number, values)
 
 
-def _row(file: str, number: int, values: object, starts_on: int | None = None) -> Row:
+def _row(file: str, number: int, values: object) -> Row:
     if not isinstance(values, dict):
-        return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}", starts_on)
-    return Row(file, number, values, starts_on=starts_on)
+        return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}")
+    return Row(file, number, values)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import perm
 from operator import itemgetter
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
-from refusion_lit.tasks.generated import GeneratedTask
+from refusion_lit.tasks.base import GeneratedTask
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require_between
 
@@ -35,8 +35,6 @@ class Records(GeneratedTask):
         min_rows: Minimum number of rows in a query, 2 to 16.
         max_rows: Maximum number of rows in a query, ``min_rows`` to 16. The number is uniformly distributed.
     """
-
-    capacity_option: ClassVar[str] = "min_rows"
 
     min_rows: int = 2
     max_rows: int = 4

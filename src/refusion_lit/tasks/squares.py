@@ -12,9 +12,8 @@ from functools import cache
 from itertools import permutations
 from math import comb
 from random import Random
-from typing import ClassVar
 
-from refusion_lit.tasks.generated import GeneratedTask, digits
+from refusion_lit.tasks.base import GeneratedTask, digits
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require_between
 
@@ -41,8 +40,6 @@ class Latin(GeneratedTask):
         num_grids: Number of squares in a query, 1 to 32.
         num_clues: Number of given cells in each square, 1 to 24.
     """
-
-    capacity_option: ClassVar[str] = "num_grids"
 
     num_grids: int = 2
     num_clues: int = 4
@@ -132,8 +129,6 @@ class Sudoku(GeneratedTask):
         num_grids: Number of puzzles in a query, 1 to 64.
         num_holes: Number of blank cells in each puzzle, 1 to 11.
     """
-
-    capacity_option: ClassVar[str] = "num_grids"
 
     num_grids: int = 4
     num_holes: int = 9

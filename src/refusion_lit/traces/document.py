@@ -1,21 +1,45 @@
-"""A trace of one decode, and its JSON file."""
+"""A trace of one decode, its JSON file, and how its texts and phases are shown.
+
+A decoder names the phase of each forward; ``a+b`` stands for one forward with two.
+"""
 
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
 
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import is_number, require
+from refusion_lit.utils.fingerprint import digest
+from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit-trace"
 """Occurs in every file that holds a trace."""
-_VERSION = 1
+_VERSION = 2
+
+_SYMBOLS = {"\n": "↵", "\t": "→", "\x7f": "␡"}
+# Control and format characters (which include text direction), lone surrogates, line and paragraph separators.
+_REPLACED_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_EXPLANATIONS = {
+    "prefill": "reads the prompt and predicts the first token",
+    "next_token": "predicts the next token from left to right",
+    "plan": "drafts the first tokens of all masked slots, to choose the slots that are filled next",
+    "verify": "scores the drafted tokens from left to right; those that are certain enough are accepted",
+    "draft": "drafts the tokens after the accepted ones",
+    "recompute": "recomputes the keys and values of the filled slots, which then see each other",
+    "propose": "drafts the missing tokens of the chosen slots",
+    "infill_propose": "drafts the missing tokens of the chosen slots",
+    "infill_verify": "scores the drafts inside the chosen slots from left to right; those that are certain enough stay",
+    "infill_autoregressive": "predicts the next token of each chosen slot, in all slots at once",
+    "denoise": "predicts all masked tokens that are open; the most certain ones are accepted",
+    "edit": "reads a block without masks again, and replaces tokens where the model is sure of another one",
+    "refresh": "computes the whole text to renew the cache, and accepts the most certain tokens of the block",
+    "store": "adds the finished block to the cache",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +129,10 @@ def trace_of(
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Save a trace as JSON, atomically."""
-    write_atomically(path, json.dumps({"format": FORMAT, "version": _VERSION, **asdict(trace)}) + "\n")
+    """Save a trace as JSON, atomically, with a digest of its values."""
+    values = json.loads(json.dumps(asdict(trace)))  # with texts as keys, as they are read
+    document = {"format": FORMAT, "version": _VERSION, "digest": digest(values), "trace": values}
+    write_atomically(path, json.dumps(document) + "\n")
 
 
 def check_replaceable(path: Path, option: str) -> None:
@@ -120,113 +146,50 @@ def check_replaceable(path: Path, option: str) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Load and validate a trace saved with :func:`write_trace`.
+    """Load a trace saved with :func:`write_trace`.
 
     Raises:
-        ValueError: If the file is missing or not a valid trace; the message names the first invalid entry.
+        ValueError: If the file is missing, no trace of this version, or was changed after it was written.
     """
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"trace_file: expected a saved trace, got {path}, which is not a file; check the path.")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        head = (found.get("format"), found.get("version")) if isinstance(found, dict) else ()
+        is_whole = bool(head) and found.get("digest") == digest(found.get("trace"))
     except (ValueError, RecursionError) as error:  # includes invalid UTF-8
         raise ValueError(f"trace_file: {path} is not JSON in UTF-8 ({error}); save it with --format json.") from error
-    try:
-        return _trace(values)
-    except ValueError as error:
-        raise ValueError(f"trace_file: {path}: {error}; save the trace again.") from error
+    fix = "save the trace again with --format json"
+    require(head == (FORMAT, _VERSION), "trace_file", f"a {FORMAT} of version {_VERSION}", str(path), fix)
+    require(is_whole, "trace_file", "a trace as it was written", f"{path}, which was changed", fix)
+    values = found["trace"]
+    values["token_ids"] = tuple(values["token_ids"])
+    values["rounds"] = tuple(TraceRound(**{**entry, "shape": tuple(entry["shape"])}) for entry in values["rounds"])
+    values["pieces"] = {int(token): text for token, text in values["pieces"].items()}
+    return Trace(**values)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def visible(text: str) -> str:
+    """Replace every control character by one visible character."""
+    return "".join(_visible(character) for character in text)
 
 
-class _Range(NamedTuple):
-    """A kind of numbers: integers if the bounds are integers."""
-
-    low: float
-    high: float
+def visible_lines(text: str) -> str:
+    """Replace every control character except newlines by one visible character."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
-_COUNT = _Range(1, 10_000_000)
-_POSITION = _Range(0, 10_000_000)
-_TOKEN = _Range(0, 2**31)
-_PROBABILITY = _Range(0.0, 1.01)  # a softmax in low precision can exceed 1
-_ROUND = {
-    "phase": str,
-    "shape": [_COUNT],
-    "positions": [_POSITION],
-    "tokens": [_TOKEN],
-    "probabilities": [_PROBABILITY],
-    "scores": [_PROBABILITY],
-    "accepted": [_POSITION],
-}
-_TRACE = {
-    "rounds": [_ROUND],
-    "decoder": str,
-    "prompt": str,
-    "response": str,
-    "prompt_length": _POSITION,
-    "token_ids": [_TOKEN],
-    "slot_size": _COUNT,
-    "finish_reason": str,
-    "seconds": _Range(0.0, 1e12),
-}
-"""The kinds of a file's values by name: text, numbers in a range, lists of one kind, objects."""
+def _visible(character: str) -> str:
+    if character in _SYMBOLS:
+        return _SYMBOLS[character]
+    if character < " ":
+        return chr(0x2400 + ord(character))  # the block "Control Pictures"
+    replaced = unicodedata.category(character) in _REPLACED_CATEGORIES
+    return "\N{REPLACEMENT CHARACTER}" if replaced else character
 
 
-def _trace(values: Any) -> Trace:  # noqa: ANN401 - any JSON value
-    """Return the trace of a file's values."""
-    known = values.get("format") == FORMAT if isinstance(values, dict) else False
-    _expect(known, "format", f"an object with format {FORMAT!r}", values)
-    _expect(values.get("version") == _VERSION, "version", str(_VERSION), values.get("version"))
-    _check(values, _TRACE, "")
-    for number, entry in enumerate(values["rounds"]):
-        _check_round(entry, f"rounds[{number}]", values["prompt_length"])
-    _expect(isinstance(values.get("pieces"), dict), "pieces", "an object", values.get("pieces"))
-    for key, text in values["pieces"].items():
-        _expect(key.isascii() and key.isdigit() and len(key) <= 10, "pieces", "token ids as keys", key)
-        _check(text, str, f"pieces[{key}]")
-    fields = {name: values[name] for name in _TRACE}
-    fields["token_ids"] = tuple(values["token_ids"])
-    rounds = [{name: entry[name] for name in _ROUND} for entry in values["rounds"]]
-    fields["rounds"] = tuple(TraceRound(**{**entry, "shape": tuple(entry["shape"])}) for entry in rounds)
-    return Trace(**fields, pieces={int(key): text for key, text in values["pieces"].items()})
-
-
-def _check(value: Any, kind: Any, where: str) -> None:  # noqa: ANN401 - any JSON value and its kind
-    """Refuse a value of another kind; the error names it by its path inside the file."""
-    if isinstance(kind, dict):
-        _expect(isinstance(value, dict), where, "an object", value)
-        for name, inner in kind.items():
-            _check(value.get(name), inner, f"{where}.{name}".removeprefix("."))
-    elif isinstance(kind, list):
-        _expect(isinstance(value, list), where, "a list", value)
-        for index, each in enumerate(value):
-            _check(each, kind[0], f"{where}[{index}]")
-    elif kind is str:
-        _expect(isinstance(value, str), where, "text", value)
-    else:
-        is_integer = isinstance(kind.low, int)
-        holds = is_number(value, int) or (not is_integer and is_number(value, float))
-        expected = f"{'an integer' if is_integer else 'a number'} from {kind.low} to {kind.high}"
-        _expect(holds and kind.low <= value <= kind.high, where, expected, value)
-
-
-def _check_round(entry: Mapping[str, Any], where: str, prompt_length: int) -> None:
-    """Refuse a forward whose values contradict one another."""
-    _expect(len(entry["shape"]) == 2, f"{where}.shape", "rows and length", entry["shape"])
-    lengths = tuple(len(entry[name]) for name in ("positions", "tokens", "probabilities"))
-    _expect(len(set(lengths)) == 1, where, "equal numbers of positions, tokens and probabilities", lengths)
-    for name in ("positions", "accepted"):
-        _check(entry[name], [_Range(prompt_length, _POSITION.high)], f"{where}.{name}")
-    accepted = entry["accepted"]
-    _expect(len(set(accepted)) == len(accepted), f"{where}.accepted", "each position once", accepted)
-
-
-def _expect(holds: bool, where: str, expected: str, got: object) -> None:
-    if not holds:
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-        raise ValueError(f"{where}: expected {expected}, got {shown}")
+def explain(phase: str) -> str:
+    """Return in one sentence what the forwards of a phase do; empty for an unknown phase."""
+    parts = [_EXPLANATIONS.get(part, "") for part in phase.split("+")]
+    return "; it also ".join(parts) if all(parts) else ""

@@ -9,10 +9,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from refusion_lit.traces.display import explain, visible, visible_lines
-from refusion_lit.traces.document import FORMAT, Trace
-from refusion_lit.traces.summary import trace_statistics
-from refusion_lit.traces.timeline import Change, timeline
+from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visible_lines
+from refusion_lit.traces.timeline import Change, timeline, trace_statistics
 
 
 def page(trace: Trace) -> str:
@@ -61,7 +59,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
-    statistics = trace_statistics([trace])
+    statistics = trace_statistics(trace)
     phases = [[visible(phase), number, explain(phase)] for phase, number in statistics.forwards_by_phase.items()]
     rounds = [
         {

@@ -11,10 +11,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.traces.display import explain, visible
-from refusion_lit.traces.document import Trace
-from refusion_lit.traces.summary import TraceStatistics
-from refusion_lit.traces.timeline import Change, Timeline, timeline
+from refusion_lit.traces.document import Trace, explain, visible
+from refusion_lit.traces.timeline import Change, Timeline, TraceStatistics, timeline
 
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
 _RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
@@ -64,12 +62,11 @@ def animate(
 
 
 def print_statistics(statistics: TraceStatistics, *, console: Console) -> None:
-    """Print statistics over traces as a table."""
+    """Print the statistics of a trace as a table."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows: list[tuple[str, object]] = [
-        ("traces", statistics.num_traces),
         ("tokens", statistics.num_tokens),
         ("forwards", statistics.num_forwards),
         ("tokens/forward", f"{statistics.tokens_per_forward:.2f}"),

@@ -1,4 +1,7 @@
-"""Files: atomic writes (a reader sees the old file or the new one, never a part of either), reads of text and JSON."""
+"""Files: atomic writes (a reader sees the old file or the new one, never a part of either), reads, and locks.
+
+Locks between processes are filelock's: held until they are released or their holder exits, however it does.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from filelock import FileLock as Lock
+from filelock import Timeout
+
+Options = dict[str, Any]
 
 
 @contextmanager
@@ -178,6 +186,77 @@ def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # json nests as deep as the interpreter's stack
         return None
+
+
+def read_yaml(path: Path, option: str) -> Options:
+    """Read a YAML file of options.
+
+    Args:
+        path: The file.
+        option: What asked for it, for messages.
+
+    Returns:
+        Options by name; their values are texts, numbers, booleans, nulls, and lists and options of such.
+
+    Raises:
+        ValueError: If it is missing, no YAML, or holds something else.
+    """
+    import yaml  # most commands read none
+
+    text = read_text(path, option, "a YAML file")
+    try:
+        values = yaml.safe_load(text)
+    # What PyYAML raises for numbers and dates that are none (!!int x, 2001-99-99) is not its own error.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
+    if values is None:
+        raise ValueError(f"{option}: expected options by name in {path}, got an empty file; leave it out.")
+    if not isinstance(values, dict):
+        got = type(values).__name__
+        raise ValueError(f"{option}: expected options by name in {path}, got {got}; write them as NAME: VALUE.")
+    _check_plain(values, f"{option}: {path}", ())
+    return values
+
+
+def _check_plain(value: object, where: str, above: tuple[int, ...]) -> None:
+    if isinstance(value, dict | list):
+        if id(value) in above:
+            raise ValueError(f"{where}: expected values, got a list or group that contains itself; write it out.")
+        for key in value if isinstance(value, dict) else ():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: expected names of options, got {key!r}; put it in quotes.")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_plain(inner, where, (*above, id(value)))
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise ValueError(
+            f"{where}: expected text, numbers, lists and groups of options, got {type(value).__name__} {value!r}; "
+            "put it in quotes."
+        )
+
+
+def try_lock(path: Path) -> Lock | None:
+    """Lock a file without waiting; missing parent directories are created.
+
+    Returns:
+        The lock, or ``None`` if another process holds it.
+
+    Raises:
+        OSError: If the file cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = Lock(path, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
+
+
+def release_lock(lock: Lock) -> None:
+    """Release a lock and remove its file."""
+    Path(lock.lock_file).unlink(missing_ok=True)  # before unlocking: no other process can lock a removed file
+    lock.release()
 
 
 def _sync_directory(directory: Path) -> None:
