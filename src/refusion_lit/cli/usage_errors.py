@@ -24,6 +24,7 @@ _SEARCH = "the interval search is gone; set t_min and t_max"
 REMOVED = {
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
+    "export.layout": "export writes our own format; convert with the family's own tools",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
@@ -52,8 +53,9 @@ REMOVED = {
 }
 """Options and classes that earlier versions had, each with what to do instead.
 
-A key is the end of an option's dotted name (``backbone.compile`` matches ``model.backbone.compile``), or the name of a
-class. A value is one line without a full stop: why it went, and the replacement if there is one.
+A key is the end of an option's dotted name after its command (``backbone.compile`` matches
+``fit.model.backbone.compile``), or the name of a class. A value is one line without a full stop: why it went, and the
+replacement if there is one.
 """
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
@@ -235,7 +237,7 @@ class _Refusal:
         same = [each for each in self._given if _leaf(each.name) == _leaf(name) and each.name.endswith(name)]
         unknown = [each for each in same if each.name not in self._siblings(each.name)]
         option = self._chosen_of(unknown, Given(self._path or name, None))
-        if reason := removal_of(option.name):
+        if reason := removal_of(f"{command}.{option.name}"):
             return f"{option.where}unknown option {option.name!r}: it was removed; {reason}."
         name = self._first_unknown(option.name)
         begin = f"{option.where}unknown option {name!r}"
