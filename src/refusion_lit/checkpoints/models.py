@@ -14,10 +14,9 @@ from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.sharded import is_sharded_checkpoint, load_sharded
 from refusion_lit.checkpoints.stored import check_model_source, check_weights, is_checkpoint_file, read_checkpoint
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
-from refusion_lit.modeling.architecture import config_of_source
+from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import load_drafter
-from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.loading import BackboneConfig, DType
 from refusion_lit.modeling.lora import merged
 from refusion_lit.modeling.saving import stored_prompt_template

@@ -148,7 +148,7 @@ def import_gguf(args: list[str]) -> int:
     output = Path(options.output)
     _check_new(output)
 
-    from refusion_lit.modeling.gguf import load_gguf
+    from refusion_lit.modeling.loading import load_gguf
 
     model, tokenizer = load_gguf(options.file)
     with _filled(output) as directory:

@@ -38,7 +38,7 @@ from refusion_lit.cli.usage_errors import (
     options_given,
 )
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.modeling.hub import check_source
+from refusion_lit.modeling.architecture import check_source
 from refusion_lit.reports.environment import write_environment
 from refusion_lit.training.last_step import SaveLastStep
 from refusion_lit.training.module import SlotDiffusionModule

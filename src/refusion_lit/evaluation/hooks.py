@@ -17,8 +17,8 @@ from refusion_lit.evaluation.fingerprints import described
 from refusion_lit.evaluation.loop import DecodingSetup, Evaluation
 from refusion_lit.evaluation.options import DecodingOptions
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.fsdp import gather
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.weights import gather
 from refusion_lit.reports.results import write_results
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
