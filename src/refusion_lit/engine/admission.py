@@ -39,21 +39,15 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Waiting):
     """A prompt and the row of the cache assigned to it.
 
     Attributes:
-        index: Its number.
-        prompt: The prompt.
-        sampling: Length limit and sampling options.
         storage: Its row of the cache.
         source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
         num_shared: Number of copied entries.
     """
 
-    index: int
-    prompt: Prompt
-    sampling: SamplingParams
     storage: int
     source: int
     num_shared: int

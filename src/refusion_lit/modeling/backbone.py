@@ -244,8 +244,6 @@ class Backbone(nn.Module, LanguageModel):
         """
         implementation = self.config._attn_implementation
         if mask is None:
-            if implementation == "flash_attention_2":
-                check_packed(position_ids)
             return torch.ones_like(position_ids)
         if implementation == "flex_attention":
             return block_mask(mask, num_keys, position_ids.device)
@@ -322,17 +320,3 @@ def check_invariant(config: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - o
     # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
     widths = config.hidden_size, config.intermediate_size
     require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)
-
-
-def check_packed(position_ids: Int[Tensor, "batch token"]) -> None:
-    """Refuse a single row that flash attention would treat as packed sequences, ignoring its mask.
-
-    Raises:
-        ValueError: If its position ids do not rise by one.
-    """
-    if len(position_ids) == 1 and not bool((position_ids.diff() == 1).all()):
-        raise ValueError(
-            "attn_implementation: 'flash_attention_2' takes a single row whose position ids do not rise by one for "
-            "packed sequences and changes its attention; use a batch size of at least 2, or 'sdpa', 'eager' or "
-            "'flex_attention'."
-        )

@@ -53,15 +53,6 @@ class DrafterOptions:
         require_at_least("backbone.drafter.rank", self.rank, 1)
         require_number("backbone.drafter.alpha", self.alpha, "(0, inf)", "use the rank, say")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DrafterOptions:
-        """Read what :meth:`to_dict` wrote."""
-        return cls(num_masks=int(values["num_masks"]), rank=int(values["rank"]), alpha=float(values["alpha"]))
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOrigin:
@@ -77,7 +68,7 @@ class DrafterOrigin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"options": self.options.to_dict(), "base": self.base}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterOrigin:
@@ -86,7 +77,7 @@ class DrafterOrigin:
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
         """
-        return cls(options=DrafterOptions.from_dict(values["options"]), base=values["base"])
+        return cls(options=DrafterOptions(**values["options"]), base=values["base"])
 
 
 @dataclass(frozen=True, slots=True)

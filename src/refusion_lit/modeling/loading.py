@@ -35,7 +35,7 @@ from refusion_lit.utils.require import require
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
-AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
+AttentionImplementation = Literal["sdpa", "eager", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -157,15 +157,12 @@ class BackboneConfig:
         return None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
 
     def _initialise_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
-        try:
-            return AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, self.dtype),
-                attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
-            )
-        except ImportError as error:
-            raise self._missing_package(error) from error
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, self.dtype),
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
+        )
 
     def _load_weights(self, config: Any, layout: CheckpointFormat | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
@@ -188,8 +185,6 @@ class BackboneConfig:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
-        except ImportError as error:
-            raise self._missing_package(error) from error
         except Exception as error:  # readers of formats have errors of their own for damaged files
             raise ValueError(
                 f"backbone.source: the weights of {self.source!r} cannot be loaded ({reason_of(error)}). They may be "
@@ -214,12 +209,6 @@ class BackboneConfig:
                 f"{len(extra) - 1} more in {self.source!r}. Take the config that they were trained with."
             )
         return model
-
-    def _missing_package(self, error: ImportError) -> ValueError:
-        return ValueError(
-            f"backbone.attn_implementation: {self.attn_implementation!r} needs a package that is not installed "
-            f"({reason_of(error)}). Install it, or set attn_implementation: sdpa."
-        )
 
 
 def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
