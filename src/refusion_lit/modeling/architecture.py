@@ -159,7 +159,8 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
         if value is not None:
             fits = isinstance(value, int) and value >= 1
             require(fits, f"{where}: {name}", "an integer of at least 1", value, "correct it")
-    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None)
     if heads and groups:
         expected = f"a multiple of num_key_value_heads, which is {groups}"
         require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, "change one of them")
@@ -254,11 +255,13 @@ def _check_hub(source: str, option: str) -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=_SECONDS)
         except Exception as error:  # any error of the library's HTTP client
-            constants.HF_HUB_OFFLINE, reason = True, reason_of(error)
+            constants.HF_HUB_OFFLINE = True
+            reason = reason_of(error)
     try:
         is_cached = not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, "config.json"), str)
     except HFValidationError:
-        is_cached, reason = False, "and it cannot be a hub id"
+        is_cached = False
+        reason = "and it cannot be a hub id"
     if not is_cached:
         raise ValueError(
             f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "

@@ -56,9 +56,12 @@ class Backbone(nn.Module, LanguageModel):
         check_supported(model, body_of(model))
         if batch_invariant:
             check_invariant(model.config, is_fused=fused_body and is_known(body_of(model)))
-        self.model, self.traits, self.special_tokens = model, traits, special_tokens
+        self.model = model
+        self.traits = traits
+        self.special_tokens = special_tokens
         self.drafter: Drafter | None = None
-        self.fused_body, self.batch_invariant = fused_body, batch_invariant
+        self.fused_body = fused_body
+        self.batch_invariant = batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
@@ -144,7 +147,8 @@ class Backbone(nn.Module, LanguageModel):
         require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
-        self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
+        self.drafter = drafter
+        self.special_tokens = replace(self.special_tokens, draft_token_ids=masks)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
         # Moved or converted weights may reuse memory addresses of old ones.
@@ -282,7 +286,8 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     Raises:
         ValueError: With the reason.
     """
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")

@@ -114,7 +114,8 @@ class Drafter(nn.Module):
         embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
         mean = embedding.weight.detach().float().mean(0)
         self.masks = nn.Parameter(mean.repeat(options.num_masks, 1).to(embedding.weight.device))
-        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        self.down = nn.ParameterDict()
+        self.up = nn.ParameterDict()
         for name, linear in _linears(body).items():
             down = torch.empty(options.rank, linear.in_features, device=linear.weight.device)
             self.down[name] = nn.Parameter(nn.init.kaiming_uniform_(down, a=5**0.5))
@@ -170,7 +171,8 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     path = Path(directory)
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
-        origin, digest = DrafterOrigin.from_dict(values), str(values["base_weights"])
+        origin = DrafterOrigin.from_dict(values)
+        digest = str(values["base_weights"])
         weights = load_file(path / WEIGHTS_FILE)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(

@@ -246,7 +246,8 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         enable()
 
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 def load_published(

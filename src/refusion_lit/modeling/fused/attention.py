@@ -86,7 +86,8 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     Returns:
         The heads' outputs, laid out like the queries.
     """
-    num_queries, times = query.shape[1], query.shape[2] // key.shape[2]
+    num_queries = query.shape[1]
+    times = query.shape[2] // key.shape[2]
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     if times == 1:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
@@ -125,7 +126,8 @@ class PaddedAttention:
         cache: KVCache | None,
         like: Tensor,
     ) -> None:
-        self._rows, self._cache = rows, cache
+        self._rows = rows
+        self._cache = cache
         self._is_causal = attention is None or (isinstance(attention, Visibility) and attention.is_causal)
         self._mask = None if attention is None or self._is_causal else _mask_of(attention, rows.shape[1], like)
 
@@ -160,7 +162,8 @@ class InvariantAttention:
     """
 
     def __init__(self, rows: Rows, mask: Float[Tensor, "batch 1 token key"], cache: KVCache | None) -> None:
-        self._rows, self._cache = rows, cache
+        self._rows = rows
+        self._cache = cache
         num_rows, _, num_queries, num_keys = mask.shape
         shape = num_rows, 1, _up(num_queries, NUM_ROWS), _up(num_keys, NUM_KEYS)
         padded = mask.new_full(shape, -torch.inf)
@@ -176,7 +179,8 @@ class InvariantAttention:
         if self._cache is None:
             keys, values = (rows.padded(states).unflatten(0, (rows.shape[0], -1)) for states in (key, value))
         else:
-            stored, plan = self._cache.store(layer, key, value), self._cache.prepared
+            stored = self._cache.store(layer, key, value)
+            plan = self._cache.prepared
             keys, values = (states if plan.rows is None else states[plan.rows] for states in stored)
         keys, values = (self._of_length(states) for states in (keys, values))
         query = rows.padded(query).unflatten(0, (rows.shape[0], -1))

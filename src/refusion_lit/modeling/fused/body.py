@@ -96,12 +96,14 @@ class FusedBody:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        config, attention = body.config, body.layers[0].self_attn
+        config = body.config
+        attention = body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
         self._head_dim = attention.head_dim
-        self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._num_heads = config.num_attention_heads
+        self._num_key_heads = config.num_key_value_heads
         self._batch_invariant = batch_invariant
         linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
@@ -146,12 +148,16 @@ class FusedBody:
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
         if drafts is None or masks is None:
-            hidden, adapters = F.embedding(ids, self._embedding), [None] * len(self._layers)
+            hidden = F.embedding(ids, self._embedding)
+            adapters = [None] * len(self._layers)
         else:
-            hidden, adapters = drafts.embed(ids, self._embedding, masks), drafts.layers
+            hidden = drafts.embed(ids, self._embedding, masks)
+            adapters = drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
-            query, key, value = layer.query(normed), layer.key(normed), layer.value(normed)
+            query = layer.query(normed)
+            key = layer.key(normed)
+            value = layer.value(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.attention, normed, query, key, value)
             mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
@@ -159,7 +165,8 @@ class FusedBody:
             if masks is not None and adapter is not None:
                 masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gate, up = layer.gate(normed), layer.up(normed)
+            gate = layer.gate(normed)
+            up = layer.up(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.mlp, normed, gate, up)
             gated = F.silu(gate, inplace=True).mul_(up)
@@ -187,7 +194,8 @@ class FusedBody:
         self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [token, head, dim], rotated."""
-        num_heads, dim = self._num_heads, self._head_dim
+        num_heads = self._num_heads
+        dim = self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
         heads = torch.cat((query, key), -1).view(query.shape[0], -1, dim)
         if layer.heads_norm is not None:
@@ -202,10 +210,12 @@ def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant:
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.Linear], Linear]) -> _Layer:  # noqa: ANN401
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     heads_norm = None
     if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm, attention.k_norm
+        query = attention.q_norm
+        key = attention.k_norm
         weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
         heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
 
@@ -297,7 +307,8 @@ def _is_usual(body: Any) -> bool:  # noqa: ANN401
 
 
 def _is_usual_layer(layer: Any, *, drops: bool) -> bool:  # noqa: ANN401
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
         all(linear.bias is None for linear in others)

@@ -93,7 +93,9 @@ class Linear:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self.weight, self.bias, self._batch_invariant = weight, bias, batch_invariant
+        self.weight = weight
+        self.bias = bias
+        self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.takes(weight) else None
         self._copy: Tensor | None = None
 

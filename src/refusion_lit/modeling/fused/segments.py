@@ -128,7 +128,10 @@ class SegmentedAttention:
         rows: Rows,
         cache: KVCache | None,
     ) -> None:
-        self._segments, self._places, self._num_rows, self._cache = segments, places, rows.shape[0], cache
+        self._segments = segments
+        self._places = places
+        self._num_rows = rows.shape[0]
+        self._cache = cache
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         if self._cache is None:
@@ -208,7 +211,8 @@ def _span_segments(
     row: slice, first: int, start: int, stops: range | np.ndarray, dtype: torch.dtype
 ) -> Iterator[_Segment]:
     """Yield the calls of one span whose tokens see the entries from ``start`` to a stop each."""
-    length, last = len(stops), int(stops[-1])
+    length = len(stops)
+    last = int(stops[-1])
     is_causal = isinstance(stops, range) and last - start == length
     if is_causal or length == 1:
         yield _Segment(row, slice(start, last), length, slice(first, first + length), is_causal=length > 1)
@@ -298,15 +302,18 @@ def group_rows(sizes: dict[int, tuple[int, int]], call: int) -> list[list[int]]:
     num_queries = num_keys = 0
     for row in sorted(sizes, key=lambda row: -sizes[row][0] * sizes[row][1]):
         queries, keys = sizes[row]
-        more_queries, more_keys = max(queries, num_queries), max(keys, num_keys)
+        more_queries = max(queries, num_queries)
+        more_keys = max(keys, num_keys)
         before = len(groups[-1]) * num_queries * num_keys if groups else 0
         after = (len(groups[-1]) + 1) * more_queries * more_keys if groups else 0
         if groups and after - before - queries * keys < call:
             groups[-1].append(row)
-            num_queries, num_keys = more_queries, more_keys
+            num_queries = more_queries
+            num_keys = more_keys
         else:
             groups.append([row])
-            num_queries, num_keys = queries, keys
+            num_queries = queries
+            num_keys = keys
     return groups
 
 
