@@ -252,24 +252,26 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
     whole = refusion_lit.load(folder)
     assert torch.equal(logits_of(whole, [1, 2, 3]), logits_of(published_model("llada-tiny"), [1, 2, 3]))
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"^backbone\.source: expected 3 files .* got none for model-00002-of-00003"):
+    with pytest.raises(
+        ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*model-00002-of-00003"
+    ):
         refusion_lit.load(folder)
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"12345678{")
-    with pytest.raises(ValueError, match=r"^backbone\.source: model-00002-of-00003.* cannot be read"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*fetch them again"):
         refusion_lit.load(folder)
 
 
 def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
     other = copied("llada-tiny", tmp_path / "other")
     shutil.copy(MODELS["dream-tiny"] / "model.safetensors", other / "model.safetensors")
-    with pytest.raises(ValueError, match=r"^backbone\.source: expected the weights of a llada checkpoint.*fetch them"):
+    with pytest.raises(ValueError, match=r"k_proj\.weight has the shape \(48, 96\), not \(96, 96\)"):
         refusion_lit.load(other)
 
     part = copied("llada-tiny", tmp_path / "part")
     weights = load_file(part / "model.safetensors")
     weights.pop("model.transformer.blocks.1.attn_out.weight")
     save_file(weights, part / "model.safetensors")
-    with pytest.raises(ValueError, match=r"got model\.transformer\.blocks\.1\.attn_out\.weight of shape None, not"):
+    with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight and 0 more"):
         refusion_lit.load(part)
 
     maskless = copied("fast-dllm-v2-tiny", tmp_path / "maskless")

@@ -105,22 +105,22 @@ class CheckpointFormat:
             options["block_size"] = traits.block_size
         return {"class_path": self.decoder, "init_args": options}
 
-    def library_name(self, name: str) -> str:
-        """Return transformers' name of a weight for the family's; a name of no pattern stays as it is."""
-        return _renamed(name, [(theirs, ours) for ours, theirs in self.weight_names])
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """Transformers' names of weights by patterns of the family's (``key_mapping`` in ``from_pretrained``)."""
+        return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in self.weight_names}
 
     def published_name(self, name: str) -> str:
         """Return the family's name of a weight for transformers'."""
-        return _renamed(name, self.weight_names)
+        for ours, theirs in self.weight_names:
+            match = re.match(_pattern(ours), name)
+            if match is not None:
+                return theirs.format(*match.groups()) + name[match.end() :]
+        return name
 
 
-def _renamed(name: str, pairs: Any) -> str:  # noqa: ANN401 - pairs of patterns in either order
-    for source, target in pairs:
-        pattern = re.escape(source).replace(re.escape(_NUMBER), r"(\d+)")
-        match = re.match(rf"{pattern}(?=\.)", name)
-        if match is not None:
-            return target.format(*match.groups()) + name[match.end() :]
-    return name
+def _pattern(prefix: str) -> str:
+    return re.escape(prefix).replace(re.escape(_NUMBER), r"(\d+)") + r"(?=\.)"
 
 
 FORMATS: dict[str, CheckpointFormat] = {}
