@@ -25,10 +25,10 @@ from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.lengths import choose_lengths
 from refusion_lit.engine.output import GenerationCallback
-from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
