@@ -17,9 +17,9 @@ import torch
 from benchmarks.common import RESULTS, Work, interleaved, time_ratio, write
 from jsonargparse import auto_cli
 
-from refusion_lit.modeling.fused import rows
+from refusion_lit.modeling.fused import attention as fused_attention
+from refusion_lit.modeling.fused.attention import attend_rows
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
-from refusion_lit.modeling.fused.rows import attend_rows
 
 Part = Literal["linear", "shared_heads"]
 
@@ -75,7 +75,7 @@ def attention(shape: tuple[int, int, int], batch_size: int, num_queries: int, mo
 
     @torch.no_grad()
     def run() -> dict[str, Any]:
-        with patch.object(rows, "_MOST_SHARING", most):
+        with patch.object(fused_attention, "_MOST_SHARING", most):
             for _ in range(CALLS):
                 attend_rows(query, key, value, mask)
         return {"num_calls": CALLS}
@@ -89,7 +89,7 @@ def shared_heads(repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, 
     for (name, shape), batch_size, num_queries in product(HEADS.items(), (1, 16, 48), (1, 4, 8)):
         works = {
             "apart": attention(shape, batch_size, num_queries, 0),
-            "together": attention(shape, batch_size, num_queries, rows._MOST_SHARING),
+            "together": attention(shape, batch_size, num_queries, fused_attention._MOST_SHARING),
         }
         interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
         best = {f"{way}_milliseconds": round(min(w.seconds) / CALLS * 1e3, 3) for way, w in works.items()}

@@ -48,7 +48,11 @@ def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tens
         layout.published_name(name): torch.empty(weight.shape, dtype=torch.bfloat16).normal_(std=0.02)
         for name, weight in model.named_parameters()
     }
-    return layout.published_options(json.loads(config.to_json_string(use_diff=False))), weights
+    options = json.loads(config.to_json_string(use_diff=False))
+    theirs = {layout.config_names.get(name, name): value for name, value in options.items()}
+    fixed = {name: values[0] for name, values in layout.required.items()}
+    fixed["qk_norm"] = layout.base == "qwen3"  # by which WeDLM's config tells Qwen3 from Qwen2
+    return {**theirs, **fixed, "model_type": layout.model_type or layout.base}, weights
 
 
 def save(layout: CheckpointFormat, directory: Path) -> int:

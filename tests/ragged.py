@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.fused.rows import Rows
+from refusion_lit.modeling.fused.attention import Rows
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility
 

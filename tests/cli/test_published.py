@@ -59,13 +59,10 @@ def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> 
     assert len(predictions.read_text().splitlines()) >= 3
 
 
-def test_export_goes_back_to_the_familys_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+def test_export_writes_our_own_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tmp_path / "ours"
     assert main(["export", f"--ckpt_path={MODELS['llada-tiny']}", f"--output={ours}"]) == 0
     assert json.loads((ours / "config.json").read_text())["model_type"] == "llama"
-    assert main(["export", f"--ckpt_path={ours}", f"--output={theirs}", "--layout=llada"]) == 0
-    assert json.loads((theirs / "config.json").read_text())["model_type"] == "llada"
-    assert (theirs / "model.safetensors").is_file()
     capsys.readouterr()
-    assert main(["export", f"--ckpt_path={ours}", f"--output={tmp_path / 'no'}", "--layout=lada"]) == 2
-    assert "layout: expected one of " in capsys.readouterr().err
+    assert main(["export", f"--ckpt_path={ours}", f"--output={tmp_path / 'no'}", "--layout=llada"]) == 2
+    assert "unknown option 'layout': it was removed; export writes our own format; " in capsys.readouterr().err

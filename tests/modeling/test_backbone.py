@@ -227,20 +227,15 @@ def test_heads_that_are_not_linear_are_refused() -> None:
         Backbone(library, ModelTraits(), SPECIAL)
 
 
-def test_flash_attention_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_backbone()
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     assert model.config._attn_implementation == "flash_attention_2"
     ids, positions = tokens_of(2, 6), shuffled_positions(2, 6)
-    with pytest.raises(ValueError, match=r"^attn_implementation: 'flash_attention_2' takes a single row"):
-        model(ids[:1], torch.tensor([[3, 4, 5, 0, 1, 2]]))
-    with pytest.raises(ValueError, match="takes a single row"):
-        model.hidden_states(ids[:1], torch.tensor([[3, 4, 5, 0, 1, 2]]), None)
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
         model.hidden_states(ids, positions, causal(2, 6))
-    # The library looks at single rows only, and a row in order is what it takes it for.
+    # The library takes a single row out of order for packed sequences unless it gets a mask.
     assert model._library_mask(None, positions, 4).all()
-    assert model._library_mask(None, torch.arange(3, 9)[None], 6).all()
 
 
 def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:

@@ -1,4 +1,4 @@
-"""Published checkpoints load without their Python code, compute what the authors' classes compute, and go back."""
+"""Published checkpoints load without their Python code, and compute what the authors' classes compute."""
 
 from __future__ import annotations
 
@@ -111,25 +111,6 @@ def test_traits_ids_and_decoder_come_from_the_layout(
     assert model.default_decoder == decoder
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llada-tiny", "llada"), ("dream-tiny", "dream"),
-                                              ("fast-dllm-v2-tiny", "fast_dllm_v2")])  # fmt: skip
-def test_an_export_in_the_familys_layout_is_the_published_checkpoint(name: str, layout: str, tmp_path: Path) -> None:
-    model = published_model(name)
-    save_model(model.backbone, model.tokenizer, tmp_path / "back", layout=layout)
-    published, back = (load_file(path / "model.safetensors") for path in (MODELS[name], tmp_path / "back"))
-    assert published.keys() == back.keys()
-    assert all(torch.equal(published[weight], back[weight]) for weight in published)
-    expected, got = config_in(MODELS[name]), config_in(tmp_path / "back")
-    ignored = {"auto_map", "transformers_version", "torch_dtype", "max_window_layers", "bos_token_id", "layer_types"}
-    assert {key: got.get(key) for key in expected.keys() - ignored} == {
-        key: expected[key] for key in expected.keys() - ignored
-    }
-    assert all(entry.count("--") == 1 for entry in got["auto_map"].values()), "the classes are named on the hub"
-    again = refusion_lit.load(tmp_path / "back")
-    assert again.default_decoder == model.default_decoder
-    assert torch.equal(logits_of(again, [1, 2, 3, 4]), logits_of(model, [1, 2, 3, 4]))
-
-
 def test_an_export_in_our_layout_keeps_traits_ends_and_decoder(tmp_path: Path) -> None:
     for name in ("llada-tiny", "dream-tiny", "fast-dllm-v2-tiny"):
         model = published_model(name)
@@ -200,37 +181,38 @@ def test_layouts_without_a_golden_are_renamings_too(
     assert not {0, 3} & set(row.token_ids)
     again = dict(model.backbone.model.named_parameters())
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
-    save_model(model.backbone, model.tokenizer, tmp_path / "back", layout=layout)
-    stored = [load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back")]
-    assert stored[0].keys() == stored[1].keys()
-    got = config_in(tmp_path / "back")
-    assert {key: got[key] for key in published if key != "auto_map"} == {
-        key: value for key, value in published.items() if key != "auto_map"
-    }
 
 
 @pytest.mark.parametrize(
-    ("layout", "mask", "traits"),
+    ("published", "mask", "traits"),
     [
-        ("sdar", "<|MASK|>", ModelTraits(attention="block_causal", block_size=8, predictions=MASKED)),
-        ("zarya", "<|mdm_mask|>", ModelTraits(predictions=("mask", "next_token_in_slot"))),
+        (
+            {"model_type": "sdar", "block_size": 8}, "<|MASK|>",
+            ModelTraits(attention="block_causal", block_size=8, predictions=MASKED),
+        ),
+        (
+            {"model_type": "zarya", "backbone_class": "Qwen3ForCausalLM"}, "<|mdm_mask|>",
+            ModelTraits(predictions=("mask", "next_token_in_slot")),
+        ),
     ],
-)
-def test_an_export_keeps_block_size_and_scaled_positions(
-    layout: str, mask: str, traits: ModelTraits, tmp_path: Path
+)  # fmt: skip
+def test_block_size_and_scaled_positions_are_read(
+    published: dict[str, Any], mask: str, traits: ModelTraits, tmp_path: Path
 ) -> None:
     tokenizer = qwen_tokenizer(mask)
     tokenizer.add_special_tokens({"mask_token": mask})
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    config = {**QWEN, "model_type": "qwen3", "rope_scaling": dict(scaling)}
-    backbone = BackboneConfig(config=config).build(tokenizer, seed=0)
-    backbone.traits = traits
-    save_model(backbone, tokenizer, tmp_path, layout=layout)
-    assert {name: config_in(tmp_path)["rope_scaling"][name] for name in scaling} == scaling
-    again = refusion_lit.load(tmp_path)
-    assert again.backbone.traits == traits
-    assert again.backbone.config.rope_parameters == backbone.config.rope_parameters
-    assert again.backbone.config.rope_parameters["factor"] == 4.0
+    options = {**QWEN, "rope_scaling": dict(scaling)}
+    plain = BackboneConfig(config={**options, "model_type": "qwen3"}).build(tokenizer, seed=0)
+    prefix = "backbone." if published["model_type"] == "zarya" else ""
+    weights = {prefix + name: weight.detach() for name, weight in plain.model.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors")
+    written(tmp_path, {**options, **published, "rope_scaling": dict(scaling), "mask_token_id": 3, "eos_token_id": 2})
+    tokenizer.save_pretrained(tmp_path)
+    found = refusion_lit.load(tmp_path)
+    assert found.backbone.traits == traits
+    assert found.backbone.config.rope_parameters == plain.config.rope_parameters
+    assert found.backbone.config.rope_parameters["factor"] == 4.0
 
 
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # transformers 5.15 reads the files in an old way
@@ -270,24 +252,26 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
     whole = refusion_lit.load(folder)
     assert torch.equal(logits_of(whole, [1, 2, 3]), logits_of(published_model("llada-tiny"), [1, 2, 3]))
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"^backbone\.source: expected 3 files .* got none for model-00002-of-00003"):
+    with pytest.raises(
+        ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*model-00002-of-00003"
+    ):
         refusion_lit.load(folder)
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"12345678{")
-    with pytest.raises(ValueError, match=r"^backbone\.source: model-00002-of-00003.* cannot be read"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*fetch them again"):
         refusion_lit.load(folder)
 
 
 def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
     other = copied("llada-tiny", tmp_path / "other")
     shutil.copy(MODELS["dream-tiny"] / "model.safetensors", other / "model.safetensors")
-    with pytest.raises(ValueError, match=r"^backbone\.source: expected the weights of a llada checkpoint.*fetch them"):
+    with pytest.raises(ValueError, match=r"k_proj\.weight has the shape \(48, 96\), not \(96, 96\)"):
         refusion_lit.load(other)
 
     part = copied("llada-tiny", tmp_path / "part")
     weights = load_file(part / "model.safetensors")
     weights.pop("model.transformer.blocks.1.attn_out.weight")
     save_file(weights, part / "model.safetensors")
-    with pytest.raises(ValueError, match=r"got model\.transformer\.blocks\.1\.attn_out\.weight of shape None, not"):
+    with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight and 0 more"):
         refusion_lit.load(part)
 
     maskless = copied("fast-dllm-v2-tiny", tmp_path / "maskless")
@@ -315,13 +299,8 @@ def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_layouts_are_not_mixed_up(tmp_path: Path) -> None:
+def test_layouts_are_not_mixed_up() -> None:
     with pytest.raises(ValueError, match=r"^layout: expected llada for model_type 'llada', got 'dream'"):
         refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", layout="dream"))
     with pytest.raises(ValueError, match=r"^layout: expected one of .*llada, dream.*, got 'lada'"):
         refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", layout="lada"))
-    model = published_model("dream-tiny")
-    with pytest.raises(ValueError, match=r"^layout: expected a llama model for llada, got 'qwen2'"):
-        save_model(model.backbone, model.tokenizer, tmp_path, layout="llada")
-    with pytest.raises(ValueError, match=r"^layout: expected a model trained as fast_dllm_v2"):
-        save_model(model.backbone, model.tokenizer, tmp_path, layout="fast_dllm_v2")

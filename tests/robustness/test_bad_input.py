@@ -201,9 +201,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     ],
     "more samples a batch than there are": lambda p: p.fit("--data.batch_size=65"),
     "a device that is not there": lambda p: p.generate(MODEL, "--device=nonsense"),
-    "attention whose package is not installed": lambda p: p.fit(
-        "--model.backbone.attn_implementation=flash_attention_2"
-    ),
+    "an attention that takes no masks": lambda p: p.fit("--model.backbone.attn_implementation=flash_attention_2"),
     "attention heads that do not share key/value heads evenly": lambda p: p.fit(
         "--model.backbone.config.num_attention_heads=5"
     ),

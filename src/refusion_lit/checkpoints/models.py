@@ -20,10 +20,9 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.modeling.architecture import config_of_source
+from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOrigin, load_drafter
-from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import stored_prompt_template

@@ -29,8 +29,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
-    layout = "published layout to write for its family's own programs, such as llada or dream; ours by default"
-    parser.add_argument("--layout", type=str | None, default=None, help=layout)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
     parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
@@ -53,12 +51,8 @@ def run(args: list[str]) -> int:
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
     from refusion_lit.modeling.drafter import save_drafter
-    from refusion_lit.modeling.formats import format_named
     from refusion_lit.modeling.saving import save_adapters, save_model
 
-    if options.layout is not None:
-        format_named(options.layout, "layout")
-        require(not options.adapter_only, "layout", "none with adapter_only", options.layout, "drop one of them")
     model = _load(options)
     backbone = model.backbone
     card = _card(options, backbone)
@@ -68,8 +62,7 @@ def run(args: list[str]) -> int:
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         else:
-            template = model.prompt_template
-            save_model(backbone, model.tokenizer, directory, prompt_template=template, layout=options.layout)
+            save_model(backbone, model.tokenizer, directory, prompt_template=model.prompt_template)
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if backbone.drafter is not None and not options.adapter_only:
@@ -155,7 +148,7 @@ def import_gguf(args: list[str]) -> int:
     output = Path(options.output)
     _check_new(output)
 
-    from refusion_lit.modeling.gguf import load_gguf
+    from refusion_lit.modeling.loading import load_gguf
 
     model, tokenizer = load_gguf(options.file)
     with _filled(output) as directory:

@@ -42,7 +42,7 @@ from refusion_lit.cli.usage_errors import (
     options_given,
 )
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.modeling.hub import check_source
+from refusion_lit.modeling.architecture import check_source
 from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule

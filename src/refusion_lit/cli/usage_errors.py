@@ -27,6 +27,7 @@ REMOVED = {
     "data.cache_dir": "every run encodes its files; leave it out",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
+    "export.layout": "export writes our own format; convert with the family's own tools",
     "forward_cost": "forwards are the same on every machine; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
@@ -60,8 +61,9 @@ REMOVED = {
 }
 """Options and classes that earlier versions had, each with what to do instead.
 
-A key is the end of an option's dotted name (``backbone.compile`` matches ``model.backbone.compile``), or the name of a
-class. A value is one line without a full stop: why it went, and the replacement if there is one.
+A key is the end of an option's dotted name after its command (``backbone.compile`` matches
+``fit.model.backbone.compile``), or the name of a class. A value is one line without a full stop: why it went, and the
+replacement if there is one.
 """
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
@@ -243,7 +245,7 @@ class _Refusal:
         same = [each for each in self._given if _leaf(each.name) == _leaf(name) and each.name.endswith(name)]
         unknown = [each for each in same if each.name not in self._siblings(each.name)]
         option = self._chosen_of(unknown, Given(self._path or name, None))
-        if reason := removal_of(option.name):
+        if reason := removal_of(f"{command}.{option.name}"):
             return f"{option.where}unknown option {option.name!r}: it was removed; {reason}."
         name = self._first_unknown(option.name)
         begin = f"{option.where}unknown option {name!r}"

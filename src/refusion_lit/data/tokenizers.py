@@ -15,9 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from refusion_lit.modeling.architecture import stored_config, warn_of_remote_code
+from refusion_lit.modeling.architecture import check_source, stored_config, warn_of_remote_code
 from refusion_lit.modeling.formats import CheckpointFormat, format_of
-from refusion_lit.modeling.hub import check_source
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Task

@@ -39,21 +39,15 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Waiting):
     """A prompt and the row of the cache assigned to it.
 
     Attributes:
-        index: Its number.
-        prompt: The prompt.
-        sampling: Length limit and sampling options.
         storage: Its row of the cache.
         source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
         num_shared: Number of copied entries.
     """
 
-    index: int
-    prompt: Prompt
-    sampling: SamplingParams
     storage: int
     source: int
     num_shared: int
@@ -123,13 +117,15 @@ class Admission:
         """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
         if self._decoder is None:
             return 0, -1
-        best, row = 0, -1
+        best = 0
+        row = -1
         head = tokens[:MIN_SHARED]
         for storage, other in prompts.items():
             if other[:MIN_SHARED] == head:
                 length = self._decoder.num_shareable(len(tokens), common_length(tokens, other))
                 if length > best:
-                    best, row = length, storage
+                    best = length
+                    row = storage
         return (best, row) if best >= MIN_SHARED else (0, -1)
 
 
@@ -148,7 +144,8 @@ class KeptCache:
         It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
         removed because an interrupted call leaves its entries undefined.
         """
-        content, self._content = self._content, None
+        content = self._content
+        self._content = None
         if content is None or content[1] != decoder or content[0].num_rows != num_rows or content[3] != _mode():
             return None, {}
         return content[0], content[2]
@@ -167,7 +164,8 @@ def _mode() -> object:
 
 def common_length(first: Tokens, second: Tokens) -> int:
     """Return the length of the longest common prefix."""
-    low, high = 0, min(len(first), len(second))
+    low = 0
+    high = min(len(first), len(second))
     while low < high:  # bisection: comparing slices is far faster than comparing tokens one by one
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:

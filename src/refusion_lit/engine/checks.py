@@ -67,7 +67,8 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     Raises:
         ModelMismatchError: With the reasons.
     """
-    name, needs = type(decoder).__name__, decoder.requirements()
+    name = type(decoder).__name__
+    needs = decoder.requirements()
     if needs.mask_token and model.special_tokens.mask_token_id is None:
         raise ModelMismatchError(
             f"{name} needs a mask token, and the model's tokenizer has none; add one and train it."
@@ -149,7 +150,8 @@ def check_prompts(
 
 def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
     """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
-    limit, fix = model.max_positions, "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
+    limit = model.max_positions
+    fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
     for prompt in prompts:
         reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
         holds = limit is None or reach <= limit

@@ -165,7 +165,8 @@ class Reader:
 
     def _rows_in_spans(self, group: Sequence[Read]) -> list[int]:
         """Return which drafts of a group are in spans, as indices into all of its drafts."""
-        rows, first = [], 0
+        rows = []
+        first = 0
         for read in group:
             rows += [first + place for place, inside in enumerate(read.in_span) if inside]
             first += len(read.drafts)
@@ -310,7 +311,8 @@ def _fill(
 
 def _finite(logits: Tensor) -> Tensor:
     """Replace NaN by the lowest number and clamp infinities; -inf stays free to mark ids that are left out."""
-    lowest, highest = torch.finfo(logits.dtype).min, torch.finfo(logits.dtype).max
+    lowest = torch.finfo(logits.dtype).min
+    highest = torch.finfo(logits.dtype).max
     return logits.nan_to_num(nan=lowest, posinf=highest, neginf=lowest)
 
 

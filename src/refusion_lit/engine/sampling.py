@@ -60,7 +60,8 @@ def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " posit
     On CPUs torch finds an index ten times slower than a value, so large vocabularies are searched for the best block
     of ids first.
     """
-    vocab, size = logits.shape[-1], _BLOCK
+    vocab = logits.shape[-1]
+    size = _BLOCK
     if logits.device.type != "cpu" or vocab < 32 * size:
         return logits.argmax(-1)
     num_blocks = vocab // size
@@ -140,7 +141,8 @@ def keep_or_draw(
     residual = (probabilities - proposed).clamp_(min=0)
     # Where p and q are equal but for rounding, nothing may be left to draw from.
     residual = residual.where(residual.sum(-1, keepdim=True) > 0, probabilities)
-    drawn, noise = _with_gumbel_noise(residual.log(), noise_keys), KeyedNoise(noise_keys).uniform("keep", 1)
+    drawn = _with_gumbel_noise(residual.log(), noise_keys)
+    noise = KeyedNoise(noise_keys).uniform("keep", 1)
     p, q = (distribution.gather(-1, drafts[:, None]) for distribution in (probabilities, proposed))
     is_kept = (noise * q < p) & (q > 0)
     return drafts.where(is_kept[:, 0], drawn)

@@ -1,7 +1,11 @@
-"""Transformers configs, made from a model type or loaded from a directory or hub id, with checked option names."""
+"""Transformers configs, made from a model type or loaded from a directory or hub id, with checked option names.
+
+A source is checked before it is loaded: a directory must have a config, and the hub must be reachable.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -12,7 +16,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from refusion_lit.modeling.formats import CheckpointFormat, format_of, supported_formats
-from refusion_lit.modeling.hub import check_source
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -156,7 +159,8 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
         if value is not None:
             fits = isinstance(value, int) and value >= 1
             require(fits, f"{where}: {name}", "an integer of at least 1", value, "correct it")
-    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None)
     if heads and groups:
         expected = f"a multiple of num_key_value_heads, which is {groups}"
         require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, "change one of them")
@@ -209,3 +213,57 @@ def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one
     if name == "rope_theta" and hasattr(config, "rope_parameters"):
         hint = " of its own; set it in rope_parameters, as in {rope_type: default, rope_theta: 10000.0}."
     return ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")
+
+
+_SECONDS = 10.0
+
+
+def check_source(source: str, option: str) -> None:
+    """Refuse a directory whose config cannot be read; for a hub id, try once whether the hub answers.
+
+    If it does not answer, files are taken from the hub's local cache from then on. Otherwise the libraries would retry
+    every file for a minute.
+
+    Args:
+        source: Directory or hub id.
+        option: The option that named it, for the message.
+
+    Raises:
+        ValueError: If ``config.json`` is no JSON object, or the source is neither a directory nor in the cache while
+            the hub cannot be reached.
+    """
+    config = Path(source) / "config.json"
+    if config.is_file():
+        try:
+            values = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{option}: {config} is not JSON ({reason_of(error)}); fetch it again.") from error
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{option}: expected options by name in {config}, got {type(values).__name__}; fetch it again."
+            )
+    elif not Path(source).exists():
+        _check_hub(source, option)
+
+
+def _check_hub(source: str, option: str) -> None:
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, get_session
+
+    reason = "offline mode is on"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+        except Exception as error:  # any error of the library's HTTP client
+            constants.HF_HUB_OFFLINE = True
+            reason = reason_of(error)
+    try:
+        is_cached = not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except HFValidationError:
+        is_cached = False
+        reason = "and it cannot be a hub id"
+    if not is_cached:
+        raise ValueError(
+            f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "
+            f"cannot be asked ({reason}). Check the path, or the network."
+        )

@@ -72,7 +72,8 @@ def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: 
         return seen
 
     first = torch.arange(0, num_keys, _BLOCK, device=ranges.device)
-    starts_before, stops_after = starts[..., None] < first + _BLOCK, stops[..., None] > first
+    starts_before = starts[..., None] < first + _BLOCK
+    stops_after = stops[..., None] > first
     overlaps = (starts_before & stops_after & (starts < stops)[..., None]).any(2)
     overlaps = F.pad(overlaps, (0, 0, 0, -num_tokens % _BLOCK))
     seen = rearrange(overlaps, "row (query_block token) key_block -> row 1 query_block token key_block", token=_BLOCK)
@@ -131,7 +132,9 @@ def _chunk(
 ) -> Tensor:
     """Compute attention for a chunk of queries; of any size if ``ranges`` has one token for all of them."""
     used = ranges[ranges[..., 0] < ranges[..., 1]]
-    first, stop = int(used[:, 0].min()), int(used[:, 1].max())
-    key, value = key[:, :, first:stop], value[:, :, first:stop]
+    first = int(used[:, 0].min())
+    stop = int(used[:, 1].max())
+    key = key[:, :, first:stop]
+    value = value[:, :, first:stop]
     mask = ranges_mask(ranges - first, stop - first)[:, None]
     return F.scaled_dot_product_attention(query, key, value, None if mask.all() else mask, **options)

@@ -1,7 +1,11 @@
-"""Adapter of a transformers causal language model to the :class:`LanguageModel` interface."""
+"""Adapter of a transformers causal language model to the :class:`LanguageModel` interface.
+
+It refuses models and options that this package would silently compute wrongly.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,11 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.attention import additive_mask, block_mask, sdpa_mask
-from refusion_lit.modeling.checks import check_invariant, check_packed, check_supported
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.fused.architectures import is_known
-from refusion_lit.modeling.fused.body import FusedBody
-from refusion_lit.modeling.fused.invariant import NUM_KEYS
+from refusion_lit.modeling.fused.attention import NUM_KEYS
+from refusion_lit.modeling.fused.body import FusedBody, is_known
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
@@ -54,9 +56,12 @@ class Backbone(nn.Module, LanguageModel):
         check_supported(model, body_of(model))
         if batch_invariant:
             check_invariant(model.config, is_fused=fused_body and is_known(body_of(model)))
-        self.model, self.traits, self.special_tokens = model, traits, special_tokens
+        self.model = model
+        self.traits = traits
+        self.special_tokens = special_tokens
         self.drafter: Drafter | None = None
-        self.fused_body, self.batch_invariant = fused_body, batch_invariant
+        self.fused_body = fused_body
+        self.batch_invariant = batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
         sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
@@ -142,7 +147,8 @@ class Backbone(nn.Module, LanguageModel):
         require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
         first = self.model.get_input_embeddings().weight.shape[0]
         masks = tuple(range(first, first + drafter.origin.options.num_masks))
-        self.drafter, self.special_tokens = drafter, replace(self.special_tokens, draft_token_ids=masks)
+        self.drafter = drafter
+        self.special_tokens = replace(self.special_tokens, draft_token_ids=masks)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
         # Moved or converted weights may reuse memory addresses of old ones.
@@ -242,8 +248,6 @@ class Backbone(nn.Module, LanguageModel):
         """
         implementation = self.config._attn_implementation
         if mask is None:
-            if implementation == "flash_attention_2":
-                check_packed(position_ids)
             return torch.ones_like(position_ids)
         if implementation == "flex_attention":
             return block_mask(mask, num_keys, position_ids.device)
@@ -261,3 +265,63 @@ def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or
     """Return a model's transformer without its head."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.get_submodule(model.base_model_prefix)
+
+
+_HEAD_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
+    """Refuse models whose logits or attention the adapter would change.
+
+    Args:
+        model: The model.
+        body: Its transformer without the head.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    config = model.config
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")
+    for option in _HEAD_CHANGES:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
+                "but logits are computed from the head alone here; use a model with a plain head."
+            )
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; use another model.")
+    layer_types = getattr(config, "layer_types", None) or []
+    if not layer_types and getattr(config, "sliding_window", None) is not None:
+        layer_types = ["sliding_attention"]
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
+            "attention; use a model with full attention in every layer, or override it with full attention "
+            "(for example config: {sliding_window: null})."
+        )
+
+
+def check_invariant(config: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse models and options for which ``batch_invariant`` cannot be kept.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    fix = "change that, or leave batch_invariant out"
+    expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
+    body = "" if is_fused else ", not decoded by the fused backbone"
+    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{body}"
+    require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
+    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
+    widths = config.hidden_size, config.intermediate_size
+    require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)

@@ -53,15 +53,6 @@ class DrafterOptions:
         require_at_least("backbone.drafter.rank", self.rank, 1)
         require_number("backbone.drafter.alpha", self.alpha, "(0, inf)", "use the rank, say")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DrafterOptions:
-        """Read what :meth:`to_dict` wrote."""
-        return cls(num_masks=int(values["num_masks"]), rank=int(values["rank"]), alpha=float(values["alpha"]))
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOrigin:
@@ -77,7 +68,7 @@ class DrafterOrigin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"options": self.options.to_dict(), "base": self.base}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterOrigin:
@@ -86,7 +77,7 @@ class DrafterOrigin:
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
         """
-        return cls(options=DrafterOptions.from_dict(values["options"]), base=values["base"])
+        return cls(options=DrafterOptions(**values["options"]), base=values["base"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,8 @@ class Drafter(nn.Module):
         embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
         mean = embedding.weight.detach().float().mean(0)
         self.masks = nn.Parameter(mean.repeat(options.num_masks, 1).to(embedding.weight.device))
-        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        self.down = nn.ParameterDict()
+        self.up = nn.ParameterDict()
         for name, linear in _linears(body).items():
             down = torch.empty(options.rank, linear.in_features, device=linear.weight.device)
             self.down[name] = nn.Parameter(nn.init.kaiming_uniform_(down, a=5**0.5))
@@ -179,7 +171,8 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     path = Path(directory)
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
-        origin, digest = DrafterOrigin.from_dict(values), str(values["base_weights"])
+        origin = DrafterOrigin.from_dict(values)
+        digest = str(values["base_weights"])
         weights = load_file(path / WEIGHTS_FILE)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(

@@ -32,11 +32,9 @@ class CheckpointFormat:
         model_type: ``model_type`` in the family's ``config.json``; ``None`` if it is transformers' own, so that the
             layout must be named.
         base: Architecture of transformers that computes the same function.
-        architecture: The family's model class, written by an export.
-        auto_map: Where the family's classes are on the hub (``OWNER/NAME--module.Class``), written by an export.
         config_names: Names of options by transformers' names, where they differ.
         required: Options and the values that transformers' architecture supports; checked if the config has them.
-        written: Options with fixed values that the family's classes need, written by an export.
+        dropped: Further options of the family's classes that transformers' config must not get.
         weight_names: Pairs of prefixes of weight names, transformers' and the family's; ``{}`` is a layer's number.
             Empty if all names are equal.
         attention: Attention pattern.
@@ -53,11 +51,9 @@ class CheckpointFormat:
     family: str
     model_type: str | None
     base: Literal["llama", "qwen2", "qwen3"]
-    architecture: str
-    auto_map: Mapping[str, str] = field(default_factory=dict)
     config_names: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
     weight_names: tuple[tuple[str, str], ...] = ()
     attention: AttentionKind
     predictions: tuple[Prediction, ...]
@@ -91,7 +87,7 @@ class CheckpointFormat:
             expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
             require(holds, f"backbone.source: {name}", expected, values.get(name), "use another checkpoint")
         ours = {theirs: name for name, theirs in self.config_names.items()}
-        dropped = _NOT_CARRIED | (self.required.keys() | self.written.keys()) - ours.keys()
+        dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
         traits = self.traits(values)
         options["model_type"] = self.base_type(values)
@@ -109,38 +105,22 @@ class CheckpointFormat:
             options["block_size"] = traits.block_size
         return {"class_path": self.decoder, "init_args": options}
 
-    def published_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the family's config for one of transformers: the inverse of :meth:`library_options`."""
-        kept = {name: value for name, value in options.items() if name not in {*_NOT_CARRIED, "refusion_lit"}}
-        rope = kept.pop("rope_parameters", None) or {}
-        kept |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-        if rope.get("rope_type", "default") != "default":  # the families' classes have it under its older name
-            kept["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-        theirs = {self.config_names.get(name, name): value for name, value in kept.items()}
-        return {
-            **theirs,
-            **self.written,
-            "architectures": [self.architecture],
-            "auto_map": dict(self.auto_map),
-            "model_type": self.model_type or self.base,
-        }
-
-    def library_name(self, name: str) -> str:
-        """Return transformers' name of a weight for the family's; a name of no pattern stays as it is."""
-        return _renamed(name, [(theirs, ours) for ours, theirs in self.weight_names])
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """Transformers' names of weights by patterns of the family's (``key_mapping`` in ``from_pretrained``)."""
+        return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in self.weight_names}
 
     def published_name(self, name: str) -> str:
         """Return the family's name of a weight for transformers'."""
-        return _renamed(name, self.weight_names)
+        for ours, theirs in self.weight_names:
+            match = re.match(_pattern(ours), name)
+            if match is not None:
+                return theirs.format(*match.groups()) + name[match.end() :]
+        return name
 
 
-def _renamed(name: str, pairs: Any) -> str:  # noqa: ANN401 - pairs of patterns in either order
-    for source, target in pairs:
-        pattern = re.escape(source).replace(re.escape(_NUMBER), r"(\d+)")
-        match = re.match(rf"{pattern}(?=\.)", name)
-        if match is not None:
-            return target.format(*match.groups()) + name[match.end() :]
-    return name
+def _pattern(prefix: str) -> str:
+    return re.escape(prefix).replace(re.escape(_NUMBER), r"(\d+)") + r"(?=\.)"
 
 
 FORMATS: dict[str, CheckpointFormat] = {}
@@ -148,18 +128,8 @@ FORMATS: dict[str, CheckpointFormat] = {}
 
 
 def register(layout: CheckpointFormat) -> None:
-    """Make a format known to loading and export."""
+    """Make a format known to loading."""
     FORMATS[layout.name] = layout
-
-
-def format_named(name: str, option: str) -> CheckpointFormat:
-    """Return a layout by its name.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
-    require_choice(option, name, tuple(FORMATS))
-    return FORMATS[name]
 
 
 def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
@@ -175,7 +145,8 @@ def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointF
     found = next((layout for layout in FORMATS.values() if layout.model_type == values.get("model_type")), None)
     if name is None:
         return found
-    named = format_named(name, "layout")
+    require_choice("layout", name, tuple(FORMATS))
+    named = FORMATS[name]
     if found is not named and values.get("model_type") != named.base:
         raise ValueError(
             f"layout: expected {found.name if found else 'none'} for model_type {values.get('model_type')!r}, got "

@@ -59,7 +59,8 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
-        self.num_rows, self.capacity = num_rows, capacity
+        self.num_rows = num_rows
+        self.capacity = capacity
         self._plan: _Plan | None = None
         self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
         self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])
@@ -117,7 +118,8 @@ class KVCache:
         Keys and values have storage of their own types: under autocast, rotary embeddings leave keys in float32.
         """
         if not self._stored[layer]:
-            rows, entries = self.num_rows, self.capacity
+            rows = self.num_rows
+            entries = self.capacity
             self._stored[layer] = [like.new_zeros(rows, entries, *like.shape[1:]) for like in (keys, values)]
         return self._stored[layer]
 

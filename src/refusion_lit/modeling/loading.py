@@ -1,20 +1,25 @@
-"""Builds backbones from a config, a local Hugging Face directory or a hub id."""
+"""Builds backbones from a config, a local Hugging Face directory or a hub id; reads published and GGUF files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
-from refusion_lit.modeling.format_weights import load_published
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.vocabulary import fit_vocabulary, special_tokens_of
@@ -24,7 +29,7 @@ from refusion_lit.utils.require import require
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
-AttentionImplementation = Literal["sdpa", "eager", "flex_attention", "flash_attention_2"]
+AttentionImplementation = Literal["sdpa", "eager", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -146,25 +151,15 @@ class BackboneConfig:
         return None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
 
     def _initialise_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
-        try:
-            return AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, self.dtype),
-                attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
-            )
-        except ImportError as error:
-            raise self._missing_package(error) from error
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, self.dtype),
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
+        )
 
     def _load_weights(self, config: Any, layout: CheckpointFormat | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
-        if layout is not None:
-            options: dict[str, Any] = {
-                "revision": self.revision,
-                "dtype": getattr(torch, self.dtype),
-                "attn_implementation": self.attn_implementation,
-            }
-            return load_published(layout, self.source, config, **options)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.source,
@@ -176,39 +171,36 @@ class BackboneConfig:
                 weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                key_mapping=None if layout is None else layout.key_mapping,
             )
-        except ImportError as error:
-            raise self._missing_package(error) from error
         except Exception as error:  # readers of formats have errors of their own for damaged files
             raise ValueError(
                 f"backbone.source: the weights of {self.source!r} cannot be loaded ({reason_of(error)}). They may be "
                 "truncated or of another architecture than config.json says; fetch them again."
             ) from error
         model, report = loaded
+        name_of = str
+        if layout is not None:
+            name_of = layout.published_name
+            model._weight_conversions = None  # otherwise transformers would save it under the family's names
         for name, stored, wanted in sorted(report["mismatched_keys"]):
             raise ValueError(
-                f"backbone.source: the weights of {self.source!r} do not fit its config: {name} has the shape "
+                f"backbone.source: the weights of {self.source!r} do not fit its config: {name_of(name)} has the shape "
                 f"{tuple(stored)}, not {tuple(wanted)}. Take the config that they were trained with."
             )
         missing = sorted(report["missing_keys"])
         if missing:  # transformers would leave them random
             raise ValueError(
-                f"backbone.source: expected all weights in {self.source!r}, got none for {missing[0]} and "
+                f"backbone.source: expected all weights in {self.source!r}, got none for {name_of(missing[0])} and "
                 f"{len(missing) - 1} more. Fetch them again, or set random_init: true to train from random weights."
             )
-        extra = sorted(report["unexpected_keys"])
+        extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
         if extra:  # transformers would drop them
             raise ValueError(
                 f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
                 f"{len(extra) - 1} more in {self.source!r}. Take the config that they were trained with."
             )
         return model
-
-    def _missing_package(self, error: ImportError) -> ValueError:
-        return ValueError(
-            f"backbone.attn_implementation: {self.attn_implementation!r} needs a package that is not installed "
-            f"({reason_of(error)}). Install it, or set attn_implementation: sdpa."
-        )
 
 
 def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
@@ -244,3 +236,52 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         enable()
+
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a GGUF file of an architecture that transformers knows, as an unquantised model with its tokenizer.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model in float32, without quantisation config, and the tokenizer with its chat template.
+
+    Raises:
+        ValueError: If the packages are missing, or the file is missing, damaged or of an unknown architecture.
+    """
+    file = Path(path)
+    require(file.is_file(), "file", "a GGUF file", str(file), "check the path")
+    with file.open("rb") as opened:
+        is_gguf = opened.read(4) == b"GGUF"
+    require(is_gguf, "file", "a GGUF file", f"{file}, which does not start as one", "check the download")
+    try:
+        import accelerate  # noqa: F401 - transformers' reader needs it
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ValueError("import-gguf: needs the packages gguf and accelerate; install refusion-lit[gguf].") from error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # the reader has errors of its own for damaged files and unknown architectures
+        raise ValueError(
+            f"file: {file} cannot be read ({reason_of(error)}); it may be truncated, or of an architecture that "
+            "transformers does not read from GGUF files."
+        ) from error
+    return _without_quantisation(loaded), tokenizer
+
+
+def _without_quantisation(loaded: Any) -> PreTrainedModel:  # noqa: ANN401 - a transformers model
+    """Return the model without its quantisation config, which would otherwise be saved with it."""
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    return model

@@ -35,16 +35,19 @@ class PairedModel(LanguageModel):
     """
 
     def __init__(self, masked: LanguageModel, verifier: LanguageModel) -> None:
-        known, attention = verifier.traits.predictions, verifier.traits.attention
+        known = verifier.traits.predictions
+        attention = verifier.traits.attention
         holds = attention == "causal" and (known is None or "next_token" in known)
         expected = "a causal model that predicts the next token"
         require(holds, "verifier", expected, f"a {attention} one that predicts {known}", "load another one")
         holds = masked.device == verifier.device
         require(holds, "verifier", f"a model on {masked.device}", verifier.device, "load both on one device")
-        own, other = masked.special_tokens.eos_token_ids, verifier.special_tokens.eos_token_ids
+        own = masked.special_tokens.eos_token_ids
+        other = verifier.special_tokens.eos_token_ids
         expected = f"the masked model's tokenizer, with the ends of sequence {own}"
         require(own == other, "verifier", expected, other, "load two models with one tokenizer")
-        self._masked, self._verifier = masked, verifier
+        self._masked = masked
+        self._verifier = verifier
         predictions = masked.traits.predictions
         self.traits = replace(masked.traits, predictions=None if predictions is None else (*predictions, "verifier"))
         self.special_tokens = masked.special_tokens
@@ -53,7 +56,8 @@ class PairedModel(LanguageModel):
         empty = torch.zeros(1, 1, dtype=torch.long, device=masked.device)
         with torch.no_grad():
             states = [model.hidden_states(empty, empty, None) for model in (masked, verifier)]
-            self._sizes, self._dtypes = [each.shape[-1] for each in states], [each.dtype for each in states]
+            self._sizes = [each.shape[-1] for each in states]
+            self._dtypes = [each.dtype for each in states]
             self._num_rows = masked.logits(states[0]).shape[-1]
 
     @property

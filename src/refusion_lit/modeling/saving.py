@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.formats import CheckpointFormat, format_named
 from refusion_lit.modeling.lora import merged, quiet_peft
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.require import require
 
 _TEMPLATE = "prompt_template"
 _PROGRAM = Path(__file__).parents[1] / "refusion" / "export.py"
@@ -28,7 +24,6 @@ def save_model(
     directory: str | Path,
     *,
     prompt_template: str = "{query}",
-    layout: str | None = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
@@ -40,73 +35,29 @@ def save_model(
         tokenizer: Its tokenizer.
         directory: A new or empty directory.
         prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
-        layout: Name of a published layout to write instead of our own, for its family's programs. Their Python files
-            are not written; the config names their location on the hub.
 
     Raises:
-        ValueError: If the directory already holds files (an old ``model.safetensors`` could be loaded instead), or the
-            model does not fit the layout.
+        ValueError: If the directory already holds files (an old ``model.safetensors`` could be loaded instead).
     """
     path = _empty_directory(directory)
-    published = None if layout is None else _checked_layout(backbone, layout)
     model = merged(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
     first, *others = backbone.special_tokens.eos_token_ids
     model.generation_config.eos_token_id = [first, *others] if others else first
-    if published is not None:
-        _save_published(model, published, backbone.traits.block_size, path)
-    else:
-        stored = getattr(model.config, "refusion_lit", None) or {}
-        model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
-        if has_own_decoder(backbone.traits):
-            model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
-            model.generation_config._from_model_config = False  # otherwise loading derives it from the config
-            (path / "custom_generate").mkdir(parents=True)
-            shutil.copyfile(_PROGRAM, path / "custom_generate" / "generate.py")
-        model.save_pretrained(path)
+    stored = getattr(model.config, "refusion_lit", None) or {}
+    model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
+    if has_own_decoder(backbone.traits):
+        model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
+        model.generation_config._from_model_config = False  # otherwise loading derives it from the config
+        (path / "custom_generate").mkdir(parents=True)
+        shutil.copyfile(_PROGRAM, path / "custom_generate" / "generate.py")
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
 def has_own_decoder(traits: ModelTraits) -> bool:
     """Whether the saved directory of a model with these traits includes a decoder for transformers' ``generate``."""
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
-
-
-def _checked_layout(backbone: Backbone, name: str) -> CheckpointFormat:
-    """Return a layout by its name; refuse a model of another architecture or with other traits."""
-    layout = format_named(name, "layout")
-    values = backbone.config.to_dict()
-    published = layout.published_options(values)
-    kind, expected = values["model_type"], layout.base_type(published)
-    require(kind == expected, "layout", f"a {expected} model for {name}", kind, "leave the layout out")
-    traits = backbone.traits
-    fits = traits.predictions is None or (traits.attention, traits.predictions) == (
-        layout.attention,
-        layout.predictions,
-    )
-    wanted = f"a model trained as {name} is ({layout.attention}, {', '.join(layout.predictions)})"
-    require(fits, "layout", wanted, traits, "leave the layout out")
-    fits = layout.block_size_option is not None or traits.block_size == layout.block_size
-    wanted = f"a model with block_size {layout.block_size}, as {name} has no option for it"
-    require(fits, "layout", wanted, traits.block_size, "leave the layout out")
-    return layout
-
-
-def _save_published(
-    model: Any,  # noqa: ANN401 - a class of transformers
-    layout: CheckpointFormat,
-    block_size: int | None,
-    path: Path,
-) -> None:
-    """Write weights and configs under the names of a published layout."""
-    weights = {layout.published_name(name): weight for name, weight in model.named_parameters()}  # tied ones once
-    path.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: weight.detach().contiguous() for name, weight in weights.items()}, path)
-    config = layout.published_options(json.loads(model.config.to_json_string(use_diff=False)))
-    if layout.block_size_option is not None and block_size is not None:
-        config[layout.block_size_option] = block_size
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    model.generation_config.save_pretrained(path)
 
 
 def stored_prompt_template(backbone: Backbone) -> str:

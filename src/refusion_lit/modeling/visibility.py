@@ -196,7 +196,8 @@ def _runs(order: Sequence[int] | None, length: int) -> Int[np.ndarray, "token ra
     edges = np.diff(np.pad(_own_mask(order, length).astype(np.int8), ((0, 0), (1, 1))), axis=1)
     runs = np.zeros((length, int((edges > 0).sum(1).max()), 2), dtype=np.int64)
     for token, row in enumerate(edges):
-        starts, ends = (row > 0).nonzero()[0], (row < 0).nonzero()[0]
+        starts = (row > 0).nonzero()[0]
+        ends = (row < 0).nonzero()[0]
         runs[token, : len(starts)] = np.stack([starts, ends], -1)
     return runs
 

@@ -95,7 +95,8 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
     Returns:
         Tokens whose rows are new.
     """
-    num_rows, num_tokens = _rows(model)[0].shape[0], len(tokenizer)
+    num_rows = _rows(model)[0].shape[0]
+    num_tokens = len(tokenizer)
     new: list[int] = []
     if num_tokens > num_rows:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)

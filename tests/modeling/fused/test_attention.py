@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
-from refusion_lit.modeling.fused import attention, segments
-from refusion_lit.modeling.fused.attention import PaddedAttention, attention_for
-from refusion_lit.modeling.fused.rows import Rows, attend_rows
-from refusion_lit.modeling.fused.segments import SegmentedAttention, segmented
+from refusion_lit.modeling.fused import segments
+from refusion_lit.modeling.fused.attention import PaddedAttention, Rows, attend_rows
+from refusion_lit.modeling.fused.segments import SegmentedAttention, attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility
 
@@ -119,7 +118,7 @@ def test_only_much_work_is_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> No
     made = ragged(0, [(8, 12), (1, 2), (1, 3)], [0, 1, 2])
     choose: list[Any] = [made.rows, made.visibility, prepared(made.plan, 3, 0), LIKE, width]
     assert isinstance(attention_for(*choose), PaddedAttention)
-    monkeypatch.setattr(attention, "_CALL", width)
+    monkeypatch.setattr(segments, "_CALL", width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert isinstance(attention_for(*choose), SegmentedAttention)
     elsewhere = attention_for(*choose[:3], LIKE.to("meta"), width)

@@ -16,8 +16,7 @@ from fakes import SPECIAL, VOCAB
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fused import body as body_module
-from refusion_lit.modeling.fused.architectures import is_known
-from refusion_lit.modeling.fused.body import FusedBody
+from refusion_lit.modeling.fused.body import FusedBody, is_known
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits
 

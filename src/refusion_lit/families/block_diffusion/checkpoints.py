@@ -7,19 +7,11 @@ from __future__ import annotations
 
 from refusion_lit.modeling.formats import CheckpointFormat, register
 
-_CODE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
-
 FAST_DLLM_V2 = CheckpointFormat(
     name="fast_dllm_v2",
     family="Fast_dLLM_v2 1.5B and 7B",
     model_type="Fast_dLLM_Qwen",
     base="qwen2",
-    architecture="Fast_dLLM_QwenForCausalLM",
-    auto_map={
-        "AutoConfig": f"{_CODE}--configuration.Fast_dLLM_QwenConfig",
-        "AutoModel": f"{_CODE}--modeling.Fast_dLLM_QwenForCausalLM",
-        "AutoModelForCausalLM": f"{_CODE}--modeling.Fast_dLLM_QwenForCausalLM",
-    },
     attention="block_causal",
     predictions=("mask_shifted",),
     block_size=32,
@@ -34,12 +26,6 @@ SDAR = CheckpointFormat(
     family="SDAR 1.7B, 4B and 8B (dense)",
     model_type="sdar",
     base="qwen3",
-    architecture="SDARForCausalLM",
-    auto_map={
-        "AutoConfig": "JetLM/SDAR-1.7B-Chat--configuration_sdar.SDARConfig",
-        "AutoModel": "JetLM/SDAR-1.7B-Chat--modeling_sdar.SDARModel",
-        "AutoModelForCausalLM": "JetLM/SDAR-1.7B-Chat--modeling_sdar.SDARForCausalLM",
-    },
     attention="block_causal",
     predictions=("mask",),
     block_size=4,

@@ -5,13 +5,19 @@ LLaDA is a Llama under the names of OLMo's code. In Dream and Open-dLLM (Qwen2) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from refusion_lit.modeling.formats import CheckpointFormat, register
 
 _BLOCK, _LAYER = "model.transformer.blocks.{}", "model.layers.{}"
+
+_DROPPED = (
+    "alibi_bias_max", "attention_layer_norm_with_affine", "bias_for_layer_norm", "block_group_size",
+    "embedding_dropout", "flash_attention", "init_cutoff_factor", "init_device", "init_fn", "precision",
+    "residual_dropout", "rope_full_precision", "use_cache",
+)  # fmt: skip
+"""Options of LLaDA's classes that Llama has no use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +30,12 @@ class _LLaDAFormat(CheckpointFormat):
         options["num_key_value_heads"] = options.get("num_key_value_heads") or options["num_attention_heads"]
         return options
 
-    def published_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the family's config; see :meth:`CheckpointFormat.published_options`."""
-        theirs = super().published_options(options)
-        unknown = {"head_dim", "attention_bias", "mlp_bias", "hidden_act", "pretraining_tp", "bos_token_id"}
-        kept = {name: value for name, value in theirs.items() if name not in unknown}
-        return {**kept, "embedding_size": kept["vocab_size"], "mlp_ratio": 4}
-
 
 LLADA = _LLaDAFormat(
     name="llada",
     family="LLaDA 8B Base, Instruct and 1.5",
     model_type="llada",
     base="llama",
-    architecture="LLaDAModelLM",
-    auto_map={
-        "AutoConfig": "GSAI-ML/LLaDA-8B-Instruct--configuration_llada.LLaDAConfig",
-        "AutoModel": "GSAI-ML/LLaDA-8B-Instruct--modeling_llada.LLaDAModelLM",
-        "AutoModelForCausalLM": "GSAI-ML/LLaDA-8B-Instruct--modeling_llada.LLaDAModelLM",
-    },
     config_names={
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
@@ -67,33 +60,7 @@ LLADA = _LLaDAFormat(
         "rope": (True,),
         "scale_logits": (False,),
     },
-    written={
-        "activation_type": "silu",
-        "alibi": False,
-        "alibi_bias_max": 8.0,
-        "attention_layer_norm": False,
-        "attention_layer_norm_with_affine": True,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "embedding_dropout": 0.0,
-        "flash_attention": False,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "init_cutoff_factor": None,
-        "init_device": "meta",
-        "init_fn": "mitchell",
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "multi_query_attention": None,
-        "precision": "amp_bf16",
-        "residual_dropout": 0.0,
-        "rope": True,
-        "rope_full_precision": True,
-        "scale_logits": False,
-        "use_cache": False,
-    },
+    dropped=_DROPPED,
     weight_names=(
         ("model.embed_tokens", "model.transformer.wte"),
         ("model.norm", "model.transformer.ln_f"),
@@ -121,11 +88,6 @@ DREAM = CheckpointFormat(
     family="Dream v0 7B Base and Instruct, Dream-Coder",
     model_type="Dream",
     base="qwen2",
-    architecture="DreamModel",
-    auto_map={
-        "AutoConfig": "Dream-org/Dream-v0-Instruct-7B--configuration_dream.DreamConfig",
-        "AutoModel": "Dream-org/Dream-v0-Instruct-7B--modeling_dream.DreamModel",
-    },
     attention="bidirectional",
     predictions=("mask_shifted",),
     mask_tokens=("<|mask|>",),
@@ -140,7 +102,6 @@ OPEN_DLLM = CheckpointFormat(
     family="Open-dLLM and Open-dCoder 0.5B",
     model_type=None,
     base="qwen2",
-    architecture="Qwen2ForCausalLM",
     attention="bidirectional",
     predictions=("mask_shifted",),
     mask_tokens=("<M>", "<|mask|>"),

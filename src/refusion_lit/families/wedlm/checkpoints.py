@@ -15,21 +15,12 @@ class _WeDLMFormat(CheckpointFormat):
         """Return Qwen3 for a config with normalised queries and keys, else Qwen2."""
         return "qwen3" if values.get("qk_norm", False) else "qwen2"
 
-    def published_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the family's config; see :meth:`CheckpointFormat.published_options`."""
-        return {**super().published_options(options), "qk_norm": options.get("model_type") == "qwen3"}
-
 
 WEDLM = _WeDLMFormat(
     name="wedlm",
     family="WeDLM 7B and 8B",
     model_type="wedlm",
     base="qwen3",
-    architecture="WeDLMForCausalLM",
-    auto_map={
-        "AutoConfig": "tencent/WeDLM-8B-Instruct--configuration_wedlm.WeDLMConfig",
-        "AutoModelForCausalLM": "tencent/WeDLM-8B-Instruct--modeling_wedlm.WeDLMForCausalLM",
-    },
     attention="causal",
     predictions=("mask", "next_token"),
     mask_tokens=("<|mask|>", "<|MASK|>"),

@@ -17,12 +17,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.fused.attention import attention_for
+from refusion_lit.modeling.fused.attention import Attention, Rows
 from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
-from refusion_lit.modeling.fused.rows import Attention, Rows
+from refusion_lit.modeling.fused.segments import attention_for
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import AttentionMask
 
@@ -77,7 +82,7 @@ class FusedBody:
     modules. In-place changes of weights are seen, except for those of norms, of which it holds scaled copies.
 
     Args:
-        body: A body for which :func:`~refusion_lit.modeling.fused.architectures.is_known` holds.
+        body: A body for which :func:`~refusion_lit.modeling.fused.body.is_known` holds.
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
         packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None`` for no copies.
         batch_invariant: Make a token's results independent of the rest of the forward; on CPUs.
@@ -91,12 +96,14 @@ class FusedBody:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        config, attention = body.config, body.layers[0].self_attn
+        config = body.config
+        attention = body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
         self._head_dim = attention.head_dim
-        self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._num_heads = config.num_attention_heads
+        self._num_key_heads = config.num_key_value_heads
         self._batch_invariant = batch_invariant
         linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
@@ -141,12 +148,16 @@ class FusedBody:
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
         if drafts is None or masks is None:
-            hidden, adapters = F.embedding(ids, self._embedding), [None] * len(self._layers)
+            hidden = F.embedding(ids, self._embedding)
+            adapters = [None] * len(self._layers)
         else:
-            hidden, adapters = drafts.embed(ids, self._embedding, masks), drafts.layers
+            hidden = drafts.embed(ids, self._embedding, masks)
+            adapters = drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
-            query, key, value = layer.query(normed), layer.key(normed), layer.value(normed)
+            query = layer.query(normed)
+            key = layer.key(normed)
+            value = layer.value(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.attention, normed, query, key, value)
             mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
@@ -154,7 +165,8 @@ class FusedBody:
             if masks is not None and adapter is not None:
                 masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gate, up = layer.gate(normed), layer.up(normed)
+            gate = layer.gate(normed)
+            up = layer.up(normed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.mlp, normed, gate, up)
             gated = F.silu(gate, inplace=True).mul_(up)
@@ -182,7 +194,8 @@ class FusedBody:
         self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [token, head, dim], rotated."""
-        num_heads, dim = self._num_heads, self._head_dim
+        num_heads = self._num_heads
+        dim = self._head_dim
         # Query and key heads side by side: one norm and one rotation for both.
         heads = torch.cat((query, key), -1).view(query.shape[0], -1, dim)
         if layer.heads_norm is not None:
@@ -197,10 +210,12 @@ def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant:
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.Linear], Linear]) -> _Layer:  # noqa: ANN401
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     heads_norm = None
     if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm, attention.k_norm
+        query = attention.q_norm
+        key = attention.k_norm
         weights = (query.weight.detach().expand(num_heads, -1), key.weight.detach().expand(num_key_heads, -1))
         heads_norm = _Norm(torch.cat(weights), query.variance_epsilon)
 
@@ -220,3 +235,83 @@ def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.
 
 def _norm(module: Any) -> _Norm:  # noqa: ANN401
     return _Norm(module.weight.detach(), module.variance_epsilon)
+
+
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies do not depend on the batch."""
+
+_FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
+    (
+        qwen3.Qwen3Model, qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm,
+        qwen3.Qwen3RotaryEmbedding,
+    ),
+    (
+        qwen2.Qwen2Model, qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm,
+        qwen2.Qwen2RotaryEmbedding,
+    ),
+    (
+        llama.LlamaModel, llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm,
+        llama.LlamaRotaryEmbedding,
+    ),
+)  # fmt: skip
+"""Classes of an architecture, the body's first."""
+
+_COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
+
+
+def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wrapper of one
+    """Return whether :class:`~refusion_lit.modeling.fused.body.FusedBody` computes what a body computes.
+
+    It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
+    unpatched, with full attention by sdpa or (in training) flex attention, SiLU, rotary frequencies that do not depend
+    on the batch, and no biases but those of queries, keys and values. So adapters, quantised or sharded weights and
+    offloading are all refused.
+    """
+    family = next((family for family in _FAMILIES if family[0] is type(body)), None)
+    if family is None or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    weight = body.embed_tokens.weight
+    return _is_plain(body, {*family, *_COMMON}, weight.dtype, weight.device) and _is_usual(body)
+
+
+def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a module and its submodules are unmodified, of known classes and with plain parameters."""
+    if (
+        type(module) not in classes
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+    ):
+        return False
+    for weight in module._parameters.values():
+        if weight is not None and not (
+            type(weight) is nn.Parameter and weight.dtype == dtype and weight.device == device
+        ):
+            return False
+    return all(child is not None and _is_plain(child, classes, dtype, device) for child in module._modules.values())
+
+
+def _is_usual(body: Any) -> bool:  # noqa: ANN401
+    """Return whether a body's options are those that :class:`~refusion_lit.modeling.fused.body.FusedBody` computes."""
+    config = body.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None) or ()
+    return (
+        config._attn_implementation in ("sdpa", "flex_attention")
+        and rope.get("rope_type", "default") in _FIXED_ROPE
+        and all(kind == "full_attention" for kind in kinds)
+        and len(body.layers) == config.num_hidden_layers > 0
+        and all(_is_usual_layer(layer, drops=body.training) for layer in body.layers)
+    )
+
+
+def _is_usual_layer(layer: Any, *, drops: bool) -> bool:  # noqa: ANN401
+    attention = layer.self_attn
+    mlp = layer.mlp
+    others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return (
+        all(linear.bias is None for linear in others)
+        and attention.scaling == attention.head_dim**-0.5
+        and not (drops and attention.attention_dropout)
+    )

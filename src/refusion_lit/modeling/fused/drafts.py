@@ -76,7 +76,8 @@ class DraftMasks:
         rows = is_mask.nonzero()[:, 0]
         if not len(rows):
             return None
-        first, last = int(rows[0]), int(rows[-1])
+        first = int(rows[0])
+        last = int(rows[-1])
         is_run = last - first == len(rows) - 1
         return DraftGate(slice(first, last + 1) if is_run else rows, None)
 

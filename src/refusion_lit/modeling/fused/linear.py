@@ -8,6 +8,7 @@ oneDNN's product with packed weights takes down to half the time for numbers in 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -15,14 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from refusion_lit.modeling.fused.invariant import in_blocks
-
 _TYPES = (torch.float32, torch.bfloat16)
 
 _FEWEST_ELEMENTS = 1 << 16
 """Smaller weights stay in the processor's caches in any layout."""
 
 _MOST_BYTES = 4 << 30
+
+NUM_ROWS = 8
+"""Rows of every product with batch invariance."""
 
 
 class PackedWeights:
@@ -91,7 +93,9 @@ class Linear:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self.weight, self.bias, self._batch_invariant = weight, bias, batch_invariant
+        self.weight = weight
+        self.bias = bias
+        self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.takes(weight) else None
         self._copy: Tensor | None = None
 
@@ -118,6 +122,18 @@ class Linear:
         if self._copy is None and self._packed is not None:
             self._copy = self._packed.of(self.weight)
         return self._copy
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
+    """Multiply ``NUM_ROWS`` rows at a time, the last ones padded.
+
+    Args:
+        product: A linear map of rows.
+        x: Its input.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    blocks = F.pad(rows, (0, 0, 0, -len(rows) % NUM_ROWS)).split(NUM_ROWS)
+    return torch.cat([product(block) for block in blocks])[: len(rows)].view(*x.shape[:-1], -1)
 
 
 def _product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
