@@ -2,8 +2,7 @@
 
 from refusion_lit.families.autoregressive.objective import Autoregressive
 from refusion_lit.families.block_diffusion.diffusion_forcing import DiffusionForcing
-from refusion_lit.families.block_diffusion.editable import EditableBlockMasked
-from refusion_lit.families.block_diffusion.objective import BlockMasked
+from refusion_lit.families.block_diffusion.objective import BlockMasked, EditableBlockMasked
 from refusion_lit.families.card.objective import SoftTail
 from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.llada.r2ft import R2FT

@@ -24,6 +24,7 @@ _SEARCH = "the interval search is gone; set t_min and t_max"
 REMOVED = {
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
+    "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
@@ -44,6 +45,7 @@ REMOVED = {
     "objective.slot_borders": _ZARYA,
     "objective.token_weights": _ZARYA,
     "objective.weighting": "a mask weighs 1 / gamma; leave it out",
+    "order_temperature": "places are the most confident ones; leave it out",
     "position_bytes": "positions and forwards per token are in the tables; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
     "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",

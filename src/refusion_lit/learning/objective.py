@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -15,6 +16,9 @@ from refusion_lit.learning.cross_entropy import Head, chunked_cross_entropy
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
+
+MaskRatio = Float[Tensor, " batch"] | None
+"""Given mask probabilities of a batch's rows, in (0, 1]; ``None``: they are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +32,12 @@ class Objective(ABC):
             number that fits in 64 MB. Changes memory and speed, not the loss.
     """
 
+    term: ClassVar[str] = "loss"
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check the options; subclasses extend it."""
-        if self.chunk_size is not None:
-            require_at_least("objective.chunk_size", self.chunk_size, 1)
+        require_at_least("objective.chunk_size", self.chunk_size, 1, optional=True)
 
     @property
     @abstractmethod
@@ -41,9 +45,9 @@ class Objective(ABC):
         """What a model trained with this objective can do: its attention pattern and the meaning of its logits."""
 
     @property
-    @abstractmethod
     def terms(self) -> Mapping[str, float]:
-        """The loss terms: each one's coefficient in the total by its name, in order."""
+        """The loss terms: each one's coefficient in the total by its name, in order; by default ``term`` alone."""
+        return {self.term: 1.0}
 
     def at(self, progress: float) -> Objective:  # noqa: ARG002
         """Return the objective as it is at a point of training: itself, where no option changes in the course of it.
@@ -60,7 +64,7 @@ class Objective(ABC):
         noise: KeyedNoise,
         special_tokens: SpecialTokens,
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        mask_ratio: MaskRatio = None,
     ) -> CorruptedBatch:
         """Mask part of the responses and label what is to be predicted.
 
@@ -125,9 +129,7 @@ def required_mask_id(objective: Objective, special_tokens: SpecialTokens) -> int
     return special_tokens.mask_token_id
 
 
-def mask_probability(
-    noise: KeyedNoise, eps: float, mask_ratio: Float[Tensor, " batch"] | None
-) -> Float[Tensor, " batch"]:
+def mask_probability(noise: KeyedNoise, eps: float, mask_ratio: MaskRatio) -> Float[Tensor, " batch"]:
     """Return each row's mask probability: ``(1 - eps) t + eps`` with t uniform in [0, 1), or the given ratio.
 
     Raises:

@@ -35,8 +35,9 @@ class CheckpointFormat:
         architecture: The family's model class, written by an export.
         auto_map: Where the family's classes are on the hub (``OWNER/NAME--module.Class``), written by an export.
         config_names: Names of options by transformers' names, where they differ.
-        required: Options and the values that transformers' architecture supports; checked if the config has them.
-        written: Options with fixed values that the family's classes need, written by an export.
+        required: Options and the values that transformers' architecture supports; checked if the config has them. An
+            export writes the first one.
+        written: Further options with fixed values that the family's classes need, written by an export.
         weight_names: Pairs of prefixes of weight names, transformers' and the family's; ``{}`` is a layer's number.
             Empty if all names are equal.
         attention: Attention pattern.
@@ -119,6 +120,7 @@ class CheckpointFormat:
         theirs = {self.config_names.get(name, name): value for name, value in kept.items()}
         return {
             **theirs,
+            **{name: values[0] for name, values in self.required.items()},
             **self.written,
             "architectures": [self.architecture],
             "auto_map": dict(self.auto_map),

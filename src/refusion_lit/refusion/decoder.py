@@ -55,6 +55,8 @@ class ReFusion(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="causal", predictions=("mask", "next_token_in_slot")
     )
+    shares = "all"
+    refuses = None  # given tokens join the context, at their own positions
 
     slot_size: int = 8
     num_serial_blocks: int | None = None
@@ -70,8 +72,7 @@ class ReFusion(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("slot_size", self.slot_size, 1)
-        if self.num_serial_blocks is not None:
-            require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
+        require_at_least("num_serial_blocks", self.num_serial_blocks, 1, optional=True)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
@@ -96,13 +97,6 @@ class ReFusion(Decoder):
         if self.num_serial_blocks is None:
             return self
         return replace(self, num_serial_blocks=min(self.num_serial_blocks, self._num_slots(sampling)))
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens join the context, at their own positions."""
 
     def _num_slots(self, sampling: SamplingParams) -> int:
         return -(-sampling.max_new_tokens // self.slot_size)
@@ -270,6 +264,24 @@ class ReFusion(Decoder):
 
     def _draw(self, state: ReFusionState) -> Draw:
         return Draw(sampling=state.sampling, round=state.num_plans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeKV(ReFusion):
+    """ReFusion with an extra forward after each parallel infill that recomputes keys and values.
+
+    In the recomputed keys and values, slots filled in parallel see each other: the paper's ablation of key/value reuse.
+    """
+
+    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:
+        branch = Branch(
+            tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
+            positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+        )
+        yield from self._forward_and_plan(state, "recompute", branch, upcoming, len(branch.tokens))
+        state.context_length += len(branch.tokens)
 
 
 def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import mask_probability, random_subset, required_mask_id
+from refusion_lit.learning.objective import MaskRatio, mask_probability, random_subset, required_mask_id
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import (
     Hybrid,
@@ -85,12 +85,7 @@ class Zarya(Hybrid):
         return self._stages[sum(border < progress for border in self.slot_borders[:-1])]
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)

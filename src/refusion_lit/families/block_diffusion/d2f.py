@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
+from refusion_lit.families.block_diffusion.decoder import right_context_refusal, shareable_blocks, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
 
 @dataclass(kw_only=True)
-class PipelineState(BlockState):
+class PipelineState(RowState):
     """State of D2F.
 
     Attributes:
@@ -92,8 +87,7 @@ class D2F(Decoder):
         require_at_least("block_size", self.block_size, 1)
         for name in ("threshold", "add_threshold", "activate_threshold"):
             require_probability(name, getattr(self, name))
-        if self.num_open_blocks is not None:
-            require_at_least("num_open_blocks", self.num_open_blocks, 1)
+        require_at_least("num_open_blocks", self.num_open_blocks, 1, optional=True)
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention, and shifted predictions if ``shifted``."""
@@ -122,13 +116,12 @@ class D2F(Decoder):
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.first_open
         masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(self._branch(state, read),), draw=draw))[0]
-        state.context_length = state.blocks[first].start
+        state.num_cached = state.blocks[first].start
         found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
         for positions, is_activated in zip(masked.values(), activated, strict=True):
@@ -157,16 +150,15 @@ class D2F(Decoder):
     def _branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to that of the last block; each block sees those before it."""
         shift, stop = int(self.shifted), state.blocks[-1].stop
-        start = max(min(state.context_length, read[0] - shift), 0)
+        start = max(min(state.num_cached, read[0] - shift), 0)
         first = state.blocks[0].start
         origin = first % self.block_size  # blocks left of the first one have negative numbers
         order = [(p - origin) // self.block_size for p in range(start, stop)]
         if self.prompt_is_block:
             order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]
-        return state.branch(start, stop, order, read, shift=shift)
+        return state.branch(start, stop, read, order=order, shift=shift)
 
     def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:
         """Return the masked positions of a block that are committed."""
-        above = [p for p, probability in zip(positions, probabilities, strict=True) if probability > self.threshold]
-        best = most_certain(probabilities, 1) if is_activated and not above else []
-        return above or [positions[i] for i in best]
+        chosen = above_or_best(probabilities, self.threshold)
+        return [positions[i] for i in chosen if is_activated or probabilities[i] > self.threshold]

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
@@ -28,7 +22,7 @@ _NUM_STEPS = {
 
 
 @dataclass(kw_only=True)
-class SubBlockState(BlockState):
+class SubBlockState(RowState):
     """State of block diffusion.
 
     Attributes:
@@ -152,7 +146,6 @@ class BlockDiffusion(Decoder):
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
         """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -161,7 +154,7 @@ class BlockDiffusion(Decoder):
             span_end = (first // self._span_size + 1) * self._span_size
             drawn = self._positions_to_draw(state, state.masked(first, span_end))
             if drawn:
-                if not self.fused and state.context_length < block_start:
+                if not self.fused and state.num_cached < block_start:
                     yield from self._store(state, block_start, predicts=False)
                 yield from self._denoise(state, block_start, drawn)
             state.schedule_step += self.sampling_rule == "ancestral"
@@ -209,7 +202,7 @@ class BlockDiffusion(Decoder):
             confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
-        state.context_length = block_start
+        state.num_cached = block_start
         reading = readings[0]
         confidences = reading.statistics["filtered"] if statistics else reading.probabilities
         chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
@@ -217,7 +210,7 @@ class BlockDiffusion(Decoder):
 
     def _noisy_branch(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Branch:
         """Return the whole block after clean ones that are not cached yet, or the sub-block alone."""
-        stop, shift = block_start + self.block_size, int(self.shifted)
+        stop = block_start + self.block_size
         span_start = drawn[0] // self._span_size * self._span_size
         is_cached = self.sub_block_cache and state.cached_block == block_start
         # The logits of a sub-block's first token are read before it, so they need the whole block.
@@ -225,27 +218,56 @@ class BlockDiffusion(Decoder):
             state.cached_block = block_start
             return self._branch(state, stop, drawn)
         span_stop = span_start + self._span_size
-        return Branch(
-            tokens=state.text(span_start, span_stop),
-            positions=range(span_start, span_stop),
-            order=[0] * self._span_size,
-            visible=((0, span_start), (span_stop, stop)),
-            write_at=span_start,
-            shift=shift,
-            draft_at=[position - shift - span_start for position in drawn],
-        )
+        branch = state.branch(span_start, span_stop, drawn, order=[0] * self._span_size, shift=int(self.shifted))
+        return replace(branch, visible=((0, span_start), (span_stop, stop)))
 
     def _store(self, state: SubBlockState, block_start: int, *, predicts: bool) -> Steps[None]:
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
         branch = self._branch(state, block_start, [block_start] if predicts else [])
         draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
         readings = yield Forward(phase="store", branches=(branch,), draw=draw)
-        state.context_length = block_start
+        state.num_cached = block_start
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)
 
     def _branch(self, state: SubBlockState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
-        start = state.context_length
+        start = state.num_cached
         order = [position // self.block_size for position in range(start, stop)]
-        return state.branch(start, stop, order, drawn, shift=int(self.shifted))
+        return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
+
+
+def whole_blocks(length: int, block_size: int) -> int:
+    """Return a length rounded up to whole blocks."""
+    return -(-length // block_size) * block_size
+
+
+def shareable_blocks(prompt_length: int, num_common: int, block_size: int) -> int:
+    """Return the length of the whole blocks that prompts have in common, without the prompt's last block.
+
+    The last block is computed in any case, so that the number of forwards is that of the prompt alone.
+    """
+    return max(min(num_common // block_size, prompt_length // block_size - 1), 0) * block_size
+
+
+def right_context_refusal(
+    prompt: Prompt, block_size: int, *, from_response: bool = False, shifted: bool = False
+) -> str | None:
+    """Return why a block-causal model does not see all given tokens when it fills holes; ``None`` if it does.
+
+    Args:
+        prompt: The prompt.
+        block_size: Tokens per block.
+        from_response: Blocks are counted from the response's start; otherwise from position 0.
+        shifted: A block's first token is predicted by the block before it.
+    """
+    if not prompt.num_holes:
+        return None
+    start = 0 if from_response else len(prompt.token_ids)
+    hole, last = prompt.given.index(None), prompt.given_length - 1
+    if (start + hole - shifted) // block_size == (start + last) // block_size:
+        return None
+    return (
+        f"its model fills a hole from blocks of {block_size} tokens that end before some of the given text "
+        "(set ignore_right_context: true to fill it without that text)"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -42,6 +41,7 @@ class DiffusionForcing(Objective):
         distill: Train low-rank adapters (``backbone.lora``) on the predictions of the masked model that they adapt.
     """
 
+    term = "mdm"
     block_size: int = 16
     t_min: float = 0.2
     t_max: float = 0.7
@@ -70,18 +70,8 @@ class DiffusionForcing(Objective):
             prompt_is_block=True,
         )
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term."""
-        return {"mdm": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens, later blocks more than earlier ones; see :meth:`Objective.corrupt`.
 
@@ -125,7 +115,7 @@ class DiffusionForcing(Objective):
         num_blocks: Int[Tensor, " batch"],
         most: int,
         noise: KeyedNoise,
-        mask_ratio: Float[Tensor, " batch"] | None,
+        mask_ratio: MaskRatio,
     ) -> Float[Tensor, "batch block"]:
         """Draw the mask probability of each of ``most`` blocks; those of a sample do not fall from left to right."""
         if mask_ratio is not None:

@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
+from refusion_lit.families.block_diffusion.decoder import right_context_refusal, shareable_blocks, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
@@ -73,15 +68,14 @@ class TokenEditing(Decoder):
         """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
         return shareable_blocks(prompt_length, num_common, self.block_size)
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known = len(prompt.token_ids)
         end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
-        return BlockState.blank(prompt, sampling, special_tokens, end - num_known)
+        return RowState.blank(prompt, sampling, special_tokens, end - num_known)
 
-    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Fill and edit a whole block, then commit it."""
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         start = first // self.block_size * self.block_size
         positions = state.masked(first, start + self.block_size)
@@ -92,7 +86,7 @@ class TokenEditing(Decoder):
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
             branch = self._branch(state, positions, tokens)
             reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
-            state.context_length = start
+            state.num_cached = start
             edited = self._edited(tokens, reading.tokens, reading.probabilities)
             filled = self._filled(tokens, reading.probabilities)
             for i in (*edited, *filled):
@@ -107,8 +101,7 @@ class TokenEditing(Decoder):
     def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
         """Return the masks that are filled."""
         masked = [i for i, token in enumerate(tokens) if token is None]
-        above = [i for i in masked if probabilities[i] > self.mask_threshold]
-        return above or [masked[i] for i in most_certain([probabilities[i] for i in masked], 1)]
+        return [masked[i] for i in above_or_best([probabilities[i] for i in masked], self.mask_threshold)]
 
     def _edited(self, tokens: Sequence[int | None], drawn: Sequence[int], probabilities: Sequence[float]) -> list[int]:
         """Return the visible tokens that are replaced."""
@@ -117,12 +110,12 @@ class TokenEditing(Decoder):
             if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
         ]  # fmt: skip
 
-    def _branch(self, state: BlockState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
+    def _branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
-        start, stop = state.context_length, (masked[0] // self.block_size + 1) * self.block_size
+        start, stop = state.num_cached, (masked[0] // self.block_size + 1) * self.block_size
         order = [position // self.block_size for position in range(start, stop)]
         text = state.text(start, stop)
         for position, token in zip(masked, tokens, strict=True):
             if token is not None:
                 text[position - start] = token
-        return replace(state.branch(start, stop, order, masked), tokens=text)
+        return replace(state.branch(start, stop, masked, order=order), tokens=text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -40,6 +39,7 @@ class Masked(Objective):
             stays. ``None``: 1 / p.
     """
 
+    term = "mdm"
     eps: float = 1e-3
     pad_responses_to: int | None = None
     shifted: bool = False
@@ -49,8 +49,7 @@ class Masked(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.eps", self.eps, "(0, 1]")
-        if self.pad_responses_to is not None:
-            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
         if self.cart_p is not None:
             require_number("objective.cart_p", self.cart_p, "(0, 1]", "set it in that range, or to null")
 
@@ -59,18 +58,8 @@ class Masked(Objective):
         """Bidirectional attention; masks predict themselves or, shifted, are predicted by the position before."""
         return ModelTraits(attention="bidirectional", predictions=("mask_shifted" if self.shifted else "mask",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term."""
-        return {"mdm": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens independently; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)

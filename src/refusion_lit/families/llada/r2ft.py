@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.cross_entropy import Head, default_chunk_size
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -62,8 +62,7 @@ class R2FT(Objective):
         require_at_least("objective.max_span", self.max_span, self.min_span)
         require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
         require_at_least("objective.likelihood_weight", self.likelihood_weight, 0.0)
-        if self.pad_responses_to is not None:
-            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
 
     @property
     def traits(self) -> ModelTraits:
@@ -76,12 +75,7 @@ class R2FT(Objective):
         return {"preference": 1.0, "likelihood": self.likelihood_weight}
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask responses from a cut on and make the rejected texts; see :meth:`Objective.corrupt`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.modeling.transfer import to_host
 from refusion_lit.noise import KeyedNoise
@@ -42,6 +41,7 @@ class StaggeredSets(Objective):
             window may reach beyond the answer; ``None``: no lengthening.
     """
 
+    term = "nll"
     set_size: int = 8
     reach: int = 16
     pad_responses_to: int | None = None
@@ -51,26 +51,15 @@ class StaggeredSets(Objective):
         super().__post_init__()
         require_at_least("objective.set_size", self.set_size, 1)
         require_at_least("objective.reach", self.reach, self.set_size)
-        if self.pad_responses_to is not None:
-            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
 
     @property
     def traits(self) -> ModelTraits:
         """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
         return ModelTraits(attention="causal", predictions=("isolated_mask",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The negative log-likelihood of a token."""
-        return {"nll": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Order the responses and append their masks; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
         mask_token_id = required_mask_id(self, special_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.cross_entropy import Head
-from refusion_lit.learning.objective import Objective, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_number
@@ -40,6 +39,7 @@ class GatedDraft(Objective):
             of the text's next token.
     """
 
+    term = "draft"
     stride: int = 5
     decay: float = 0.8
     distill: bool = False
@@ -55,18 +55,13 @@ class GatedDraft(Objective):
         """The frozen model's: causal attention; every token predicts the next."""
         return ModelTraits(attention="causal", predictions=("next_token",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The draft term."""
-        return {"draft": 1.0}
-
     def corrupt(
         self,
         batch: ResponseBatch,
         noise: KeyedNoise,
         special_tokens: SpecialTokens,
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002 - nothing is masked
+        mask_ratio: MaskRatio = None,  # noqa: ARG002 - nothing is masked
     ) -> CorruptedBatch:
         """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
 
