@@ -291,9 +291,9 @@ class Decoder(ABC):
         """
         return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 
-    @abstractmethod
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the state of one prompt, usually by :meth:`RowState.blank`."""
+        """Create the state of one prompt by :meth:`RowState.blank`; by default a canvas of :func:`max_length`."""
+        return RowState.blank(prompt, sampling, special_tokens)
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:

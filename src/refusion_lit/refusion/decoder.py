@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
-from refusion_lit.refusion.slots import Plan, ReFusionState
+from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
@@ -80,17 +80,16 @@ class ReFusion(Decoder):
         require_choice("infill", self.infill, ("mask", "autoregressive"))
         require_choice("fused", self.fused, (True, False))
         require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
-        takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
+        takes_k = self.selection != "threshold"
+        needs_k = self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
         holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
         require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_slots, num_blocks = self._num_slots(sampling), self._num_serial_blocks(sampling)
-        expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
-        fix = "use fewer serial blocks, smaller slots or more new tokens"
-        require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
+        num_blocks = min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
+        require_serial_blocks(num_blocks, self.slot_size, sampling)
 
     def fitted(self, sampling: SamplingParams) -> ReFusion:
         """Return the decoder with no more serial blocks than slots."""
@@ -101,9 +100,6 @@ class ReFusion(Decoder):
     def _num_slots(self, sampling: SamplingParams) -> int:
         return -(-sampling.max_new_tokens // self.slot_size)
 
-    def _num_serial_blocks(self, sampling: SamplingParams) -> int:
-        return min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
         return ReFusionState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
@@ -113,7 +109,8 @@ class ReFusion(Decoder):
         if not state.remaining:
             state.remaining = state.upcoming_block()
             state.next_block += 1
-        plan, state.planned = state.planned, None
+        plan = state.planned
+        state.planned = None
         if plan is None:
             plan = yield from self._plan(state)
         chosen, tokens = yield from self._choose(state, plan)
@@ -138,7 +135,9 @@ class ReFusion(Decoder):
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         assert plan.slots == state.remaining
-        groups, reading, draw = list(pairwise(state.bounds(plan.slots))), plan.reading, self._draw(state)
+        groups = list(pairwise(state.bounds(plan.slots)))
+        reading = plan.reading
+        draw = self._draw(state)
         state.num_plans += 1
         if self.certainty == "first":
             chosen = self._chosen(state, reading.probabilities)
@@ -147,7 +146,8 @@ class ReFusion(Decoder):
             if rest:
                 draft_at = (*[()] * (plan.num_branches - 1), rest)
                 others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
-                following, sizes = iter(others), [groups[i][1] - groups[i][0] for i in chosen]
+                following = iter(others)
+                sizes = [groups[i][1] - groups[i][0] for i in chosen]
                 tokens = [token for first, size in zip(tokens, sizes, strict=True)
                           for token in (first, *islice(following, size - 1))]  # fmt: skip
         else:
@@ -193,7 +193,8 @@ class ReFusion(Decoder):
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
-        length, bounds = [*passes, False].index(False), state.bounds(chosen)
+        length = [*passes, False].index(False)
+        bounds = state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
         has_passed = eos is not None or num_accepted == len(tokens)
@@ -237,12 +238,15 @@ class ReFusion(Decoder):
         self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int
     ) -> Steps[Reading]:
         """Forward a branch followed by the masks of the next plan, which see its first ``num_seen`` tokens."""
-        state.planned, keep = None, state.take_keep()
+        state.planned = None
+        keep = state.take_keep()
         if not self.fused or not upcoming:
             return (yield Forward(phase=phase, branches=(branch,), draw=self._draw(state), keep=keep))[0]
-        seen, write_at = branch.write_at + num_seen, branch.write_at + len(branch.tokens)
+        seen = branch.write_at + num_seen
+        write_at = branch.write_at + len(branch.tokens)
         branches = (branch, self._masks(state, upcoming, num_seen=seen, write_at=write_at))
-        phase, draw = f"{phase}+plan", self._draw(state)
+        phase = f"{phase}+plan"
+        draw = self._draw(state)
         readings = yield Forward(phase=phase, branches=branches, draw=draw, packed=True, keep=keep)
         state.planned = Plan(upcoming, 0, 2, readings[-1])
         return readings[0]
@@ -253,7 +257,8 @@ class ReFusion(Decoder):
     ) -> Branch:  # fmt: skip
         """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
         positions = [*(position for _, position in known), *state.positions(slots)]
-        by_first, groups = self.certainty == "first", [len(known) + bound for bound in state.bounds(slots)]
+        by_first = self.certainty == "first"
+        groups = [len(known) + bound for bound in state.bounds(slots)]
         return Branch(
             tokens=[*(token for token, _ in known), *[state.mask_token_id] * (len(positions) - len(known))],
             positions=positions,

@@ -86,13 +86,16 @@ class FirstHitting(Decoder):
 
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
         """Feed the group before clean and this one as masks; draw its tokens."""
-        group, start = state.groups[state.num_done], state.prompt_length
+        group = state.groups[state.num_done]
+        start = state.prompt_length
         if state.num_done == 0:
             known = state.known[state.num_shared :]
-            clean, positions = [token for token, _ in known], [position for _, position in known]
+            clean = [token for token, _ in known]
+            positions = [position for _, position in known]
         else:
             before = state.groups[state.num_done - 1]
-            clean, positions = [state.tokens[place] for place in before], [start + place for place in before]
+            clean = [state.tokens[place] for place in before]
+            positions = [start + place for place in before]
         branch = Branch(
             tokens=[*clean, *[state.mask_token_id] * len(group)],
             positions=[*positions, *(start + place for place in group)],

@@ -16,9 +16,9 @@ from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
-from refusion_lit.refusion.slots import SlotState
+from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require_at_least, require_choice
 
 EXPLORATION = 1.0
 """Weight of the prior against the value, c of PUCT."""
@@ -117,17 +117,21 @@ class SearchState(SlotState):
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
         """Return a forward of branches in one row, after the pending compaction."""
-        keep, self.keep = self.keep, None
+        keep = self.keep
+        self.keep = None
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
 
     def begin_block(self) -> None:
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
         root = self.root
-        root.remaining, root.drafts = self.upcoming_block(), None
+        root.remaining = self.upcoming_block()
+        root.drafts = None
         if self.next_block == 0:  # the engine has copied the shared tokens: do not feed them
-            root.write_at, self.top = self.num_shared, len(self.known)
+            root.write_at = self.num_shared
+            self.top = len(self.known)
             new = self.known[self.num_shared :]
-            root.tokens, root.positions = [token for token, _ in new], [position for _, position in new]
+            root.tokens = [token for token, _ in new]
+            root.positions = [position for _, position in new]
         self.next_block += 1
 
     def commit_path(self, leaf: Node) -> None:
@@ -141,7 +145,8 @@ class SearchState(SlotState):
             self.keep = Compaction(num_leading, stored)
         assert not stored or self.keep.indices == stored, "the compaction before has not been made yet"
         length = num_leading + len(stored)
-        unfed, positions = leaf.tokens[leaf.num_fed :], leaf.positions[leaf.num_fed :]
+        unfed = leaf.tokens[leaf.num_fed :]
+        positions = leaf.positions[leaf.num_fed :]
         self.root = Node(None, -1, positions, unfed, length, leaf.remaining, drafts=leaf.drafts)
         self.top = length + len(unfed)
 
@@ -197,14 +202,12 @@ class SlotSearch(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_slots = -(-sampling.max_new_tokens // self.slot_size)
-        expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
-        fix = "use fewer serial blocks, smaller slots or more new tokens"
-        require(self.num_serial_blocks <= num_slots, "num_serial_blocks", expected, self.num_serial_blocks, fix)
+        require_serial_blocks(self.num_serial_blocks, self.slot_size, sampling)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SearchState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        sizes, root = (self.slot_size, self.num_serial_blocks), Node(None, -1, [], [], 0, [])
+        sizes = (self.slot_size, self.num_serial_blocks)
+        root = Node(None, -1, [], [], 0, [])
         return SearchState.cut(prompt, sampling, special_tokens, *sizes, root=root)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
@@ -271,7 +274,8 @@ class SlotSearch(Decoder):
             children = yield from self._fill(state, pairs)
             pool = [*(node for node in beams if not node.remaining), *children]
             seen: set[frozenset[int]] = set()
-            best, others = [], []
+            best = []
+            others = []
             for node in sorted(pool, key=lambda node: (-node.score(), node.slots)):
                 slots = frozenset(node.slots)
                 (others if slots in seen else best).append(node)
@@ -289,15 +293,19 @@ class SlotSearch(Decoder):
 
     def _plan(self, state: SearchState, nodes: Sequence[Node]) -> Steps[None]:
         """Draft the first token of each remaining slot after each of the nodes, in one forward."""
-        nodes, branches, at = [node for node in nodes if node.drafts is None], [], state.top
+        nodes = [node for node in nodes if node.drafts is None]
+        branches = []
+        at = state.top
         if not nodes:
             return
         for node in nodes:
             if unfed := node.tokens[node.num_fed :]:
-                positions, write_at = node.positions[node.num_fed : len(node.tokens)], node.write_at + node.num_fed
+                positions = node.positions[node.num_fed : len(node.tokens)]
+                write_at = node.write_at + node.num_fed
                 branches.append(Branch(tokens=unfed, positions=positions, visible=node.visible, write_at=write_at))
                 node.num_fed = len(node.tokens)
-            positions, firsts = state.positions(node.remaining), state.bounds(node.remaining)[:-1]
+            positions = state.positions(node.remaining)
+            firsts = state.bounds(node.remaining)[:-1]
             masks = [state.mask_token_id] * len(positions)
             branches.append(
                 Branch(tokens=masks, positions=positions, visible=node.visible, write_at=at, draft_at=firsts)
@@ -347,5 +355,6 @@ class SlotSearch(Decoder):
     def _is_complete(self, state: SearchState, child: Node) -> bool:
         """Whether a slot is full or has an end of sequence; after an end, only slots before it may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
-            child.ends, child.remaining = True, [slot for slot in child.remaining if slot < child.slot]
+            child.ends = True
+            child.remaining = [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Draw, Forward, Steps
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +21,6 @@ class Autoregressive(Decoder):
     )
     shares = "all_but_last"
     refuses = "it writes from left to right and sees no text on the right of a token"
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas of ``max_new_tokens``."""
-        return RowState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: RowState) -> Steps[None]:
         """Feed what is not cached yet and draw the next token."""

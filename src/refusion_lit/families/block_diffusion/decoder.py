@@ -35,7 +35,57 @@ class SubBlockState(RowState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDiffusion(Decoder):
+class BlockDecoder(Decoder):
+    """Base of decoders for block-causal models. Their cache of complete blocks is exact: later blocks do not matter.
+
+    Attributes:
+        block_size: Tokens per block, at least 1; must be the trained one.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them when it fills that token, so the generated text may not fit them.
+    """
+
+    block_size: int = 32
+    ignore_right_context: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options; subclasses extend it."""
+        require_at_least("block_size", self.block_size, 1)
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context or not prompt.num_holes:
+            return None
+        start = 0 if self._from_response else len(prompt.token_ids)
+        first = prompt.given.index(None) - self._shift
+        last = prompt.given_length - 1
+        if (start + first) // self.block_size == (start + last) // self.block_size:
+            return None
+        return (
+            f"its model fills a hole from blocks of {self.block_size} tokens that end before some of the given text "
+            "(set ignore_right_context: true to fill it without that text)"
+        )
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change.
+
+        0 if the prompt is one block.
+        """
+        num_blocks = min(num_common // self.block_size, prompt_length // self.block_size - 1)
+        return 0 if self._from_response else max(num_blocks, 0) * self.block_size
+
+    @property
+    def _shift(self) -> int:
+        """1 if a block's first token is predicted by the block before it."""
+        return int(getattr(self, "shifted", False))
+
+    @property
+    def _from_response(self) -> bool:
+        """Whether blocks are counted from the response's start, not from position 0."""
+        return getattr(self, "prompt_is_block", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion(BlockDecoder):
     """Decodes block by block; inside a block, masked tokens are drawn in parallel with bidirectional attention.
 
     Blocks are counted from position 0, prompt included, as in training. If the prompt ends inside a block, its last
@@ -79,8 +129,6 @@ class BlockDiffusion(Decoder):
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
             forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
             first forward is saved, if the prompt ends inside a block.
-        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
@@ -95,11 +143,10 @@ class BlockDiffusion(Decoder):
     shifted: bool = False
     sub_block_cache: bool = False
     fused: bool = True
-    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
+        super().__post_init__()
         require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
         require_probability("threshold", self.threshold)
         require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
@@ -127,18 +174,9 @@ class BlockDiffusion(Decoder):
         num_known = len(prompt.token_ids)
         end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
         num_spans = -(-end // self._span_size) - num_known // self._span_size
-        length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
+        length = end - num_known
+        steps = num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
         return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
-
-    def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        if self.ignore_right_context:
-            return None
-        return right_context_refusal(prompt, self.block_size, shifted=self.shifted)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
-        return shareable_blocks(prompt_length, num_common, self.block_size)
 
     @property
     def _span_size(self) -> int:
@@ -166,7 +204,8 @@ class BlockDiffusion(Decoder):
 
         In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
         """
-        seed, prompt_id = state.sampling.seed, state.prompt.id
+        seed = state.sampling.seed
+        prompt_id = state.prompt.id
         if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
             return masked
         if self.sampling_rule == "first_hitting":
@@ -240,34 +279,3 @@ class BlockDiffusion(Decoder):
 def whole_blocks(length: int, block_size: int) -> int:
     """Return a length rounded up to whole blocks."""
     return -(-length // block_size) * block_size
-
-
-def shareable_blocks(prompt_length: int, num_common: int, block_size: int) -> int:
-    """Return the length of the whole blocks that prompts have in common, without the prompt's last block.
-
-    The last block is computed in any case, so that the number of forwards is that of the prompt alone.
-    """
-    return max(min(num_common // block_size, prompt_length // block_size - 1), 0) * block_size
-
-
-def right_context_refusal(
-    prompt: Prompt, block_size: int, *, from_response: bool = False, shifted: bool = False
-) -> str | None:
-    """Return why a block-causal model does not see all given tokens when it fills holes; ``None`` if it does.
-
-    Args:
-        prompt: The prompt.
-        block_size: Tokens per block.
-        from_response: Blocks are counted from the response's start; otherwise from position 0.
-        shifted: A block's first token is predicted by the block before it.
-    """
-    if not prompt.num_holes:
-        return None
-    start = 0 if from_response else len(prompt.token_ids)
-    hole, last = prompt.given.index(None), prompt.given_length - 1
-    if (start + hole - shifted) // block_size == (start + last) // block_size:
-        return None
-    return (
-        f"its model fills a hole from blocks of {block_size} tokens that end before some of the given text "
-        "(set ignore_right_context: true to fill it without that text)"
-    )

@@ -90,7 +90,8 @@ class DiffusionForcing(Objective):
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         weights = (1 / ratios).float().where(is_masked, 0.0)
         if self.shifted:
-            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+            labels = shift_left(labels, IGNORE_INDEX)
+            weights = shift_left(weights, 0.0)
             num_masks = (labels != IGNORE_INDEX).sum()
         lengths = (batch.prompt_lengths + batch.response_lengths)[:, None]
         stops = batch.prompt_lengths[:, None] + torch.where(in_response, (block + 1) * size, 0)

@@ -119,7 +119,8 @@ class BlockMasked(Objective):
         weights = torch.ones_like(ratios) if unweighted else 1 / ratios
         weights = repeat(weights.float(), "sample token -> (view sample) token", view=len(masks)).where(is_masked, 0.0)
         if self.shifted:
-            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+            labels = shift_left(labels, IGNORE_INDEX)
+            weights = shift_left(weights, 0.0)
 
         # The clean half is neither masked nor labelled.
         labels = F.pad(labels, (0, num_tokens), value=IGNORE_INDEX)
@@ -192,8 +193,10 @@ def three_part_ranges(
         causal: Inside a block, let a token see only the tokens before it and itself.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)
-    lengths, positions = lengths[:, None], tokens % num_tokens
-    is_noisy, is_real = tokens < num_tokens, positions < lengths
+    lengths = lengths[:, None]
+    positions = tokens % num_tokens
+    is_noisy = tokens < num_tokens
+    is_real = positions < lengths
     begin = positions // block_size * block_size
     end = positions + 1 if causal else begin + block_size
     clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
@@ -258,7 +261,8 @@ class EditableBlockMasked(BlockMasked):
         assert masked.is_masked is not None
         num_tokens = masked.input_ids.shape[1] // 2
         clean = masked.input_ids[:, num_tokens:]
-        positions, ends = torch.arange(num_tokens, device=clean.device), batch.prompt_lengths + batch.response_lengths
+        positions = torch.arange(num_tokens, device=clean.device)
+        ends = batch.prompt_lengths + batch.response_lengths
         if self.fill_blocks_with == "eos":  # these are response tokens too
             ends = (ends + self.block_size - 1) // self.block_size * self.block_size
         in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
@@ -291,7 +295,8 @@ def other_tokens(
         uniform: Numbers in [0, 1).
         special_tokens: Ids that are never drawn.
     """
-    size, banned = special_tokens.vocab_size, special_tokens.banned_token_ids
+    size = special_tokens.vocab_size
+    banned = special_tokens.banned_token_ids
     skipped = [torch.full_like(tokens, token) for token in banned]
     is_new = torch.stack([tokens != token for token in banned]).all(0) if banned else torch.ones_like(tokens).bool()
     skipped.append(tokens.where(is_new, size))  # a token that is skipped anyway takes no further id away

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.decoder import right_context_refusal, shareable_blocks, whole_blocks
+from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_probability
+from refusion_lit.utils.require import require_probability
 
 MAX_POST_FORWARDS = 16
 """Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenEditing(Decoder):
+class TokenEditing(BlockDecoder):
     """Decodes block by block; each forward fills masks of the block and edits filled tokens the model disagrees with.
 
     A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
@@ -33,40 +33,27 @@ class TokenEditing(Decoder):
     not implemented).
 
     Attributes:
-        block_size: Tokens per block; must be the trained one.
         mask_threshold: Fill every mask whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another one that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="block_causal", predictions=("mask", "visible"), block_size=32
     )
 
-    block_size: int = 32
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
-    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
+        super().__post_init__()
         for name in ("mask_threshold", "edit_threshold"):
             require_probability(name, getattr(self, name))
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention with this block size, and predictions of visible tokens."""
         return replace(self.requires, block_size=self.block_size)
-
-    def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
-        return shareable_blocks(prompt_length, num_common, self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
@@ -112,7 +99,8 @@ class TokenEditing(Decoder):
 
     def _branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
-        start, stop = state.num_cached, (masked[0] // self.block_size + 1) * self.block_size
+        start = state.num_cached
+        stop = (masked[0] // self.block_size + 1) * self.block_size
         order = [position // self.block_size for position in range(start, stop)]
         text = state.text(start, stop)
         for position, token in zip(masked, tokens, strict=True):

@@ -98,8 +98,10 @@ def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[
     masks = is_masked.double()
     density = masks * (1 + F.pad(masks, (1, 0))[:, :-1])
     # S_(n+1) = C_n + (1 - p) S_n, summed over 1, 2, 4, ... positions.
-    step, factor = 1, 1 - decay
+    step = 1
+    factor = 1 - decay
     while step < density.shape[1]:
         density = density + factor * F.pad(density, (step, 0))[:, :-step]
-        step, factor = 2 * step, factor * factor
+        step = 2 * step
+        factor = factor * factor
     return density

@@ -8,7 +8,6 @@ from typing import ClassVar
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import canvas_branch
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
 
@@ -56,13 +55,11 @@ class APD(Decoder):
         """Return bidirectional attention, shifted predictions if ``shifted``, and a verifier."""
         return replace(self.requires, predictions=("mask_shifted", "verifier")) if self.shifted else self.requires
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas of ``max_new_tokens``."""
-        return RowState.blank(prompt, sampling, special_tokens)
-
     def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""
-        place, start, shift = state.num_committed, state.prompt_length, int(self.shifted)
+        place = state.num_committed
+        start = state.prompt_length
+        shift = int(self.shifted)
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
         round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
         first = start + place - shift
@@ -84,7 +81,8 @@ class APD(Decoder):
 
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
-        start, place = state.num_cached, state.num_committed
+        start = state.num_cached
+        place = state.num_committed
         text = [*state.prompt.token_ids, *state.tokens[:place], *drafts[:-1]]
         return Branch(
             tokens=text[start:],

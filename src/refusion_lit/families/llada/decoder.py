@@ -146,7 +146,8 @@ class LLaDA(Decoder):
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> LLaDAState:
         """Create a canvas as long as the longest response, and its schedule."""
         state = LLaDAState.blank(prompt, sampling, special_tokens)
-        length, nominal = len(state.tokens), self.block_length or sampling.max_new_tokens
+        length = len(state.tokens)
+        nominal = self.block_length or sampling.max_new_tokens
         per_block = (self.steps or sampling.max_new_tokens) // (sampling.max_new_tokens // nominal)
         for start in range(0, length, self.block_length or length):
             block = range(start, min(start + (self.block_length or length), length))
@@ -177,7 +178,8 @@ class LLaDA(Decoder):
 
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
-        statistic, forbidden = _STATISTIC.get(self.order), eos[:1] if self.forbid_eos else ()
+        statistic = _STATISTIC.get(self.order)
+        forbidden = eos[:1] if self.forbid_eos else ()
         if self.order == "origin" and self.kernel_size is not None:
             statistic = "kept"
         return Draw(
@@ -243,7 +245,8 @@ def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_p
 
 def known_around(state: RowState, place: int, kernel_size: int) -> int:
     """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
-    start, stop = place - kernel_size // 2, place + kernel_size // 2 + 1
+    start = place - kernel_size // 2
+    stop = place + kernel_size // 2 + 1
     num_prompt = min(max(-start, 0), state.prompt_length)
     return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
 

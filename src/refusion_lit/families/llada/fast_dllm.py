@@ -152,7 +152,8 @@ class FastDLLM(Decoder):
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
         lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == state.block_start
         if state.round_in_block == 0:
-            state.num_masks, state.first_was_alone = len(places), lone_first
+            state.num_masks = len(places)
+            state.first_was_alone = lone_first
         if lone_first:
             places = places[:1]
         readings = yield Forward(
@@ -169,7 +170,8 @@ class FastDLLM(Decoder):
         state.round_in_block += 1
         state.schedule_step += self.order == "entropy"
         if not any(state.is_masked[state.block_start : stop]):
-            state.block_start, state.round_in_block = stop, 0
+            state.block_start = stop
+            state.round_in_block = 0
         state.finished = not any(state.is_masked)
         state.finished |= self.stop_at_eos and state.prefix_ends
 
@@ -209,7 +211,8 @@ class FastDLLM(Decoder):
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        num_steps, done = self._num_steps(state, stop - state.block_start), int(state.first_was_alone)
+        num_steps = self._num_steps(state, stop - state.block_start)
+        done = int(state.first_was_alone)
         if self.order == "entropy":
             return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps))]
         # If the first token was unmasked alone, its step is not part of the quota.

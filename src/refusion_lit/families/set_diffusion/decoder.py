@@ -85,7 +85,8 @@ class SetDiffusion(Decoder):
 
     def _branches(self, state: SetState, active: list[int]) -> tuple[Branch, ...]:
         """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""
-        start, num_prompt = state.num_cached, max(state.prompt_length - state.num_cached, 0)
+        start = state.num_cached
+        num_prompt = max(state.prompt_length - state.num_cached, 0)
         clean = Branch(
             tokens=[*state.prompt.token_ids[start:], *(state.tokens[place] for place in state.new)],
             positions=[*range(start, start + num_prompt), *(state.prompt_length + place for place in state.new)],

@@ -70,7 +70,8 @@ class StaggeredSets(Objective):
         width, num_masks = to_host(sizes)  # in one transfer
         batch = extend_to_multiple(batch, multiple, special_tokens, width=width)
         positions, in_response = response_positions(batch)
-        num_tokens, starts = len(positions), batch.prompt_lengths[:, None]
+        num_tokens = len(positions)
+        starts = batch.prompt_lengths[:, None]
         uniform = noise.uniform("masking_time", num_tokens).gather(1, (positions - starts).clamp(min=0))
         times = staggered_times(positions - starts, lengths[:, None], uniform, self.set_size, self.reach)
         times = torch.where(in_response, times, torch.where(positions < starts, torch.inf, -torch.inf))
@@ -120,7 +121,8 @@ def staggered_times(
         reach: D.
     """
     number = length.double()
-    size, most = number.clamp(max=set_size), number.clamp(max=reach)
+    size = number.clamp(max=set_size)
+    most = number.clamp(max=reach)
     area = size / (2 * number)
     is_plain = (size == 1) | (size == most)
     width = torch.where(is_plain, 2 * area, most / (number + most - 1))

@@ -127,7 +127,8 @@ class SelfSpeculative(Decoder):
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
         """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
-        start, place = state.prompt_length, state.num_committed
+        start = state.prompt_length
+        place = state.num_committed
         text = [*state.prompt.token_ids, *state.tokens[:place]]
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text[state.num_cached :], *drafts]
@@ -150,15 +151,14 @@ class SelfSpeculative(Decoder):
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
         state.num_tested += min(accepted + 1, len(drafts))
         state.num_accepted += accepted
-        final = exact[: accepted + 1]
-        eos = state.first_eos(final)
-        final = final if eos is None else final[: eos + 1]
+        final = state.up_to_eos(exact[: accepted + 1])
         state.num_cached = start + place + accepted
-        state.finished = eos is not None or place + len(final) == len(state.tokens)
+        state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
         if not state.finished:
             drafted = yield from self._drafts(groups, read, accepted, replace(draw, proposes=self._rejects(state)))
-            state.drafts, state.proposals = drafted.tokens, drafted.proposals
+            state.drafts = drafted.tokens
+            state.proposals = drafted.proposals
 
     def _rejects(self, state: SpeculativeState) -> bool:
         return self.coupling == "rejection" and state.sampling.temperature > 0

@@ -71,7 +71,8 @@ class GatedDraft(Objective):
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
         require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
-        ids, device = batch.input_ids, batch.input_ids.device
+        ids = batch.input_ids
+        device = batch.input_ids.device
         length = ids.shape[1]
         text, _ = response_positions(batch)
         ends = batch.prompt_lengths + batch.response_lengths
@@ -128,7 +129,8 @@ def _two_pass_ranges(
         group_size: Masks of a group.
     """
     tokens = torch.arange(length + anchor.shape[1], device=anchor.device)
-    text, place = tokens[:length].expand(len(anchor), -1), tokens[length:]
+    text = tokens[:length].expand(len(anchor), -1)
+    place = tokens[length:]
     group = place - (place - length) % group_size
     start = torch.where(anchor < 0, place, group)
     to_text = torch.cat((text, anchor), 1) + 1

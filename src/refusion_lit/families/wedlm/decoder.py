@@ -73,7 +73,8 @@ class WeDLM(Decoder):
 
     def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the window; fill masks and keep the keys and values of the leading tokens."""
-        start, first_mask = max(state.num_cached - state.prompt_length, 0), state.is_masked.index(True)
+        start = max(state.num_cached - state.prompt_length, 0)
+        first_mask = state.is_masked.index(True)
         stop = first_mask + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
         branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)

@@ -78,7 +78,8 @@ class DualStream(Objective):
         With ``mask_ratio``, all blocks of a row have that share.
         """
         mask_token_id = required_mask_id(self, special_tokens)
-        num_tokens, size = batch.input_ids.shape[1], self.block_size
+        num_tokens = batch.input_ids.shape[1]
+        size = self.block_size
         positions, in_response = response_positions(batch)
         lengths = batch.prompt_lengths + batch.response_lengths
         is_real = positions < lengths[:, None]
@@ -109,7 +110,8 @@ class DualStream(Objective):
         self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> tuple[Bool[Tensor, "batch token"], Float[Tensor, "batch token"]]:
         """Draw which tokens are masked, exactly a share of each block; return them and their weights."""
-        num_tokens, size = in_response.shape[1], self.block_size
+        num_tokens = in_response.shape[1]
+        size = self.block_size
         num_blocks = -(-num_tokens // size)
         if mask_ratio is None:
             ratio = noise.uniform("block_ratio", num_blocks).clamp(min=_MIN_RATIO)
