@@ -30,6 +30,9 @@ class Objective(ABC):
     Attributes:
         chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
             number that fits in 64 MB. Changes memory and speed, not the loss.
+
+    Class attributes:
+        term: Name of the only loss term; objectives with several override :attr:`terms`.
     """
 
     term: ClassVar[str] = "loss"
