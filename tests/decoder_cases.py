@@ -59,7 +59,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
     ],
-    LLaDA: [{"order": "entropy", "order_temperature": 0.5}, {"order": "origin", "steps": 4}],
+    LLaDA: [{"order": "entropy"}, {"order": "origin", "steps": 4}],
     FastDLLM: [
         {"threshold": None, "factor": 1.0, "cache": "prefix", "block_length": 5},
         {"threshold": 0.5, "cache": "dual", "block_length": 6, "shifted": True},

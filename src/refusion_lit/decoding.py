@@ -23,9 +23,8 @@ from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.set_diffusion.decoder import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm.decoder import WeDLM
-from refusion_lit.refusion.decoder import ReFusion
+from refusion_lit.refusion.decoder import RecomputeKV, ReFusion
 from refusion_lit.refusion.first_hitting import FirstHitting
-from refusion_lit.refusion.recompute_kv import RecomputeKV
 from refusion_lit.refusion.search import SlotSearch
 
 if TYPE_CHECKING:

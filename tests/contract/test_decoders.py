@@ -162,7 +162,7 @@ def chance_remains(decoder: Decoder) -> bool:
         return decoder.selection == "random"
     if isinstance(decoder, FirstHitting):
         return True
-    return isinstance(decoder, LLaDA) and (decoder.order in ("random", "origin") or decoder.order_temperature > 0)
+    return isinstance(decoder, LLaDA) and decoder.order in ("random", "origin")
 
 
 @each_decoder

@@ -171,7 +171,7 @@ def test_a_model_that_always_wants_to_end_fills_holes_and_ends_after_them(decode
 
 def test_a_decoder_that_does_not_say_that_it_can_refuses() -> None:
     class Newcomer(LLaDA):
-        refusal = Decoder.refusal  # type: ignore[assignment]
+        refuses = Decoder.refuses
 
     with pytest.raises(ValueError, match=r"Newcomer does not override Decoder\.refusal"):
         run(Newcomer(), "a_a")

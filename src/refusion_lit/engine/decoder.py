@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from refusion_lit.engine.requests import Steps
+from refusion_lit.engine.requests import Branch, Steps
 from refusion_lit.types import (
     AttentionKind,
     ModelTraits,
@@ -80,6 +80,7 @@ class RowState:
         num_rows: Maximum number of prompts that share a forward. Set by the engine.
         num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
+        num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
     """
 
     prompt: Prompt
@@ -96,6 +97,7 @@ class RowState:
     forward_cost: float = 32.0
     num_rows: int = 1
     num_shared: int = 0
+    num_cached: int = 0
 
     def __post_init__(self) -> None:
         """Start with nothing committed."""
@@ -151,6 +153,38 @@ class RowState:
         assert mask is not None, "the decoder feeds mask tokens, but its requirements do not say so"
         return mask
 
+    def text(self, start: int, stop: int) -> list[int]:
+        """Return the input at positions ``start`` to ``stop``: prompt, final tokens, and masks elsewhere."""
+        places = range(max(start - self.prompt_length, 0), stop - self.prompt_length)
+        canvas = [self.mask_token_id if self.is_masked[place] else self.tokens[place] for place in places]
+        return [*self.prompt.token_ids[start:stop], *canvas]
+
+    def masked(self, start: int, stop: int) -> list[int]:
+        """Return the masked positions from ``start`` to ``stop``."""
+        return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
+
+    def branch(
+        self, start: int, stop: int, predicted: Sequence[int], *, order: Sequence[int] | None = None, shift: int = 0
+    ) -> Branch:
+        """Return the text at positions ``start`` to ``stop`` after everything cached before it.
+
+        Args:
+            start: First position.
+            stop: Position after the last one.
+            predicted: Positions whose tokens are drawn.
+            order: Order of each token; a token sees tokens of the same or a lower order. ``None``: causal.
+            shift: Predicted position minus the position whose logits are read.
+        """
+        return Branch(
+            tokens=self.text(start, stop),
+            positions=range(start, stop),
+            order=order,
+            visible=((0, start),),
+            write_at=start,
+            shift=shift,
+            draft_at=[position - shift - start for position in predicted],
+        )
+
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
         """Make tokens final.
 
@@ -165,6 +199,11 @@ class RowState:
             self.committed.append(place)
             self.commit_rounds[place] = self.num_forwards
 
+    def up_to_eos(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return tokens up to their first end of sequence."""
+        eos = self.first_eos(tokens)
+        return tokens if eos is None else tokens[: eos + 1]
+
     def first_eos(self, tokens: Sequence[int]) -> int | None:
         """Return the index of the first end of sequence among tokens, if there is one."""
         return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
@@ -172,9 +211,7 @@ class RowState:
     def final_prefix(self) -> list[int]:
         """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`."""
         length = self.is_masked.index(True) if True in self.is_masked else len(self.is_masked)
-        prefix = self.tokens[: min(length, self.max_length)]
-        eos = self.first_eos(prefix)
-        return prefix if eos is None else prefix[: eos + 1]
+        return list(self.up_to_eos(self.tokens[: min(length, self.max_length)]))
 
     @property
     def prefix_ends(self) -> bool:
@@ -198,9 +235,18 @@ class Decoder(ABC):
     A decoder handles one prompt and plain Python numbers. The engine runs many prompts at once: it batches their
     forwards, counts, streams and cuts, so rows cannot influence each other. Subclasses are frozen, keyword-only
     dataclasses that check their options on construction.
+
+    Class attributes:
+        requires: What it needs of a model, where no option changes that; see :meth:`requirements`.
+        shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
+            reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
+        refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
+            :meth:`refusal`.
     """
 
     requires: ClassVar[ModelRequirements]
+    shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
+    refuses: ClassVar[str | None] = ""
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""
@@ -224,13 +270,14 @@ class Decoder(ABC):
     def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
         """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
 
-        Decoders that do not override this method refuse all templates. A decoder that keeps given tokens creates a
-        canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits masked places only.
-        The engine draws no end of sequence in a hole.
+        Decoders that neither set ``refuses`` nor override this method refuse all templates. A decoder that keeps given
+        tokens creates a canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits
+        masked places only. The engine draws no end of sequence in a hole.
         """
-        return f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
+        unsaid = f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
+        return unsaid if self.refuses == "" else self.refuses
 
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return how many leading prompt tokens may be copied from the cache of another prompt.
 
         A decoder may return more than 0 if three conditions hold. From the first forward to the last, the cache holds
@@ -242,11 +289,11 @@ class Decoder(ABC):
             prompt_length: Tokens of the prompt.
             num_common: Leading tokens that both prompts have.
         """
-        return 0
+        return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 
-    @abstractmethod
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the state of one prompt, usually by :meth:`RowState.blank`."""
+        """Create the state of one prompt by :meth:`RowState.blank`; by default a canvas of :func:`max_length`."""
+        return RowState.blank(prompt, sampling, special_tokens)
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:
@@ -256,3 +303,9 @@ class Decoder(ABC):
 def most_certain(confidences: Sequence[float], count: int | None = None) -> list[int]:
     """Return the indices of the ``count`` highest confidences (all by default), best first, ties to the lower index."""
     return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]
+
+
+def above_or_best(confidences: Sequence[float], threshold: float) -> list[int]:
+    """Return the indices of the confidences above a threshold, in order, or of the highest one if there are none."""
+    above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
+    return above or most_certain(confidences, 1)

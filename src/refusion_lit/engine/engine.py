@@ -200,6 +200,7 @@ class Engine:
             self.cache.copy(admitted.source, admitted.storage, admitted.num_shared)
             self.num_shared += admitted.num_shared
             state.num_shared = admitted.num_shared
+            state.num_cached = admitted.num_shared
         steps = self._steps(state)
         state.finished = state.prefix_ends  # everything is given
         return InFlight(

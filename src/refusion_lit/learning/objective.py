@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -27,6 +28,9 @@ The head of a large vocabulary dominates training memory: float32 logits of 4 x 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``."""
 
+MaskRatio = Float[Tensor, " batch"] | None
+"""Given mask probabilities of a batch's rows, in (0, 1]; ``None``: they are drawn."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
@@ -37,14 +41,17 @@ class Objective(ABC):
     Attributes:
         chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
             number that fits in 64 MB. Changes memory and speed, not the loss.
+
+    Class attributes:
+        term: Name of the only loss term; objectives with several override :attr:`terms`.
     """
 
+    term: ClassVar[str] = "loss"
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check the options; subclasses extend it."""
-        if self.chunk_size is not None:
-            require_at_least("objective.chunk_size", self.chunk_size, 1)
+        require_at_least("objective.chunk_size", self.chunk_size, 1, optional=True)
 
     @property
     @abstractmethod
@@ -52,9 +59,9 @@ class Objective(ABC):
         """What a model trained with this objective can do: its attention pattern and the meaning of its logits."""
 
     @property
-    @abstractmethod
     def terms(self) -> Mapping[str, float]:
-        """The loss terms: each one's coefficient in the total by its name, in order."""
+        """The loss terms: each one's coefficient in the total by its name, in order; by default ``term`` alone."""
+        return {self.term: 1.0}
 
     def at(self, progress: float) -> Objective:  # noqa: ARG002
         """Return the objective as it is at a point of training: itself, where no option changes in the course of it.
@@ -71,7 +78,7 @@ class Objective(ABC):
         noise: KeyedNoise,
         special_tokens: SpecialTokens,
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        mask_ratio: MaskRatio = None,
     ) -> CorruptedBatch:
         """Mask part of the responses and label what is to be predicted.
 
@@ -207,9 +214,7 @@ def required_mask_id(objective: Objective, special_tokens: SpecialTokens) -> int
     return special_tokens.mask_token_id
 
 
-def mask_probability(
-    noise: KeyedNoise, eps: float, mask_ratio: Float[Tensor, " batch"] | None
-) -> Float[Tensor, " batch"]:
+def mask_probability(noise: KeyedNoise, eps: float, mask_ratio: MaskRatio) -> Float[Tensor, " batch"]:
     """Return each row's mask probability: ``(1 - eps) t + eps`` with t uniform in [0, 1), or the given ratio.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
-from refusion_lit.refusion.slots import Plan, ReFusionState
+from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
@@ -55,6 +55,8 @@ class ReFusion(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="causal", predictions=("mask", "next_token_in_slot")
     )
+    shares = "all"
+    refuses = None  # given tokens join the context, at their own positions
 
     slot_size: int = 8
     num_serial_blocks: int | None = None
@@ -70,8 +72,7 @@ class ReFusion(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_at_least("slot_size", self.slot_size, 1)
-        if self.num_serial_blocks is not None:
-            require_at_least("num_serial_blocks", self.num_serial_blocks, 1)
+        require_at_least("num_serial_blocks", self.num_serial_blocks, 1, optional=True)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
@@ -79,17 +80,16 @@ class ReFusion(Decoder):
         require_choice("infill", self.infill, ("mask", "autoregressive"))
         require_choice("fused", self.fused, (True, False))
         require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
-        takes_k, needs_k = self.selection != "threshold", self.selection in ("top_k", "capped")
+        takes_k = self.selection != "threshold"
+        needs_k = self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
         holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
         require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_slots, num_blocks = self._num_slots(sampling), self._num_serial_blocks(sampling)
-        expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
-        fix = "use fewer serial blocks, smaller slots or more new tokens"
-        require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
+        num_blocks = min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
+        require_serial_blocks(num_blocks, self.slot_size, sampling)
 
     def fitted(self, sampling: SamplingParams) -> ReFusion:
         """Return the decoder with no more serial blocks than slots."""
@@ -97,18 +97,8 @@ class ReFusion(Decoder):
             return self
         return replace(self, num_serial_blocks=min(self.num_serial_blocks, self._num_slots(sampling)))
 
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens join the context, at their own positions."""
-
     def _num_slots(self, sampling: SamplingParams) -> int:
         return -(-sampling.max_new_tokens // self.slot_size)
-
-    def _num_serial_blocks(self, sampling: SamplingParams) -> int:
-        return min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
@@ -119,7 +109,8 @@ class ReFusion(Decoder):
         if not state.remaining:
             state.remaining = state.upcoming_block()
             state.next_block += 1
-        plan, state.planned = state.planned, None
+        plan = state.planned
+        state.planned = None
         if plan is None:
             plan = yield from self._plan(state)
         chosen, tokens = yield from self._choose(state, plan)
@@ -144,7 +135,9 @@ class ReFusion(Decoder):
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         assert plan.slots == state.remaining
-        groups, reading, draw = list(pairwise(state.bounds(plan.slots))), plan.reading, self._draw(state)
+        groups = list(pairwise(state.bounds(plan.slots)))
+        reading = plan.reading
+        draw = self._draw(state)
         state.num_plans += 1
         if self.certainty == "first":
             chosen = self._chosen(state, reading.probabilities)
@@ -153,7 +146,8 @@ class ReFusion(Decoder):
             if rest:
                 draft_at = (*[()] * (plan.num_branches - 1), rest)
                 others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
-                following, sizes = iter(others), [groups[i][1] - groups[i][0] for i in chosen]
+                following = iter(others)
+                sizes = [groups[i][1] - groups[i][0] for i in chosen]
                 tokens = [token for first, size in zip(tokens, sizes, strict=True)
                           for token in (first, *islice(following, size - 1))]  # fmt: skip
         else:
@@ -199,7 +193,8 @@ class ReFusion(Decoder):
 
     def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
         """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
-        length, bounds = [*passes, False].index(False), state.bounds(chosen)
+        length = [*passes, False].index(False)
+        bounds = state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
         has_passed = eos is not None or num_accepted == len(tokens)
@@ -243,12 +238,15 @@ class ReFusion(Decoder):
         self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int
     ) -> Steps[Reading]:
         """Forward a branch followed by the masks of the next plan, which see its first ``num_seen`` tokens."""
-        state.planned, keep = None, state.take_keep()
+        state.planned = None
+        keep = state.take_keep()
         if not self.fused or not upcoming:
             return (yield Forward(phase=phase, branches=(branch,), draw=self._draw(state), keep=keep))[0]
-        seen, write_at = branch.write_at + num_seen, branch.write_at + len(branch.tokens)
+        seen = branch.write_at + num_seen
+        write_at = branch.write_at + len(branch.tokens)
         branches = (branch, self._masks(state, upcoming, num_seen=seen, write_at=write_at))
-        phase, draw = f"{phase}+plan", self._draw(state)
+        phase = f"{phase}+plan"
+        draw = self._draw(state)
         readings = yield Forward(phase=phase, branches=branches, draw=draw, packed=True, keep=keep)
         state.planned = Plan(upcoming, 0, 2, readings[-1])
         return readings[0]
@@ -259,7 +257,8 @@ class ReFusion(Decoder):
     ) -> Branch:  # fmt: skip
         """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
         positions = [*(position for _, position in known), *state.positions(slots)]
-        by_first, groups = self.certainty == "first", [len(known) + bound for bound in state.bounds(slots)]
+        by_first = self.certainty == "first"
+        groups = [len(known) + bound for bound in state.bounds(slots)]
         return Branch(
             tokens=[*(token for token, _ in known), *[state.mask_token_id] * (len(positions) - len(known))],
             positions=positions,
@@ -270,6 +269,24 @@ class ReFusion(Decoder):
 
     def _draw(self, state: ReFusionState) -> Draw:
         return Draw(sampling=state.sampling, round=state.num_plans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeKV(ReFusion):
+    """ReFusion with an extra forward after each parallel infill that recomputes keys and values.
+
+    In the recomputed keys and values, slots filled in parallel see each other: the paper's ablation of key/value reuse.
+    """
+
+    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:
+        branch = Branch(
+            tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
+            positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],
+            visible=((0, state.context_length),),
+            write_at=state.context_length,
+        )
+        yield from self._forward_and_plan(state, "recompute", branch, upcoming, len(branch.tokens))
+        state.context_length += len(branch.tokens)
 
 
 def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:

@@ -61,13 +61,14 @@ class _Decoding:
     """One prompt. The cache holds the context: the prompt and all accepted tokens, in the order of acceptance."""
 
     def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any]) -> None:
-        self.model, self.prompt, self.limit, self.options = model, prompt, limit, options
-        self.size, self.cache, self.text, self.ended = (
-            options["slot_size"],
-            DynamicCache(config=model.config),
-            {},
-            False,
-        )
+        self.model = model
+        self.prompt = prompt
+        self.limit = limit
+        self.options = options
+        self.size = options["slot_size"]
+        self.cache = DynamicCache(config=model.config)
+        self.text = {}
+        self.ended = False
         self.mask = model.config.mask_token_id
         eos = model.generation_config.eos_token_id
         eos = model.config.eos_token_id if eos is None else eos
@@ -93,7 +94,8 @@ class _Decoding:
 
     def forward(self, tokens: list[int], positions: Any, keep: int = 0) -> torch.Tensor:
         """Return float32 logits [token, vocab] after the context; keep the first ``keep`` tokens in it."""
-        length, device = self.cache.get_seq_length(), self.model.device
+        length = self.cache.get_seq_length()
+        device = self.model.device
         visible = torch.ones(1, 1, len(tokens), length + len(tokens), dtype=torch.bool, device=device).tril(length)
         output = self.model(
             input_ids=torch.tensor([tokens], device=device),
@@ -125,7 +127,8 @@ class _Decoding:
     def round(self) -> None:
         """Plan, verify together, accept whole slots or fill the chosen ones in."""
         drafts, chosen = self.plan()
-        size, tokens = self.size, [token for slot in chosen for token in drafts[slot]]
+        size = self.size
+        tokens = [token for slot in chosen for token in drafts[slot]]
         logits = self.forward(tokens, self.at(chosen), keep=len(tokens))
         passes = [i % size == 0 or self.passes(logits[i - 1], token) for i, token in enumerate(tokens)]
         length = passes.index(False) if False in passes else len(tokens)
@@ -164,7 +167,8 @@ class _Decoding:
             for i, slot in enumerate(slots):
                 if accepted[i] == self.size or ends[i]:
                     continue
-                n, positions = accepted[i], self.at([slot])
+                n = accepted[i]
+                positions = self.at([slot])
                 logits = self.forward(drafts[i][:n] + [self.mask] * (self.size - n), positions)
                 drafts[i] = drafts[i][:n] + self.best(logits[n:])
                 logits = self.forward(drafts[i], positions)
@@ -174,8 +178,12 @@ class _Decoding:
             for i in range(len(slots)):
                 end = next((j for j in range(seen, accepted[i]) if drafts[i][j] in self.eos), None)
                 if end is not None:
-                    accepted[i], ends[i] = end + 1, True
-                    slots, drafts, accepted, ends = slots[: i + 1], drafts[: i + 1], accepted[: i + 1], ends[: i + 1]
+                    accepted[i] = end + 1
+                    ends[i] = True
+                    slots = slots[: i + 1]
+                    drafts = drafts[: i + 1]
+                    accepted = accepted[: i + 1]
+                    ends = ends[: i + 1]
                     break
             seen = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
         self.store(slots, [tokens[:n] for tokens, n in zip(drafts, accepted, strict=True)])
@@ -183,7 +191,8 @@ class _Decoding:
 
     def store(self, slots: list[int], rows: list[list[int]]) -> None:
         """Put filled slots into the context; each one's keys and values have seen the old context and itself only."""
-        length, kept = self.cache.get_seq_length(), []
+        length = self.cache.get_seq_length()
+        kept = []
         layers: Any = self.cache.layers
         for slot, tokens in zip(slots, rows, strict=True):
             self.forward(tokens, self.at([slot])[: len(tokens)], keep=len(tokens))

@@ -22,12 +22,10 @@ class GroupState(RowState):
     Attributes:
         groups: Groups of canvas places; each group is decoded in one forward, in this order.
         num_done: Number of decoded groups.
-        context_length: Number of cache entries of clean tokens.
     """
 
     groups: list[list[int]] = field(default_factory=list)
     num_done: int = 0
-    context_length: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +47,16 @@ class FirstHitting(Decoder):
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    shares = "all"
+    refuses = None  # given tokens join the context, at their own positions
 
     num_steps: int | None = 16
     diffusion_share: float = 0.75
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        if self.num_steps is not None:
-            require_at_least("num_steps", self.num_steps, 1)
+        require_at_least("num_steps", self.num_steps, 1, optional=True)
         require_probability("diffusion_share", self.diffusion_share)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens join the context, at their own positions."""
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
         """Create a canvas and draw the groups of its masks."""
@@ -94,24 +86,26 @@ class FirstHitting(Decoder):
 
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
         """Feed the group before clean and this one as masks; draw its tokens."""
-        group, start = state.groups[state.num_done], state.prompt_length
+        group = state.groups[state.num_done]
+        start = state.prompt_length
         if state.num_done == 0:
-            state.context_length = state.num_shared
             known = state.known[state.num_shared :]
-            clean, positions = [token for token, _ in known], [position for _, position in known]
+            clean = [token for token, _ in known]
+            positions = [position for _, position in known]
         else:
             before = state.groups[state.num_done - 1]
-            clean, positions = [state.tokens[place] for place in before], [start + place for place in before]
+            clean = [state.tokens[place] for place in before]
+            positions = [start + place for place in before]
         branch = Branch(
             tokens=[*clean, *[state.mask_token_id] * len(group)],
             positions=[*positions, *(start + place for place in group)],
-            visible=((0, state.context_length),),
-            write_at=state.context_length,
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
             draft_at=range(len(clean), len(clean) + len(group)),
         )
         draw = Draw(sampling=state.sampling, round=state.num_done, with_probability=False)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
-        state.context_length += len(clean)
+        state.num_cached += len(clean)
         state.num_done += 1
         state.commit(group, reading.tokens)
         state.finished = state.num_done == len(state.groups) or state.prefix_ends

@@ -90,7 +90,8 @@ class SlotInfill:
         shift: int = 0,
     ) -> Branch:
         """Return the branch that feeds a slot's tokens after those that are cached."""
-        first, cached = self.cache_index(slot), slot.num_cached
+        first = self.cache_index(slot)
+        cached = slot.num_cached
         return Branch(
             tokens=tokens,
             positions=range(slot.start + cached, slot.start + cached + len(tokens)),
@@ -117,7 +118,8 @@ class SlotInfill:
         for place, slot in enumerate(self.slots):
             eos = None if slot.ends else self.state.first_eos(slot.tokens[: slot.num_accepted])
             if eos is not None:
-                slot.num_accepted, slot.ends = eos + 1, True
+                slot.num_accepted = eos + 1
+                slot.ends = True
                 slot.num_cached = min(slot.num_cached, eos + 1)
                 self.found_eos = True
             if slot.ends:

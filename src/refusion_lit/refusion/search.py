@@ -8,17 +8,17 @@ restarts after each committed slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log, sqrt
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import exp, fsum, log, sqrt
 from sys import float_info
 from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements
-from refusion_lit.engine.requests import Branch, Draw, Steps
-from refusion_lit.refusion.search_tree import Node, SearchState
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
+from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require_at_least, require_choice
 
 EXPLORATION = 1.0
 """Weight of the prior against the value, c of PUCT."""
@@ -28,6 +28,132 @@ PRIOR_TEMPERATURE = 0.5
 
 IMMEDIATE_WEIGHT = 0.5
 """Weight of the first slot's confidence in a simulation's value, lambda; the rest is that of the slots after it."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Node of the search tree: a slot decoded after those on its path; the root holds text that is not cached yet.
+
+    Attributes:
+        parent: The node before it; ``None`` at the root.
+        slot: Its slot; -1 at the root.
+        positions: Positions of its tokens, including those of a slot that are not filled yet.
+        tokens: Its tokens.
+        write_at: Cache index of its first token; the other tokens follow.
+        remaining: Slots that may be decoded next, in text order.
+        probabilities: Probabilities of its tokens when they were drawn.
+        ends: Whether its last token is an end of sequence.
+        num_fed: Number of leading tokens whose keys and values are stored.
+        drafts: First token of each remaining slot and its probability, by slot; ``None`` before the plan.
+        children: Decoded slots, by slot.
+        num_visits: Number of simulations through this node.
+        value: Sum of the values of these simulations.
+    """
+
+    parent: Node | None
+    slot: int
+    positions: Sequence[int]
+    tokens: list[int]
+    write_at: int
+    remaining: list[int]
+    probabilities: list[float] = field(default_factory=list)
+    ends: bool = False
+    num_fed: int = 0
+    drafts: dict[int, tuple[int, float]] | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+    num_visits: int = 0
+    value: float = 0.0
+
+    @property
+    def path(self) -> Iterator[Node]:
+        """This node and those before it, the root last."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def visible(self) -> tuple[tuple[int, int], ...]:
+        """Cache entries of the context and of all tokens on the path that are stored."""
+        nodes = list(self.path)
+        ranges = [(node.write_at, node.write_at + node.num_fed) for node in reversed(nodes)]
+        return ((0, nodes[-1].write_at), *ranges)
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots on the path in the order they were decoded in."""
+        return [node.slot for node in self.path if node.parent is not None][::-1]
+
+    @property
+    def mean_value(self) -> float:
+        """Mean value of its simulations; 0 before the first."""
+        return self.value / self.num_visits if self.num_visits else 0.0
+
+    @property
+    def confidence(self) -> float:
+        """Mean probability of its slot's tokens; those after an end of sequence do not count."""
+        return fsum(self.probabilities) / len(self.probabilities)
+
+    def score(self) -> float:
+        """Return the mean log-probability of all tokens on the path, in nats."""
+        return mean_log([p for node in self.path for p in node.probabilities] or [1.0])
+
+
+@dataclass(kw_only=True)
+class SearchState(SlotState):
+    """State of a search.
+
+    Attributes:
+        root: Root of the search tree: the committed text and the remaining slots of the current serial block.
+        top: First free cache index after the context and the tree.
+        num_plans: Number of plans made so far; keys their noise.
+        keep: Pending compaction of the cache by the next forward.
+    """
+
+    root: Node
+    top: int = 0
+    num_plans: int = 0
+    keep: Compaction | None = None
+
+    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
+        """Return a forward of branches in one row, after the pending compaction."""
+        keep = self.keep
+        self.keep = None
+        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
+
+    def begin_block(self) -> None:
+        """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
+        root = self.root
+        root.remaining = self.upcoming_block()
+        root.drafts = None
+        if self.next_block == 0:  # the engine has copied the shared tokens: do not feed them
+            root.write_at = self.num_shared
+            self.top = len(self.known)
+            new = self.known[self.num_shared :]
+            root.tokens = [token for token, _ in new]
+            root.positions = [position for _, position in new]
+        self.next_block += 1
+
+    def commit_path(self, leaf: Node) -> None:
+        """Make the slots on a path final; the leaf becomes the root of the next search."""
+        path = [*leaf.path][::-1]
+        for node in path[1:]:
+            self.commit(self.slots[node.slot][: len(node.tokens)], node.tokens)
+        stored = [node.write_at + i for node in path for i in range(node.num_fed)]
+        num_leading = path[0].write_at
+        if self.keep is None:
+            self.keep = Compaction(num_leading, stored)
+        assert not stored or self.keep.indices == stored, "the compaction before has not been made yet"
+        length = num_leading + len(stored)
+        unfed = leaf.tokens[leaf.num_fed :]
+        positions = leaf.positions[leaf.num_fed :]
+        self.root = Node(None, -1, positions, unfed, length, leaf.remaining, drafts=leaf.drafts)
+        self.top = length + len(unfed)
+
+
+def mean_log(probabilities: list[float]) -> float:
+    """Return the mean logarithm of probabilities; 0 counts as the smallest positive number."""
+    return fsum(log(max(p, float_info.min)) for p in probabilities) / len(probabilities)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +183,8 @@ class SlotSearch(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="causal", predictions=("mask", "next_token_in_slot")
     )
+    shares = "all"
+    refuses = None  # given tokens join the context, at their own positions
 
     slot_size: int = 8
     num_serial_blocks: int = 1
@@ -74,21 +202,12 @@ class SlotSearch(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_slots = -(-sampling.max_new_tokens // self.slot_size)
-        expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {self.slot_size})"
-        fix = "use fewer serial blocks, smaller slots or more new tokens"
-        require(self.num_serial_blocks <= num_slots, "num_serial_blocks", expected, self.num_serial_blocks, fix)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens join the context, at their own positions."""
+        require_serial_blocks(self.num_serial_blocks, self.slot_size, sampling)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SearchState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        sizes, root = (self.slot_size, self.num_serial_blocks), Node(None, -1, [], [], 0, [])
+        sizes = (self.slot_size, self.num_serial_blocks)
+        root = Node(None, -1, [], [], 0, [])
         return SearchState.cut(prompt, sampling, special_tokens, *sizes, root=root)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
@@ -155,7 +274,8 @@ class SlotSearch(Decoder):
             children = yield from self._fill(state, pairs)
             pool = [*(node for node in beams if not node.remaining), *children]
             seen: set[frozenset[int]] = set()
-            best, others = [], []
+            best = []
+            others = []
             for node in sorted(pool, key=lambda node: (-node.score(), node.slots)):
                 slots = frozenset(node.slots)
                 (others if slots in seen else best).append(node)
@@ -173,15 +293,19 @@ class SlotSearch(Decoder):
 
     def _plan(self, state: SearchState, nodes: Sequence[Node]) -> Steps[None]:
         """Draft the first token of each remaining slot after each of the nodes, in one forward."""
-        nodes, branches, at = [node for node in nodes if node.drafts is None], [], state.top
+        nodes = [node for node in nodes if node.drafts is None]
+        branches = []
+        at = state.top
         if not nodes:
             return
         for node in nodes:
             if unfed := node.tokens[node.num_fed :]:
-                positions, write_at = node.positions[node.num_fed : len(node.tokens)], node.write_at + node.num_fed
+                positions = node.positions[node.num_fed : len(node.tokens)]
+                write_at = node.write_at + node.num_fed
                 branches.append(Branch(tokens=unfed, positions=positions, visible=node.visible, write_at=write_at))
                 node.num_fed = len(node.tokens)
-            positions, firsts = state.positions(node.remaining), state.bounds(node.remaining)[:-1]
+            positions = state.positions(node.remaining)
+            firsts = state.bounds(node.remaining)[:-1]
             masks = [state.mask_token_id] * len(positions)
             branches.append(
                 Branch(tokens=masks, positions=positions, visible=node.visible, write_at=at, draft_at=firsts)
@@ -231,5 +355,6 @@ class SlotSearch(Decoder):
     def _is_complete(self, state: SearchState, child: Node) -> bool:
         """Whether a slot is full or has an end of sequence; after an end, only slots before it may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
-            child.ends, child.remaining = True, [slot for slot in child.remaining if slot < child.slot]
+            child.ends = True
+            child.remaining = [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from refusion_lit.engine.decoder import RowState, max_length
 from refusion_lit.engine.requests import Compaction, Reading
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require
 
 State = TypeVar("State", bound="SlotState")
 
@@ -39,7 +40,8 @@ class SlotState(RowState):
         **fields: Any,  # noqa: ANN401 - fields of the subclass
     ) -> State:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        length, given = max_length(prompt, sampling, special_tokens), prompt.given[: prompt.given_length]
+        length = max_length(prompt, sampling, special_tokens)
+        given = prompt.given[: prompt.given_length]
         slots, blocks = slot_grid(given, length, slot_size, num_serial_blocks)
         length = max([len(given), *(slot.stop for slot in slots)])
         return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks, **fields)
@@ -103,7 +105,8 @@ class ReFusionState(SlotState):
 
     def take_keep(self) -> Compaction | None:
         """Return the pending compaction, once."""
-        keep, self.keep = self.keep, None
+        keep = self.keep
+        self.keep = None
         return keep
 
     def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
@@ -115,6 +118,14 @@ class ReFusionState(SlotState):
         """Return the slots of the next plan, once slots are taken."""
         left = self.left(taken, ends=ends)
         return left if left or ends or self.has_eos else self.upcoming_block()
+
+
+def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingParams) -> None:
+    """Refuse more serial blocks than slots."""
+    num_slots = -(-sampling.max_new_tokens // slot_size)
+    expected = f"at most {num_slots} ({sampling.max_new_tokens} new tokens in slots of {slot_size})"
+    fix = "use fewer serial blocks, smaller slots or more new tokens"
+    require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
 
 
 def slot_grid(
@@ -140,7 +151,8 @@ def slot_grid(
     stops = [place + 1 for place in unknown if given[place + 1] is not None]
     slots = [range(first, min(first + slot_size, stop)) for start, stop in zip(starts, stops, strict=True)
              for first in range(start, stop, slot_size)]  # fmt: skip
-    blocks, num_inner = _equal_blocks(range(len(slots)), num_serial_blocks), len(slots)
+    blocks = _equal_blocks(range(len(slots)), num_serial_blocks)
+    num_inner = len(slots)
     rest = range(len(given), length, slot_size)
     outer = _equal_blocks(range(num_inner, num_inner + len(rest)), num_serial_blocks)
     if outer:  # whole blocks

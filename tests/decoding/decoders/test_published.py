@@ -59,9 +59,7 @@ def test_llada(setting: int, batch_size: int) -> None:
 @pytest.mark.parametrize("setting", range(17))
 def test_dream(setting: int, batch_size: int) -> None:
     options = reference("dream_generate")["settings"][setting]
-    decoder = LLaDA(
-        steps=options["steps"], order=options["alg"], order_temperature=options.get("alg_temp", 0.0), shifted=True
-    )
+    decoder = LLaDA(steps=options["steps"], order=options["alg"], shifted=True)
     filters = {"top_p": options.get("top_p", 1.0), "top_k": options.get("top_k")}
     sampling = SamplingParams(max_new_tokens=options["gen_length"], **filters)
     check("dream_generate", setting, decoder, sampling, batch_size)

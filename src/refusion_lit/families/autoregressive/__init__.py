@@ -1,1 +1,1 @@
-"""Next-token models: the baseline."""
+"""Next-token models: the baseline. A decoder and an objective, both called ``Autoregressive``."""

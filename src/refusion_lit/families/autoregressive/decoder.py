@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.engine.requests import Draw, Forward, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,35 +19,17 @@ class Autoregressive(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="causal", predictions=("next_token",), mask_token=False
     )
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all common tokens but the prompt's last one, whose logits are read."""
-        return min(num_common, prompt_length - 1)
-
-    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: attention is causal, so a token does not see given tokens to its right."""
-        return "it writes from left to right and sees no text on the right of a token"
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas of ``max_new_tokens``."""
-        return RowState.blank(prompt, sampling, special_tokens)
+    shares = "all_but_last"
+    refuses = "it writes from left to right and sees no text on the right of a token"
 
     def step(self, state: RowState) -> Steps[None]:
         """Feed what is not cached yet and draw the next token."""
         place = state.num_committed
         end = state.prompt_length + place
-        tokens = [state.tokens[place - 1]] if place else state.prompt.token_ids[state.num_shared :]
-        num_cached = end - len(tokens)
-        branch = Branch(
-            tokens=tokens,
-            positions=range(num_cached, end),
-            visible=((0, num_cached),),
-            write_at=num_cached,
-            shift=1,
-            draft_at=(len(tokens) - 1,),
-        )
+        branch = state.branch(state.num_cached, end, [end], shift=1)
         draw = Draw(sampling=state.sampling, with_probability=False)
         readings = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
         token = readings[0].tokens[0]
+        state.num_cached = end
         state.commit([place], [token])
         state.finished = token in state.special_tokens.eos_token_ids or place + 1 == len(state.tokens)

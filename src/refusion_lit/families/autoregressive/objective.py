@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -24,15 +21,12 @@ class Autoregressive(Objective):
     term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
     """
 
+    term = "ar"
+
     @property
     def traits(self) -> ModelTraits:
         """Causal attention; every token predicts the next."""
         return ModelTraits(attention="causal", predictions=("next_token",))
-
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The next-token term."""
-        return {"ar": 1.0}
 
     def corrupt(
         self,
@@ -40,7 +34,7 @@ class Autoregressive(Objective):
         noise: KeyedNoise,  # noqa: ARG002 - part of the interface
         special_tokens: SpecialTokens,  # noqa: ARG002
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002
+        mask_ratio: MaskRatio = None,  # noqa: ARG002
     ) -> CorruptedBatch:
         """Label each position with the response token after it; noise and mask ratios have no effect."""
         positions, in_response = response_positions(batch)

@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
+from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
 
 @dataclass(kw_only=True)
-class PipelineState(BlockState):
+class PipelineState(RowState):
     """State of D2F.
 
     Attributes:
@@ -42,7 +37,7 @@ class PipelineState(BlockState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class D2F(Decoder):
+class D2F(BlockDecoder):
     """Decodes several blocks at once: a block is opened as soon as enough of the one before it is known.
 
     A forward feeds the complete blocks that are not cached yet and all open ones. Attention is block-causal: a block
@@ -70,30 +65,25 @@ class D2F(Decoder):
         prompt_is_block: The prompt is one block, and blocks are counted from the response on, as D2F is trained.
             ``False``: from position 0, prompt included, for models of :class:`~refusion_lit.objectives.BlockMasked`,
             which never saw masks in an earlier block.
-        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="block_causal", predictions=("mask",), prompt_is_block=True
     )
 
-    block_size: int = 32
     threshold: float = 0.9
     add_threshold: float = 0.1
     activate_threshold: float = 0.95
     num_open_blocks: int | None = None
     shifted: bool = False
     prompt_is_block: bool = True
-    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
+        super().__post_init__()
         for name in ("threshold", "add_threshold", "activate_threshold"):
             require_probability(name, getattr(self, name))
-        if self.num_open_blocks is not None:
-            require_at_least("num_open_blocks", self.num_open_blocks, 1)
+        require_at_least("num_open_blocks", self.num_open_blocks, 1, optional=True)
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention, and shifted predictions if ``shifted``."""
@@ -101,19 +91,10 @@ class D2F(Decoder):
         needs = replace(self.requires, block_size=size, prompt_is_block=self.prompt_is_block)
         return replace(needs, predictions=("mask_shifted",)) if self.shifted else needs
 
-    def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        if self.ignore_right_context:
-            return None
-        return right_context_refusal(prompt, self.block_size, from_response=self.prompt_is_block, shifted=self.shifted)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one; 0 if the prompt is one block."""
-        return 0 if self.prompt_is_block else shareable_blocks(prompt_length, num_common, self.block_size)
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known, size = len(prompt.token_ids), self.block_size
+        num_known = len(prompt.token_ids)
+        size = self.block_size
         start = num_known if self.prompt_is_block else num_known // size * size
         end = num_known + max_length(prompt, sampling, special_tokens)
         length = start + whole_blocks(end - start, size) - num_known
@@ -122,13 +103,12 @@ class D2F(Decoder):
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.first_open
         masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(self._branch(state, read),), draw=draw))[0]
-        state.context_length = state.blocks[first].start
+        state.num_cached = state.blocks[first].start
         found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
         for positions, is_activated in zip(masked.values(), activated, strict=True):
@@ -146,7 +126,8 @@ class D2F(Decoder):
 
     def _is_due(self, state: PipelineState) -> bool:
         """Whether enough of the last block is known to open the next one, and the response continues after it."""
-        num_open, last = len(state.blocks) - state.first_open, len(state.blocks) - 1
+        num_open = len(state.blocks) - state.first_open
+        last = len(state.blocks) - 1
         if state.num_forwards == 0 and num_open > 0:
             return False  # the first forward has one block with masks for any threshold
         is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
@@ -156,17 +137,17 @@ class D2F(Decoder):
 
     def _branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to that of the last block; each block sees those before it."""
-        shift, stop = int(self.shifted), state.blocks[-1].stop
-        start = max(min(state.context_length, read[0] - shift), 0)
+        shift = int(self.shifted)
+        stop = state.blocks[-1].stop
+        start = max(min(state.num_cached, read[0] - shift), 0)
         first = state.blocks[0].start
         origin = first % self.block_size  # blocks left of the first one have negative numbers
         order = [(p - origin) // self.block_size for p in range(start, stop)]
         if self.prompt_is_block:
             order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]
-        return state.branch(start, stop, order, read, shift=shift)
+        return state.branch(start, stop, read, order=order, shift=shift)
 
     def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:
         """Return the masked positions of a block that are committed."""
-        above = [p for p, probability in zip(positions, probabilities, strict=True) if probability > self.threshold]
-        best = most_certain(probabilities, 1) if is_activated and not above else []
-        return above or [positions[i] for i in best]
+        chosen = above_or_best(probabilities, self.threshold)
+        return [positions[i] for i in chosen if is_activated or probabilities[i] > self.threshold]

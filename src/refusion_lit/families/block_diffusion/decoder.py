@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
@@ -28,7 +22,7 @@ _NUM_STEPS = {
 
 
 @dataclass(kw_only=True)
-class SubBlockState(BlockState):
+class SubBlockState(RowState):
     """State of block diffusion.
 
     Attributes:
@@ -41,7 +35,57 @@ class SubBlockState(BlockState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDiffusion(Decoder):
+class BlockDecoder(Decoder):
+    """Base of decoders for block-causal models. Their cache of complete blocks is exact: later blocks do not matter.
+
+    Attributes:
+        block_size: Tokens per block, at least 1; must be the trained one.
+        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
+            them when it fills that token, so the generated text may not fit them.
+    """
+
+    block_size: int = 32
+    ignore_right_context: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible options; subclasses extend it."""
+        require_at_least("block_size", self.block_size, 1)
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
+        if self.ignore_right_context or not prompt.num_holes:
+            return None
+        start = 0 if self._from_response else len(prompt.token_ids)
+        first = prompt.given.index(None) - self._shift
+        last = prompt.given_length - 1
+        if (start + first) // self.block_size == (start + last) // self.block_size:
+            return None
+        return (
+            f"its model fills a hole from blocks of {self.block_size} tokens that end before some of the given text "
+            "(set ignore_right_context: true to fill it without that text)"
+        )
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change.
+
+        0 if the prompt is one block.
+        """
+        num_blocks = min(num_common // self.block_size, prompt_length // self.block_size - 1)
+        return 0 if self._from_response else max(num_blocks, 0) * self.block_size
+
+    @property
+    def _shift(self) -> int:
+        """1 if a block's first token is predicted by the block before it."""
+        return int(getattr(self, "shifted", False))
+
+    @property
+    def _from_response(self) -> bool:
+        """Whether blocks are counted from the response's start, not from position 0."""
+        return getattr(self, "prompt_is_block", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion(BlockDecoder):
     """Decodes block by block; inside a block, masked tokens are drawn in parallel with bidirectional attention.
 
     Blocks are counted from position 0, prompt included, as in training. If the prompt ends inside a block, its last
@@ -85,8 +129,6 @@ class BlockDiffusion(Decoder):
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
             forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
             first forward is saved, if the prompt ends inside a block.
-        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
@@ -101,11 +143,10 @@ class BlockDiffusion(Decoder):
     shifted: bool = False
     sub_block_cache: bool = False
     fused: bool = True
-    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
+        super().__post_init__()
         require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
         require_probability("threshold", self.threshold)
         require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
@@ -133,18 +174,9 @@ class BlockDiffusion(Decoder):
         num_known = len(prompt.token_ids)
         end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
         num_spans = -(-end // self._span_size) - num_known // self._span_size
-        length, steps = end - num_known, num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
+        length = end - num_known
+        steps = num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
         return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
-
-    def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        if self.ignore_right_context:
-            return None
-        return right_context_refusal(prompt, self.block_size, shifted=self.shifted)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
-        return shareable_blocks(prompt_length, num_common, self.block_size)
 
     @property
     def _span_size(self) -> int:
@@ -152,7 +184,6 @@ class BlockDiffusion(Decoder):
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
         """Draw tokens of the current sub-block, or a block's first token where the previous block predicts it."""
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -161,7 +192,7 @@ class BlockDiffusion(Decoder):
             span_end = (first // self._span_size + 1) * self._span_size
             drawn = self._positions_to_draw(state, state.masked(first, span_end))
             if drawn:
-                if not self.fused and state.context_length < block_start:
+                if not self.fused and state.num_cached < block_start:
                     yield from self._store(state, block_start, predicts=False)
                 yield from self._denoise(state, block_start, drawn)
             state.schedule_step += self.sampling_rule == "ancestral"
@@ -173,7 +204,8 @@ class BlockDiffusion(Decoder):
 
         In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
         """
-        seed, prompt_id = state.sampling.seed, state.prompt.id
+        seed = state.sampling.seed
+        prompt_id = state.prompt.id
         if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
             return masked
         if self.sampling_rule == "first_hitting":
@@ -209,7 +241,7 @@ class BlockDiffusion(Decoder):
             confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
-        state.context_length = block_start
+        state.num_cached = block_start
         reading = readings[0]
         confidences = reading.statistics["filtered"] if statistics else reading.probabilities
         chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
@@ -217,7 +249,7 @@ class BlockDiffusion(Decoder):
 
     def _noisy_branch(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Branch:
         """Return the whole block after clean ones that are not cached yet, or the sub-block alone."""
-        stop, shift = block_start + self.block_size, int(self.shifted)
+        stop = block_start + self.block_size
         span_start = drawn[0] // self._span_size * self._span_size
         is_cached = self.sub_block_cache and state.cached_block == block_start
         # The logits of a sub-block's first token are read before it, so they need the whole block.
@@ -225,27 +257,25 @@ class BlockDiffusion(Decoder):
             state.cached_block = block_start
             return self._branch(state, stop, drawn)
         span_stop = span_start + self._span_size
-        return Branch(
-            tokens=state.text(span_start, span_stop),
-            positions=range(span_start, span_stop),
-            order=[0] * self._span_size,
-            visible=((0, span_start), (span_stop, stop)),
-            write_at=span_start,
-            shift=shift,
-            draft_at=[position - shift - span_start for position in drawn],
-        )
+        branch = state.branch(span_start, span_stop, drawn, order=[0] * self._span_size, shift=int(self.shifted))
+        return replace(branch, visible=((0, span_start), (span_stop, stop)))
 
     def _store(self, state: SubBlockState, block_start: int, *, predicts: bool) -> Steps[None]:
         """Cache the clean blocks before ``block_start``; with ``predicts``, the last token predicts the next one."""
         branch = self._branch(state, block_start, [block_start] if predicts else [])
         draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
         readings = yield Forward(phase="store", branches=(branch,), draw=draw)
-        state.context_length = block_start
+        state.num_cached = block_start
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)
 
     def _branch(self, state: SubBlockState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
-        start = state.context_length
+        start = state.num_cached
         order = [position // self.block_size for position in range(start, stop)]
-        return state.branch(start, stop, order, drawn, shift=int(self.shifted))
+        return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
+
+
+def whole_blocks(length: int, block_size: int) -> int:
+    """Return a length rounded up to whole blocks."""
+    return -(-length // block_size) * block_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -42,6 +41,7 @@ class DiffusionForcing(Objective):
         distill: Train low-rank adapters (``backbone.lora``) on the predictions of the masked model that they adapt.
     """
 
+    term = "mdm"
     block_size: int = 16
     t_min: float = 0.2
     t_max: float = 0.7
@@ -70,18 +70,8 @@ class DiffusionForcing(Objective):
             prompt_is_block=True,
         )
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term."""
-        return {"mdm": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens, later blocks more than earlier ones; see :meth:`Objective.corrupt`.
 
@@ -100,7 +90,8 @@ class DiffusionForcing(Objective):
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         weights = (1 / ratios).float().where(is_masked, 0.0)
         if self.shifted:
-            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+            labels = shift_left(labels, IGNORE_INDEX)
+            weights = shift_left(weights, 0.0)
             num_masks = (labels != IGNORE_INDEX).sum()
         lengths = (batch.prompt_lengths + batch.response_lengths)[:, None]
         stops = batch.prompt_lengths[:, None] + torch.where(in_response, (block + 1) * size, 0)
@@ -125,7 +116,7 @@ class DiffusionForcing(Objective):
         num_blocks: Int[Tensor, " batch"],
         most: int,
         noise: KeyedNoise,
-        mask_ratio: Float[Tensor, " batch"] | None,
+        mask_ratio: MaskRatio,
     ) -> Float[Tensor, "batch block"]:
         """Draw the mask probability of each of ``most`` blocks; those of a sample do not fall from left to right."""
         if mask_ratio is not None:

@@ -1,9 +1,9 @@
-"""Block diffusion: autoregressive over blocks, masked diffusion inside a block."""
+"""Block diffusion: autoregressive over blocks, masked diffusion inside a block, and its variant that learns to edit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,11 +13,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_responses, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import (
+    require,
+    require_at_least,
+    require_choice,
+    require_number,
+    require_probability,
+)
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 _MIN_PROBABILITY = 1e-3
@@ -60,6 +66,7 @@ class BlockMasked(Objective):
             ``mask``: mask tokens that are never scored.
     """
 
+    term = "mdm"
     block_size: int = 8
     t_min: float = 1e-3
     t_max: float = 1.0
@@ -87,18 +94,8 @@ class BlockMasked(Objective):
         predictions = ("mask_shifted",) if self.shifted else ("mask",)
         return ModelTraits(attention="block_causal", block_size=self.block_size, predictions=predictions)
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term."""
-        return {"mdm": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens block by block and append the clean sequence; see :meth:`Objective.corrupt`.
 
@@ -122,7 +119,8 @@ class BlockMasked(Objective):
         weights = torch.ones_like(ratios) if unweighted else 1 / ratios
         weights = repeat(weights.float(), "sample token -> (view sample) token", view=len(masks)).where(is_masked, 0.0)
         if self.shifted:
-            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+            labels = shift_left(labels, IGNORE_INDEX)
+            weights = shift_left(weights, 0.0)
 
         # The clean half is neither masked nor labelled.
         labels = F.pad(labels, (0, num_tokens), value=IGNORE_INDEX)
@@ -159,9 +157,7 @@ class BlockMasked(Objective):
             filled.response_lengths = batch.response_lengths
         return filled, lengths
 
-    def _times(
-        self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: Float[Tensor, " batch"] | None
-    ) -> Float[Tensor, "batch block"]:
+    def _times(self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: MaskRatio) -> Float[Tensor, "batch block"]:
         """Draw t for every block: uniform in [t_min, t_max), stratified over the blocks with response tokens or not."""
         num_blocks = batch.input_ids.shape[1] // self.block_size
         if mask_ratio is not None:
@@ -197,8 +193,10 @@ def three_part_ranges(
         causal: Inside a block, let a token see only the tokens before it and itself.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)
-    lengths, positions = lengths[:, None], tokens % num_tokens
-    is_noisy, is_real = tokens < num_tokens, positions < lengths
+    lengths = lengths[:, None]
+    positions = tokens % num_tokens
+    is_noisy = tokens < num_tokens
+    is_real = positions < lengths
     begin = positions // block_size * block_size
     end = positions + 1 if causal else begin + block_size
     clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
@@ -207,3 +205,103 @@ def three_part_ranges(
     start = torch.where(is_real, begin, tokens)
     stop = torch.where(is_real, torch.where(is_noisy, end.minimum(lengths), begin), tokens + 1)
     return torch.stack((torch.stack((start, stop), -1), clean), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditableBlockMasked(BlockMasked):
+    """Block diffusion in which some visible tokens of the noisy copy are wrong, and are predicted too.
+
+    As :class:`BlockMasked`, and: a share e of each sample's unmasked response tokens, uniform in [0, ``max_replaced``),
+    is replaced by random other tokens, independently; the true token is the target there. A share of ``kept`` of the
+    unmasked tokens that are right is predicted as well, so that the model learns to leave them alone. Terms: ``mdm`` as
+    before; ``edit`` and ``keep``, means over their tokens.
+
+    Source: the two streams of LLaDA2.1 (arXiv 2602.08676), mask-to-token and token-to-token. The report gives neither
+    rates nor weights: those here are ours. Deliberate differences: wrong tokens are uniform ones only, where the report
+    also feeds the model's own drafts (its multi-turn forward).
+
+    Attributes:
+        max_replaced: Upper end of the share of unmasked tokens that are replaced, in [0, 1].
+        kept: Share of the right unmasked tokens that are targets, in [0, 1].
+        edit_weight: Coefficient of the term ``edit``, at least 0.
+        keep_weight: Coefficient of the term ``keep``, at least 0.
+    """
+
+    max_replaced: float = 0.1
+    kept: float = 0.1
+    edit_weight: float = 0.5
+    keep_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        for name in ("max_replaced", "kept"):
+            require_probability(f"objective.{name}", getattr(self, name))
+        for name in ("edit_weight", "keep_weight"):
+            require_at_least(f"objective.{name}", getattr(self, name), 0.0)
+        for name in ("complementary", "shifted"):
+            fix = "leave it out, or train with BlockMasked"
+            require(not getattr(self, name), f"objective.{name}", "false with visible tokens as targets", True, fix)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Block-causal attention; masks and visible tokens predict what belongs at their place."""
+        return replace(super().traits, predictions=("mask", "visible"))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The masked-diffusion term, and those of wrong and of right visible tokens."""
+        return {"mdm": 1.0, "edit": self.edit_weight, "keep": self.keep_weight}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Mask response tokens block by block, replace some others; see :meth:`Objective.corrupt`."""
+        masked = super().corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
+        assert masked.is_masked is not None
+        num_tokens = masked.input_ids.shape[1] // 2
+        clean = masked.input_ids[:, num_tokens:]
+        positions = torch.arange(num_tokens, device=clean.device)
+        ends = batch.prompt_lengths + batch.response_lengths
+        if self.fill_blocks_with == "eos":  # these are response tokens too
+            ends = (ends + self.block_size - 1) // self.block_size * self.block_size
+        in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
+        visible = in_response & ~masked.is_masked[:, :num_tokens]
+        share = self.max_replaced * noise.uniform("replaced_share", 1)
+        is_replaced = visible & (noise.uniform("replaced", num_tokens) < share)
+        is_kept = visible & ~is_replaced & (noise.uniform("kept", num_tokens) < self.kept)
+        others = other_tokens(clean, noise.uniform("replacement", num_tokens), special_tokens)
+
+        is_target = F.pad(is_replaced | is_kept, (0, num_tokens))
+        terms = F.pad(is_replaced.long() + 2 * is_kept, (0, num_tokens))
+        counts = torch.stack((is_replaced.sum(), is_kept.sum())).to(masked.counts.dtype)
+        return replace(
+            masked,
+            input_ids=torch.cat((others.where(is_replaced, masked.input_ids[:, :num_tokens]), clean), 1),
+            labels=torch.where(is_target, torch.cat((clean, clean), 1), masked.labels),
+            weights=torch.where(is_target, 1.0, masked.weights),
+            terms=terms,
+            counts=torch.cat((masked.counts, counts)),
+        )
+
+
+def other_tokens(
+    tokens: Int[Tensor, "batch token"], uniform: Float[Tensor, "batch token"], special_tokens: SpecialTokens
+) -> Int[Tensor, "batch token"]:
+    """Return uniformly drawn ids that differ from the given ones and that a decoder may produce.
+
+    Args:
+        tokens: Ids that are not to be drawn at their place.
+        uniform: Numbers in [0, 1).
+        special_tokens: Ids that are never drawn.
+    """
+    size = special_tokens.vocab_size
+    banned = special_tokens.banned_token_ids
+    skipped = [torch.full_like(tokens, token) for token in banned]
+    is_new = torch.stack([tokens != token for token in banned]).all(0) if banned else torch.ones_like(tokens).bool()
+    skipped.append(tokens.where(is_new, size))  # a token that is skipped anyway takes no further id away
+    num_left = size - len(banned) - is_new.long()
+    drawn = (uniform * num_left).long()
+    for column in torch.stack(skipped, -1).sort(-1).values.unbind(-1):
+        drawn = drawn + (drawn >= column)
+    return drawn

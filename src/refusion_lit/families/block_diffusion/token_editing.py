@@ -6,23 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, max_length, most_certain
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.state import (
-    BlockState,
-    right_context_refusal,
-    shareable_blocks,
-    whole_blocks,
-)
+from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_probability
+from refusion_lit.utils.require import require_probability
 
 MAX_POST_FORWARDS = 16
 """Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenEditing(Decoder):
+class TokenEditing(BlockDecoder):
     """Decodes block by block; each forward fills masks of the block and edits filled tokens the model disagrees with.
 
     A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
@@ -38,26 +33,21 @@ class TokenEditing(Decoder):
     not implemented).
 
     Attributes:
-        block_size: Tokens per block; must be the trained one.
         mask_threshold: Fill every mask whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another one that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
-            them when it fills that token, so the generated text may not fit them.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="block_causal", predictions=("mask", "visible"), block_size=32
     )
 
-    block_size: int = 32
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
-    ignore_right_context: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
+        super().__post_init__()
         for name in ("mask_threshold", "edit_threshold"):
             require_probability(name, getattr(self, name))
 
@@ -65,23 +55,14 @@ class TokenEditing(Decoder):
         """Return block-causal attention with this block size, and predictions of visible tokens."""
         return replace(self.requires, block_size=self.block_size)
 
-    def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        return None if self.ignore_right_context else right_context_refusal(prompt, self.block_size)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return whole common blocks but the prompt's last one, so that the number of forwards does not change."""
-        return shareable_blocks(prompt_length, num_common, self.block_size)
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> BlockState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known = len(prompt.token_ids)
         end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
-        return BlockState.blank(prompt, sampling, special_tokens, end - num_known)
+        return RowState.blank(prompt, sampling, special_tokens, end - num_known)
 
-    def step(self, state: BlockState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Fill and edit a whole block, then commit it."""
-        state.context_length = max(state.context_length, state.num_shared)
         first = state.prompt_length + state.is_masked.index(True)
         start = first // self.block_size * self.block_size
         positions = state.masked(first, start + self.block_size)
@@ -92,7 +73,7 @@ class TokenEditing(Decoder):
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
             branch = self._branch(state, positions, tokens)
             reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
-            state.context_length = start
+            state.num_cached = start
             edited = self._edited(tokens, reading.tokens, reading.probabilities)
             filled = self._filled(tokens, reading.probabilities)
             for i in (*edited, *filled):
@@ -107,8 +88,7 @@ class TokenEditing(Decoder):
     def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
         """Return the masks that are filled."""
         masked = [i for i, token in enumerate(tokens) if token is None]
-        above = [i for i in masked if probabilities[i] > self.mask_threshold]
-        return above or [masked[i] for i in most_certain([probabilities[i] for i in masked], 1)]
+        return [masked[i] for i in above_or_best([probabilities[i] for i in masked], self.mask_threshold)]
 
     def _edited(self, tokens: Sequence[int | None], drawn: Sequence[int], probabilities: Sequence[float]) -> list[int]:
         """Return the visible tokens that are replaced."""
@@ -117,12 +97,13 @@ class TokenEditing(Decoder):
             if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
         ]  # fmt: skip
 
-    def _branch(self, state: BlockState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
+    def _branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
-        start, stop = state.context_length, (masked[0] // self.block_size + 1) * self.block_size
+        start = state.num_cached
+        stop = (masked[0] // self.block_size + 1) * self.block_size
         order = [position // self.block_size for position in range(start, stop)]
         text = state.text(start, stop)
         for position, token in zip(masked, tokens, strict=True):
             if token is not None:
                 text[position - start] = token
-        return replace(state.branch(start, stop, order, masked), tokens=text)
+        return replace(state.branch(start, stop, masked, order=order), tokens=text)

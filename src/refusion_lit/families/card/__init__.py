@@ -1,1 +1,4 @@
-"""CARD: causal attention, masks that predict the next token, blocks by confidence."""
+"""CARD: causal attention, masks that predict the next token, blocks by confidence.
+
+The decoder ``CARD`` and the objective ``SoftTail``.
+"""

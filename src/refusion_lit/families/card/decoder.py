@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
+from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
 
@@ -16,11 +16,9 @@ class CARDState(RowState):
     """State of CARD.
 
     Attributes:
-        num_cached: Number of cache entries: the text from position 0 on.
         num_rounds: Forwards of the current block so far.
     """
 
-    num_cached: int = 0
     num_rounds: int = 0
 
 
@@ -48,6 +46,8 @@ class CARD(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="causal", predictions=("mask_shifted", "next_token")
     )
+    shares = "all_but_last"
+    refuses = "its masks see no text on their right"
 
     block_size: int = 16
     threshold: float = 0.9
@@ -57,16 +57,7 @@ class CARD(Decoder):
         """Refuse impossible options."""
         require_at_least("block_size", self.block_size, 1)
         require_probability("threshold", self.threshold)
-        if self.max_rounds is not None:
-            require_at_least("max_rounds", self.max_rounds, 1)
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all common tokens but the prompt's last one, whose logits are read."""
-        return min(num_common, prompt_length - 1)
-
-    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: attention is causal in text order."""
-        return "its masks see no text on their right"
+        require_at_least("max_rounds", self.max_rounds, 1, optional=True)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> CARDState:
         """Create a canvas of ``max_new_tokens``."""
@@ -74,26 +65,16 @@ class CARD(Decoder):
 
     def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over the block and fill masks."""
-        state.num_cached = max(state.num_cached, state.num_shared)
         start = state.is_masked.index(True) // self.block_size * self.block_size
         block = range(start, min(start + self.block_size, len(state.tokens)))
         masked = [place for place in block if state.is_masked[place]]
-        end = state.prompt_length + masked[-1]
-        text = [*state.prompt.token_ids, *(
-            state.mask_token_id if state.is_masked[place] else state.tokens[place] for place in range(masked[-1])
-        )]  # fmt: skip
-        branch = Branch(
-            tokens=text[state.num_cached :],
-            positions=range(state.num_cached, end),
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
-            shift=1,
-            draft_at=[state.prompt_length + place - 1 - state.num_cached for place in masked],
-        )
+        positions = [state.prompt_length + place for place in masked]
+        branch = state.branch(state.num_cached, positions[-1], positions, shift=1)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
         state.num_rounds += 1
-        chosen = self._choose(reading.probabilities, is_last=state.num_rounds == self.max_rounds)
+        is_last = state.num_rounds == self.max_rounds
+        chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold)
         state.commit([masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.num_cached = state.prompt_length + start
         if len(chosen) == len(masked):
@@ -101,10 +82,3 @@ class CARD(Decoder):
         else:
             state.num_cached -= 1  # the block's first mask is predicted by the token before it
         state.finished = state.prefix_ends
-
-    def _choose(self, probabilities: list[float], *, is_last: bool) -> list[int]:
-        """Return the indices of the masks that are filled."""
-        if is_last:
-            return list(range(len(probabilities)))
-        above = [i for i, probability in enumerate(probabilities) if probability > self.threshold]
-        return above or most_certain(probabilities, 1)

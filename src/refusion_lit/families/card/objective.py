@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import (
+    MaskRatio,
     Objective,
     mask_probability,
     random_subset,
@@ -44,6 +44,7 @@ class SoftTail(Objective):
         decay: How fast masks are forgotten (p), in (0, 1].
     """
 
+    term = "next_token"
     tail: float = 1.5
     beta: float = 1.0
     decay: float = 0.5
@@ -60,18 +61,8 @@ class SoftTail(Objective):
         """Causal attention; every token, mask or not, predicts the next."""
         return ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The next-token term."""
-        return {"next_token": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)
@@ -107,8 +98,10 @@ def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[
     masks = is_masked.double()
     density = masks * (1 + F.pad(masks, (1, 0))[:, :-1])
     # S_(n+1) = C_n + (1 - p) S_n, summed over 1, 2, 4, ... positions.
-    step, factor = 1, 1 - decay
+    step = 1
+    factor = 1 - decay
     while step < density.shape[1]:
         density = density + factor * F.pad(density, (step, 0))[:, :-step]
-        step, factor = 2 * step, factor * factor
+        step = 2 * step
+        factor = factor * factor
     return density

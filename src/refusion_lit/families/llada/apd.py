@@ -8,19 +8,7 @@ from typing import ClassVar
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import canvas_branch
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_probability
-
-
-@dataclass(kw_only=True)
-class VerifiedState(RowState):
-    """State of APD.
-
-    Attributes:
-        num_cached: Tokens of prompt and response in the verifier's cache.
-    """
-
-    num_cached: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +21,8 @@ class APD(Decoder):
     with the noise that drew the draft. The first draft is always accepted, and those after it up to the first that is
     not its target. Text is committed from left to right. A round with one mask needs no verifier.
 
-    The masked model recomputes prompt and window in each round; the verifier's cache is exact.
+    The masked model recomputes prompt and window in each round; the verifier's cache, which ``num_cached`` counts, is
+    exact.
 
     Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off: its approximate cache of the masked model is not
     implemented. As in the paper and unlike the released program, draft and target share their noise; the program takes
@@ -51,6 +40,7 @@ class APD(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(
         attention="bidirectional", predictions=("mask", "verifier")
     )
+    refuses = "it writes from left to right, and its verifier sees no text on the right of a token"
 
     mixture_weight: float = 0.7
     max_lookahead: int | None = 100
@@ -59,24 +49,17 @@ class APD(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_probability("mixture_weight", self.mixture_weight)
-        if self.max_lookahead is not None:
-            require_at_least("max_lookahead", self.max_lookahead, 1)
+        require_at_least("max_lookahead", self.max_lookahead, 1, optional=True)
 
     def requirements(self) -> ModelRequirements:
         """Return bidirectional attention, shifted predictions if ``shifted``, and a verifier."""
         return replace(self.requires, predictions=("mask_shifted", "verifier")) if self.shifted else self.requires
 
-    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: the verifier accepts text from the left and sees nothing to its right."""
-        return "it writes from left to right, and its verifier sees no text on the right of a token"
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> VerifiedState:
-        """Create a canvas of ``max_new_tokens``."""
-        return VerifiedState.blank(prompt, sampling, special_tokens)
-
-    def step(self, state: VerifiedState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""
-        place, start, shift = state.num_committed, state.prompt_length, int(self.shifted)
+        place = state.num_committed
+        start = state.prompt_length
+        shift = int(self.shifted)
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
         round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
         first = start + place - shift
@@ -92,15 +75,14 @@ class APD(Decoder):
             is_other = (draft != target for draft, target in zip(drafts[1:], targets, strict=True))
             accepted += next((i for i, differs in enumerate(is_other) if differs), len(targets))
             state.num_cached = start + place + min(accepted, len(drafts) - 1)
-        final = drafts[:accepted]
-        eos = state.first_eos(final)
-        final = final if eos is None else final[: eos + 1]
+        final = state.up_to_eos(drafts[:accepted])
         state.commit(range(place, place + len(final)), final)
         state.finished = state.prefix_ends
 
-    def _verification(self, state: VerifiedState, drafts: list[int]) -> Branch:
+    def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
-        start, place = state.num_cached, state.num_committed
+        start = state.num_cached
+        place = state.num_committed
         text = [*state.prompt.token_ids, *state.tokens[:place], *drafts[:-1]]
         return Branch(
             tokens=text[start:],

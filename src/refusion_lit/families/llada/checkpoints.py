@@ -10,7 +10,8 @@ from typing import Any
 
 from refusion_lit.modeling.formats import CheckpointFormat, register
 
-_BLOCK, _LAYER = "model.transformer.blocks.{}", "model.layers.{}"
+_BLOCK = "model.transformer.blocks.{}"
+_LAYER = "model.layers.{}"
 
 _DROPPED = (
     "alibi_bias_max", "attention_layer_norm_with_affine", "bias_for_layer_norm", "block_group_size",
@@ -25,7 +26,8 @@ class _LLaDAFormat(CheckpointFormat):
     def completed(self, options: dict[str, Any]) -> dict[str, Any]:
         """Fill in sizes that the family derives; the embedding may have more rows than ``vocab_size`` says."""
         options["vocab_size"] = options.pop("embedding_size", None) or options["vocab_size"]
-        hidden, ratio = options["hidden_size"], options.pop("mlp_ratio", 4)
+        hidden = options["hidden_size"]
+        ratio = options.pop("mlp_ratio", 4)
         options["intermediate_size"] = options.get("intermediate_size") or ratio * hidden
         options["num_key_value_heads"] = options.get("num_key_value_heads") or options["num_attention_heads"]
         return options

@@ -20,6 +20,7 @@ from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
+_END = 1e-3
 _ORDERS = ("low_confidence", "random", *_DREAM)
 
 
@@ -66,9 +67,6 @@ class LLaDA(Decoder):
             (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time
             schedule, whose early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p,
             then top-k) act on the confidences of its last three orders at temperature 0 too.
-        order_temperature: Dream's ``alg_temp``: with its last three orders, sample the places instead of taking the
-            best; 0 takes the best.
-        eps: End of Dream's schedule, in (0, 1).
         guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
             unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
@@ -90,12 +88,11 @@ class LLaDA(Decoder):
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+    refuses = None  # given tokens are unmasked tokens of the canvas
 
     steps: int | None = None
     block_length: int | None = None
     order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
-    order_temperature: float = 0.0
-    eps: float = 1e-3
     guidance_scale: float = 0.0
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
@@ -107,16 +104,11 @@ class LLaDA(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         require_choice("order", self.order, _ORDERS)
-        if self.steps is not None:
-            require_at_least("steps", self.steps, 1)
+        require_at_least("steps", self.steps, 1, optional=True)
         if self.block_length is not None:
             require_at_least("block_length", self.block_length, 1)
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
-        require_at_least("order_temperature", self.order_temperature, 0.0)
-        require(self.order_temperature == 0 or self.order in _STATISTIC, "order_temperature",
-                f"0 with order {self.order!r}", self.order_temperature, "set it to 0")  # fmt: skip
-        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
         require_number("guidance_scale", self.guidance_scale, "[0, inf)", "set it to 0 for none")
         require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
@@ -151,13 +143,11 @@ class LLaDA(Decoder):
             return self
         return replace(self, block_length=max(n for n in range(1, self.block_length) if length % n == 0))
 
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> LLaDAState:
         """Create a canvas as long as the longest response, and its schedule."""
         state = LLaDAState.blank(prompt, sampling, special_tokens)
-        length, nominal = len(state.tokens), self.block_length or sampling.max_new_tokens
+        length = len(state.tokens)
+        nominal = self.block_length or sampling.max_new_tokens
         per_block = (self.steps or sampling.max_new_tokens) // (sampling.max_new_tokens // nominal)
         for start in range(0, length, self.block_length or length):
             block = range(start, min(start + (self.block_length or length), length))
@@ -188,7 +178,8 @@ class LLaDA(Decoder):
 
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
-        statistic, forbidden = _STATISTIC.get(self.order), eos[:1] if self.forbid_eos else ()
+        statistic = _STATISTIC.get(self.order)
+        forbidden = eos[:1] if self.forbid_eos else ()
         if self.order == "origin" and self.kernel_size is not None:
             statistic = "kept"
         return Draw(
@@ -218,7 +209,7 @@ class LLaDA(Decoder):
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
         """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
-        share = time_share(state.schedule_step, state.schedule_length, self.eps)
+        share = time_share(state.schedule_step, state.schedule_length)
         if self.order == "origin":
             chances = [share] * len(places)
             if self.kernel_size is not None and share < 1:
@@ -228,9 +219,6 @@ class LLaDA(Decoder):
                 chances = [weight / (weight + 1 - share) for weight in weights]  # against staying a mask
             return [i for i, place in enumerate(places) if self._chance(state, place) < chances[i]]
         confidences = reading.statistics.get(_STATISTIC[self.order], [])
-        if self.order_temperature > 0:  # Gumbel top-k: a draw without replacement
-            noisy = [-math.log(-math.log(max(self._chance(state, place), 1e-300))) for place in places]
-            confidences = [c / self.order_temperature + n for c, n in zip(confidences, noisy, strict=True)]
         return most_certain(confidences, int(len(places) * share))
 
     @staticmethod
@@ -251,15 +239,14 @@ def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_p
         shift: 1 if they predict the next position, else 0.
         num_places: Places of the canvas that are fed, from the left; ``None``: all.
     """
-    mask = state.mask_token_id
-    canvas = [mask if masked else token for token, masked in zip(state.tokens, state.is_masked, strict=True)]
-    tokens = [*state.prompt.token_ids, *canvas[:num_places]]
+    tokens = state.text(0, state.prompt_length + (len(state.tokens) if num_places is None else num_places))
     return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
 
 
 def known_around(state: RowState, place: int, kernel_size: int) -> int:
     """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
-    start, stop = place - kernel_size // 2, place + kernel_size // 2 + 1
+    start = place - kernel_size // 2
+    stop = place + kernel_size // 2 + 1
     num_prompt = min(max(-start, 0), state.prompt_length)
     return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
 
@@ -274,15 +261,16 @@ def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
     return -(-num_masks * num_steps // block_length)
 
 
-def time_share(step: int, num_steps: int, eps: float) -> float:
+def time_share(step: int, num_steps: int) -> float:
     """Return the share of the remaining masks that a step of Dream's schedule unmasks: 1 in the last one.
+
+    Time runs linearly from 1 to 0.001, the program's ``eps``.
 
     Args:
         step: Number of the step, from 0.
         num_steps: Number of steps.
-        eps: Time at the end of the schedule, which runs linearly from 1.
     """
     if step >= num_steps - 1:
         return 1.0
-    time, after = (1 - i / num_steps * (1 - eps) for i in (step, step + 1))
+    time, after = (1 - i / num_steps * (1 - _END) for i in (step, step + 1))
     return 1 - after / time

@@ -7,14 +7,14 @@ accepts one token more when its scan reaches the last candidate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import canvas_branch, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
 
@@ -58,7 +58,6 @@ class FastDLLM(Decoder):
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of that distribution, on Dream's time schedule within each block (Dream
             with a cache and any other ``alg``); needs ``threshold`` null.
-        eps: End of Dream's time schedule, in (0, 1).
         cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
             the block is recomputed).
         stop_at_eos: Stop once everything up to an end of sequence is final.
@@ -69,13 +68,13 @@ class FastDLLM(Decoder):
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+    refuses = None  # given tokens are unmasked tokens of the canvas
 
     block_length: int | None = 32
     threshold: float | None = 0.9
     factor: float | None = None
     steps: int | None = None
     order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
-    eps: float = 1e-3
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
     confidence_dtype: ConfidenceDtype | None = None
@@ -85,12 +84,9 @@ class FastDLLM(Decoder):
         """Refuse impossible options."""
         require_choice("cache", self.cache, ("none", "prefix", "dual"))
         require_choice("order", self.order, ("low_confidence", *_STATISTIC))
-        require_number("eps", self.eps, "(0, 1)", "use the default 0.001")
         require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
-        if self.block_length is not None:
-            require_at_least("block_length", self.block_length, 1)
-        if self.threshold is not None:
-            require_at_least("threshold", self.threshold, 0.0)
+        require_at_least("block_length", self.block_length, 1, optional=True)
+        require_at_least("threshold", self.threshold, 0.0, optional=True)
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
             require_at_least("factor", self.factor, 0.0)
@@ -127,9 +123,6 @@ class FastDLLM(Decoder):
                 f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
                 "first token", self.steps, "use more steps")  # fmt: skip
 
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens are unmasked tokens of the canvas."""
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
         """Create a canvas as long as the longest response."""
         state = FastDLLMState.blank(prompt, sampling, special_tokens)
@@ -159,7 +152,8 @@ class FastDLLM(Decoder):
         places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
         lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == state.block_start
         if state.round_in_block == 0:
-            state.num_masks, state.first_was_alone = len(places), lone_first
+            state.num_masks = len(places)
+            state.first_was_alone = lone_first
         if lone_first:
             places = places[:1]
         readings = yield Forward(
@@ -176,7 +170,8 @@ class FastDLLM(Decoder):
         state.round_in_block += 1
         state.schedule_step += self.order == "entropy"
         if not any(state.is_masked[state.block_start : stop]):
-            state.block_start, state.round_in_block = stop, 0
+            state.block_start = stop
+            state.round_in_block = 0
         state.finished = not any(state.is_masked)
         state.finished |= self.stop_at_eos and state.prefix_ends
 
@@ -201,15 +196,9 @@ class FastDLLM(Decoder):
         first = state.prompt_length + state.block_start
         last = length if self.cache == "prefix" else state.prompt_length + stop
         visible = ((0, first),) if last == length else ((0, first), (last, length))
-        return Branch(
-            tokens=whole.tokens[first:last],
-            positions=range(first, last),
-            order=[0] * (last - first),
-            visible=visible,
-            write_at=first,
-            shift=int(self.shifted),
-            draft_at=[position - first for position in read],
-        )
+        predicted = [state.prompt_length + place for place in places]
+        branch = state.branch(first, last, predicted, order=[0] * (last - first), shift=int(self.shifted))
+        return replace(branch, visible=visible)
 
     def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
         """Return the indices of the masks that are unmasked in this round."""
@@ -222,9 +211,10 @@ class FastDLLM(Decoder):
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        num_steps, done = self._num_steps(state, stop - state.block_start), int(state.first_was_alone)
+        num_steps = self._num_steps(state, stop - state.block_start)
+        done = int(state.first_was_alone)
         if self.order == "entropy":
-            return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps, self.eps))]
+            return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps))]
         # If the first token was unmasked alone, its step is not part of the quota.
         num_steps = min(num_steps, state.num_masks)
         return ranked[: step_quota(state.num_masks - done, num_steps - done, state.round_in_block - done)]

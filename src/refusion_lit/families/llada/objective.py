@@ -1,4 +1,4 @@
-"""Masked diffusion over whole responses, as LLaDA and Dream are trained."""
+"""Masked diffusion over whole responses, as LLaDA and Dream are trained, and R2FT, which fine-tunes such models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import torch
 from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.objective import (
+    Head,
+    MaskRatio,
+    Objective,
+    default_chunk_size,
+    mask_probability,
+    required_mask_id,
+    response_positions,
+)
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -40,6 +50,7 @@ class Masked(Objective):
             stays. ``None``: 1 / p.
     """
 
+    term = "mdm"
     eps: float = 1e-3
     pad_responses_to: int | None = None
     shifted: bool = False
@@ -49,8 +60,7 @@ class Masked(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.eps", self.eps, "(0, 1]")
-        if self.pad_responses_to is not None:
-            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
         if self.cart_p is not None:
             require_number("objective.cart_p", self.cart_p, "(0, 1]", "set it in that range, or to null")
 
@@ -59,18 +69,8 @@ class Masked(Objective):
         """Bidirectional attention; masks predict themselves or, shifted, are predicted by the position before."""
         return ModelTraits(attention="bidirectional", predictions=("mask_shifted" if self.shifted else "mask",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term."""
-        return {"mdm": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens independently; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)
@@ -88,7 +88,8 @@ class Masked(Objective):
         weights = (weights / batch.response_lengths[:, None]).float().where(is_masked, 0.0)
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         if self.shifted:
-            labels, weights = shift_left(labels, IGNORE_INDEX), shift_left(weights, 0.0)
+            labels = shift_left(labels, IGNORE_INDEX)
+            weights = shift_left(weights, 0.0)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
             position_ids=positions.expand_as(labels),
@@ -121,3 +122,138 @@ def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Flo
     distance = (positions[:, None] - positions).abs().double()
     kernel = sharpness * (1 - sharpness) ** (distance - 1).clamp(min=0)
     return 0.5 * is_clean.float() @ kernel.float().masked_fill(distance == 0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class R2FT(Objective):
+    """Masks the response from a random place on, and prefers what stood there to a repetition of the text before it.
+
+    Rule-based rejective fine-tuning of convolutional decoding (arXiv 2509.15188), for models that were trained with
+    :class:`Masked` and repeat themselves where masks are far from known text. A cut c is uniform over the response;
+    everything from c on is masked. The rejected text repeats the last g tokens before c, g uniform in [1,
+    ``max_unit``], from a random one of them on, over a length uniform in [``min_span``, ``max_span``], at most to the
+    response's end; an end of sequence stands at a random place of it. Both texts are scored by one forward of the
+    masked input. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p of the
+    rejected text over its length, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w,
+    both means over samples.
+
+    Deliberate differences: no margin, as in the released script (the paper's text has 0.1); means over samples, not
+    sums; an end of sequence replaces a token of the rejected text and may stand at its end; the rejected text ends with
+    the response. Samples cannot be packed.
+
+    Attributes:
+        max_unit: Maximum number of tokens that are repeated, at least 1.
+        min_span: Minimum length of the rejected text, at least 1.
+        max_span: Maximum length, at least ``min_span``.
+        beta: Sharpness of the preference, above 0.
+        likelihood_weight: Coefficient of ``likelihood``, at least 0.
+        pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
+    """
+
+    max_unit: int = 14
+    min_span: int = 30
+    max_span: int = 49
+    beta: float = 1.0
+    likelihood_weight: float = 0.1
+    pad_responses_to: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        require_at_least("objective.max_unit", self.max_unit, 1)
+        require_at_least("objective.min_span", self.min_span, 1)
+        require_at_least("objective.max_span", self.max_span, self.min_span)
+        require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
+        require_at_least("objective.likelihood_weight", self.likelihood_weight, 0.0)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Bidirectional attention; masks predict themselves."""
+        return ModelTraits(attention="bidirectional", predictions=("mask",))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The preference and the likelihood of the text."""
+        return {"preference": 1.0, "likelihood": self.likelihood_weight}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Mask responses from a cut on and make the rejected texts; see :meth:`Objective.corrupt`.
+
+        With ``mask_ratio``, that share of a response is masked, rounded up.
+        """
+        mask_token_id = required_mask_id(self, special_tokens)
+        if self.pad_responses_to is not None:
+            batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
+        positions, in_response = response_positions(batch)
+        lengths = batch.response_lengths
+        ends = batch.prompt_lengths + batch.response_lengths
+        if mask_ratio is None:
+            cut = batch.prompt_lengths + (noise.uniform("cut", 1)[:, 0] * lengths).long()
+        else:
+            cut = ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
+        is_masked = in_response & (positions >= cut[:, None])
+        rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
+        num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
+        return CorruptedBatch(
+            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            position_ids=positions.expand_as(batch.input_ids),
+            labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
+            weights=(1 / lengths.double())[:, None].float().where(is_masked, 0.0),
+            terms=is_masked.long(),
+            counts=torch.stack((num_valid, torch.full_like(num_valid, len(lengths)))).float(),
+            visible=all_of(ends, len(positions)),
+            is_masked=is_masked,
+            rejected=rejected,
+        )
+
+    def _rejected(
+        self, batch: ResponseBatch, cut: Int[Tensor, " batch"], noise: KeyedNoise, eos: int
+    ) -> Int[Tensor, "batch token"]:
+        """Return the rejected token of each position, or ``IGNORE_INDEX``."""
+        chances = noise.uniform("rejected", 4).unbind(1)
+        unit = (1 + (chances[0] * self.max_unit).long()).minimum(cut).clamp(min=1)
+        phase = (chances[1] * unit).long()
+        span = self.min_span + (chances[2] * (self.max_span - self.min_span + 1)).long()
+        span = span.minimum(batch.prompt_lengths + batch.response_lengths - cut)
+        offset = torch.arange(batch.input_ids.shape[1], device=cut.device) - cut[:, None]
+        source = (cut - unit)[:, None] + (offset + phase[:, None]) % unit[:, None]
+        repeated = batch.input_ids.gather(1, source.clamp(min=0))
+        place = (chances[3] * span).long()
+        repeated = repeated.masked_fill(offset == place[:, None], eos)
+        is_rejected = (offset >= 0) & (offset < span[:, None]) & (cut > 0)[:, None]
+        return repeated.where(is_rejected, IGNORE_INDEX)
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "batch token hidden"],
+        head: Head,
+        corrupted: CorruptedBatch,
+        teacher: Float[Tensor, "batch token hidden"] | None = None,  # noqa: ARG002 - it never distills
+    ) -> LossOutput:
+        """Compute the loss; see :meth:`Objective.loss`."""
+        labels = corrupted.labels
+        rejected = corrupted.rejected
+        assert rejected is not None
+        rows, columns = (labels != IGNORE_INDEX).nonzero().unbind(1)
+        states = hidden[rows, columns]
+        pairs = torch.stack((labels[rows, columns], rejected[rows, columns]), 1)
+        size = self.chunk_size or default_chunk_size(states, head)
+
+        def losses(states: Tensor, pairs: Tensor) -> Tensor:
+            logits = head(states)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
+
+        chunks = zip(states.split(size), pairs.split(size), strict=True)
+        found = torch.cat([checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks], 1)
+        spread = found.new_zeros(2, *labels.shape)
+        spread[:, rows, columns] = found  # what is not rejected has no loss there
+        is_rejected = rejected != IGNORE_INDEX
+        text = -(spread[0] * corrupted.weights).sum(1)
+        repetition = -spread[1].sum(1) / is_rejected.sum(1).clamp(min=1)
+        preference = -F.logsigmoid(self.beta * (text - repetition))
+        sums = torch.stack((preference.where(is_rejected.any(1), 0.0).sum(), -text.sum()))
+        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)

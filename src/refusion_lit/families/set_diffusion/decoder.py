@@ -13,15 +13,13 @@ from refusion_lit.utils.require import require_at_least, require_probability
 
 @dataclass(kw_only=True)
 class SetState(RowState):
-    """State of set diffusion.
+    """State of set diffusion. The cache holds the prompt, given tokens, then tokens in the order of decoding.
 
     Attributes:
-        num_cached: Number of cache entries: the prompt, given tokens, then response tokens in the order of decoding.
         new: Places that the last forward decoded, from left to right; the next forward stores them. Before the first
             forward, the places of given tokens.
     """
 
-    num_cached: int = 0
     new: list[int] = field(default_factory=list)
 
 
@@ -48,6 +46,8 @@ class SetDiffusion(Decoder):
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("isolated_mask",))
+    shares = "all"
+    refuses = None  # given tokens are cached after the prompt, as if they had been decoded first
 
     window_size: int = 16
     threshold: float | None = 0.9
@@ -60,13 +60,6 @@ class SetDiffusion(Decoder):
         if self.threshold is not None:
             require_probability("threshold", self.threshold)
 
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def refusal(self, prompt: Prompt) -> None:
-        """Refuse nothing: given tokens are cached after the prompt, as if they had been decoded first."""
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SetState:
         """Create a canvas as long as the longest response."""
         new = [place for place, token in enumerate(prompt.given) if token is not None]
@@ -74,7 +67,6 @@ class SetDiffusion(Decoder):
 
     def step(self, state: SetState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over the new tokens and the window's masks, and commit some of the masks."""
-        state.num_cached = max(state.num_cached, state.num_shared)
         first = state.is_masked.index(True)
         window = range(first, min(first + self.window_size, len(state.tokens)))
         active = [place for place in window if state.is_masked[place]]
@@ -93,7 +85,8 @@ class SetDiffusion(Decoder):
 
     def _branches(self, state: SetState, active: list[int]) -> tuple[Branch, ...]:
         """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""
-        start, num_prompt = state.num_cached, max(state.prompt_length - state.num_cached, 0)
+        start = state.num_cached
+        num_prompt = max(state.prompt_length - state.num_cached, 0)
         clean = Branch(
             tokens=[*state.prompt.token_ids[start:], *(state.tokens[place] for place in state.new)],
             positions=[*range(start, start + num_prompt), *(state.prompt_length + place for place in state.new)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.modeling.transfer import to_host
 from refusion_lit.noise import KeyedNoise
@@ -42,6 +41,7 @@ class StaggeredSets(Objective):
             window may reach beyond the answer; ``None``: no lengthening.
     """
 
+    term = "nll"
     set_size: int = 8
     reach: int = 16
     pad_responses_to: int | None = None
@@ -51,26 +51,15 @@ class StaggeredSets(Objective):
         super().__post_init__()
         require_at_least("objective.set_size", self.set_size, 1)
         require_at_least("objective.reach", self.reach, self.set_size)
-        if self.pad_responses_to is not None:
-            require_at_least("objective.pad_responses_to", self.pad_responses_to, 1)
+        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
 
     @property
     def traits(self) -> ModelTraits:
         """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
         return ModelTraits(attention="causal", predictions=("isolated_mask",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The negative log-likelihood of a token."""
-        return {"nll": 1.0}
-
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Order the responses and append their masks; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
         mask_token_id = required_mask_id(self, special_tokens)
@@ -81,7 +70,8 @@ class StaggeredSets(Objective):
         width, num_masks = to_host(sizes)  # in one transfer
         batch = extend_to_multiple(batch, multiple, special_tokens, width=width)
         positions, in_response = response_positions(batch)
-        num_tokens, starts = len(positions), batch.prompt_lengths[:, None]
+        num_tokens = len(positions)
+        starts = batch.prompt_lengths[:, None]
         uniform = noise.uniform("masking_time", num_tokens).gather(1, (positions - starts).clamp(min=0))
         times = staggered_times(positions - starts, lengths[:, None], uniform, self.set_size, self.reach)
         times = torch.where(in_response, times, torch.where(positions < starts, torch.inf, -torch.inf))
@@ -131,7 +121,8 @@ def staggered_times(
         reach: D.
     """
     number = length.double()
-    size, most = number.clamp(max=set_size), number.clamp(max=reach)
+    size = number.clamp(max=set_size)
+    most = number.clamp(max=reach)
     area = size / (2 * number)
     is_plain = (size == 1) | (size == most)
     width = torch.where(is_plain, 2 * area, most / (number + most - 1))

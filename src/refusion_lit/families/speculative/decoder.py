@@ -36,14 +36,12 @@ class SpeculativeState(RowState):
     """State of self-speculative decoding.
 
     Attributes:
-        num_cached: Tokens of prompt and response whose keys and values are cached.
         drafts: Drafts of the tokens after the committed ones.
         proposals: The drafts with their distributions, for rejection sampling.
         num_tested: Number of drafts compared with the exact token so far.
         num_accepted: Number of drafts equal to the exact token.
     """
 
-    num_cached: int = 0
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     num_tested: int = 0
@@ -83,6 +81,9 @@ class SelfSpeculative(Decoder):
             has the same distribution, but depends on the drafts and so on all options.
     """
 
+    shares = "all_but_last"
+    refuses = "its text is that of decoding from left to right, which sees no text on the right of a token"
+
     num_drafts: int | None = None
     slot_size: int | None = None
     layout: Layout | None = None
@@ -91,10 +92,8 @@ class SelfSpeculative(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        if self.num_drafts is not None:
-            require_at_least("num_drafts", self.num_drafts, 0)
-        if self.slot_size is not None:
-            require_at_least("slot_size", self.slot_size, 1)
+        require_at_least("num_drafts", self.num_drafts, 0, optional=True)
+        require_at_least("slot_size", self.slot_size, 1, optional=True)
         require_choice("layout", self.layout, (None, "two_forwards", "single_forward"))
         if self.forward_cost is not None:
             require_number("forward_cost", self.forward_cost, "[0, inf)", "use 32, say")
@@ -126,18 +125,10 @@ class SelfSpeculative(Decoder):
         require(has_masks, "decoder", "a model with a drafter", "one without", fix)
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
-    def refusal(self, prompt: Prompt) -> str:  # noqa: ARG002
-        """Refuse given tokens: the text is that of decoding from left to right."""
-        return "its text is that of decoding from left to right, which sees no text on the right of a token"
-
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all common tokens but the prompt's last one, whose logits are read."""
-        return min(num_common, prompt_length - 1)
-
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
         """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
-        start, place = state.prompt_length, state.num_committed
-        state.num_cached = max(state.num_cached, state.num_shared)
+        start = state.prompt_length
+        place = state.num_committed
         text = [*state.prompt.token_ids, *state.tokens[:place]]
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text[state.num_cached :], *drafts]
@@ -160,15 +151,14 @@ class SelfSpeculative(Decoder):
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
         state.num_tested += min(accepted + 1, len(drafts))
         state.num_accepted += accepted
-        final = exact[: accepted + 1]
-        eos = state.first_eos(final)
-        final = final if eos is None else final[: eos + 1]
+        final = state.up_to_eos(exact[: accepted + 1])
         state.num_cached = start + place + accepted
-        state.finished = eos is not None or place + len(final) == len(state.tokens)
+        state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
         if not state.finished:
             drafted = yield from self._drafts(groups, read, accepted, replace(draw, proposes=self._rejects(state)))
-            state.drafts, state.proposals = drafted.tokens, drafted.proposals
+            state.drafts = drafted.tokens
+            state.proposals = drafted.proposals
 
     def _rejects(self, state: SpeculativeState) -> bool:
         return self.coupling == "rejection" and state.sampling.temperature > 0

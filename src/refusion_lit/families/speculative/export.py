@@ -71,7 +71,8 @@ class _Drafter:
 
     def __init__(self, model: Any, directory: Path) -> None:
         description = json.loads((directory / "drafter.json").read_text(encoding="utf-8"))
-        options, digest = description["options"], description["base_weights"]
+        options = description["options"]
+        digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
         if digest is not None and not is_rounded and digest != _digest(model):
             raise ValueError(
@@ -81,7 +82,9 @@ class _Drafter:
             name: one.to(model.device, model.dtype)
             for name, one in load_file(directory / "drafter.safetensors").items()
         }
-        self.masks, self.scale, self.num_masks = weights["masks"], options["alpha"] / options["rank"], 0
+        self.masks = weights["masks"]
+        self.scale = options["alpha"] / options["rank"]
+        self.num_masks = 0
         self.hooks = [
             module.register_forward_hook(self.hook(weights[f"down.{name}"], weights[f"up.{name}"]))
             for name, module in ((n.replace(".", "-"), m) for n, m in model.get_decoder().named_modules())
@@ -121,8 +124,10 @@ class _Decoding:
     """One prompt. The cache holds all tokens but the last one."""
 
     def __init__(self, model: Any, drafter: _Drafter, prompt: list[int]) -> None:
-        self.model, self.drafter = model, drafter
-        self.text, self.cache = list(prompt), DynamicCache(config=model.config)
+        self.model = model
+        self.drafter = drafter
+        self.text = list(prompt)
+        self.cache = DynamicCache(config=model.config)
         eos = model.generation_config.eos_token_id
         eos = model.config.eos_token_id if eos is None else eos
         self.eos = set(eos if isinstance(eos, list) else [eos])
@@ -131,7 +136,8 @@ class _Decoding:
 
     def run(self, limit: int) -> list[int]:
         """Draft and verify in turn; every forward gives the model's own next token, and all drafts that are right."""
-        length, drafts = len(self.text), []
+        length = len(self.text)
+        drafts = []
         while len(self.text) - length < limit:
             room = limit - (len(self.text) - length) - 1
             drafts = drafts[:room]
@@ -150,7 +156,8 @@ class _Decoding:
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:
         """Return the tokens after the last one and after each draft, and those that masks after them draft."""
-        length, device = self.cache.get_seq_length(), self.model.device
+        length = self.cache.get_seq_length()
+        device = self.model.device
         tokens = [*self.text[length:], *drafts]
         embedded = self.model.get_input_embeddings()(torch.tensor([tokens], device=device))
         num_new = len(tokens) + num_masks

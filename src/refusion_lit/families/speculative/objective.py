@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, Objective, response_positions
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, response_positions
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_number
@@ -39,6 +38,7 @@ class GatedDraft(Objective):
             of the text's next token.
     """
 
+    term = "draft"
     stride: int = 5
     decay: float = 0.8
     distill: bool = False
@@ -54,18 +54,13 @@ class GatedDraft(Objective):
         """The frozen model's: causal attention; every token predicts the next."""
         return ModelTraits(attention="causal", predictions=("next_token",))
 
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The draft term."""
-        return {"draft": 1.0}
-
     def corrupt(
         self,
         batch: ResponseBatch,
         noise: KeyedNoise,
         special_tokens: SpecialTokens,
         *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,  # noqa: ARG002 - nothing is masked
+        mask_ratio: MaskRatio = None,  # noqa: ARG002 - nothing is masked
     ) -> CorruptedBatch:
         """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
 
@@ -75,7 +70,8 @@ class GatedDraft(Objective):
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
         require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
-        ids, device = batch.input_ids, batch.input_ids.device
+        ids = batch.input_ids
+        device = batch.input_ids.device
         length = ids.shape[1]
         text, _ = response_positions(batch)
         ends = batch.prompt_lengths + batch.response_lengths
@@ -132,7 +128,8 @@ def _two_pass_ranges(
         group_size: Masks of a group.
     """
     tokens = torch.arange(length + anchor.shape[1], device=anchor.device)
-    text, place = tokens[:length].expand(len(anchor), -1), tokens[length:]
+    text = tokens[:length].expand(len(anchor), -1)
+    place = tokens[length:]
     group = place - (place - length) % group_size
     start = torch.where(anchor < 0, place, group)
     to_text = torch.cat((text, anchor), 1) + 1

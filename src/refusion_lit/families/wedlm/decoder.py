@@ -12,17 +12,6 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_number
 
 
-@dataclass(kw_only=True)
-class WindowState(RowState):
-    """State of WeDLM.
-
-    Attributes:
-        num_cached: Number of cache entries: the text from position 0 on, without gaps.
-    """
-
-    num_cached: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeDLM(Decoder):
     """Fills the masks of a sliding window by entropy and caches the leading run of filled ones one forward later.
@@ -52,6 +41,7 @@ class WeDLM(Decoder):
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    shares = "all"
 
     window_size: int = 16
     entropy_threshold: float | None = 0.4
@@ -76,19 +66,15 @@ class WeDLM(Decoder):
             "(set ignore_right_context: true to fill holes without it)"
         )
 
-    def num_shareable(self, prompt_length: int, num_common: int) -> int:  # noqa: ARG002
-        """Return all common tokens: the first forward reads masks after the prompt."""
-        return num_common
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> WindowState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, and the window's masks beyond."""
         length = max_length(prompt, sampling, special_tokens) + self.window_size
-        return WindowState.blank(prompt, sampling, special_tokens, length)
+        return RowState.blank(prompt, sampling, special_tokens, length)
 
-    def step(self, state: WindowState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the window; fill masks and keep the keys and values of the leading tokens."""
-        state.num_cached = max(state.num_cached, state.num_shared)
-        start, first_mask = max(state.num_cached - state.prompt_length, 0), state.is_masked.index(True)
+        start = max(state.num_cached - state.prompt_length, 0)
+        first_mask = state.is_masked.index(True)
         stop = first_mask + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
         branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)
@@ -99,7 +85,7 @@ class WeDLM(Decoder):
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.finished = state.prefix_ends
 
-    def _branch(self, state: WindowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
+    def _branch(self, state: RowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
         """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
         num_prompt = max(state.prompt_length - state.num_cached, 0)
         num_known = num_prompt + len(filled)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import (
+    MaskRatio,
     Objective,
     mask_probability,
     random_subset,
@@ -70,19 +71,15 @@ class DualStream(Objective):
         return {"mdm": 1 / (1 + self.ar_weight), "ar": self.ar_weight / (1 + self.ar_weight)}
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: Float[Tensor, " batch"] | None = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask a share of each block, move its masks to its end, append the clean text; see :meth:`Objective.corrupt`.
 
         With ``mask_ratio``, all blocks of a row have that share.
         """
         mask_token_id = required_mask_id(self, special_tokens)
-        num_tokens, size = batch.input_ids.shape[1], self.block_size
+        num_tokens = batch.input_ids.shape[1]
+        size = self.block_size
         positions, in_response = response_positions(batch)
         lengths = batch.prompt_lengths + batch.response_lengths
         is_real = positions < lengths[:, None]
@@ -110,10 +107,11 @@ class DualStream(Objective):
         )  # fmt: skip
 
     def _masked(
-        self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: Float[Tensor, " batch"] | None
+        self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> tuple[Bool[Tensor, "batch token"], Float[Tensor, "batch token"]]:
         """Draw which tokens are masked, exactly a share of each block; return them and their weights."""
-        num_tokens, size = in_response.shape[1], self.block_size
+        num_tokens = in_response.shape[1]
+        size = self.block_size
         num_blocks = -(-num_tokens // size)
         if mask_ratio is None:
             ratio = noise.uniform("block_ratio", num_blocks).clamp(min=_MIN_RATIO)
