@@ -9,7 +9,8 @@ from refusion_lit.families.set_diffusion.objective import StaggeredSets
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
-from refusion_lit.refusion.objective import Hybrid, Zarya
+from refusion_lit.refusion.objective import Hybrid
+from refusion_lit.refusion.zarya import Zarya
 
 __all__ = [
     "R2FT",

@@ -13,24 +13,24 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 28,
-    "command to text: lines": 4979,
+    "command to text: files": 29,
+    "command to text: lines": 5286,
     "token ids to text: files": 24,
-    "token ids to text: lines": 4549,
+    "token ids to text: lines": 4771,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3094,
-    "test: files": 70,
-    "test: lines": 12_526,
-    "package: files": 195,
-    "package: lines": 26_787,
-    "package: lines of code": 16_896,
+    "examples to loss: lines": 3258,
+    "test: files": 64,
+    "test: lines": 12_628,
+    "package: files": 170,
+    "package: lines": 25_483,
+    "package: lines of code": 16_000,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
 The aims: command to text 20 files and 3100 lines, token ids to text 18 and 2700, examples to loss 18 and 2400, test 60
 files, package 170 files, 24 000 lines and 16 000 of code.
 """
-CIRCLES = [{"refusion_lit.cli.answers", "refusion_lit.cli.generate"}]
+CIRCLES: list[set[str]] = []
 """Files that import one another; the aim is that there are none."""
 
 

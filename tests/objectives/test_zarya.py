@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Zarya
-from refusion_lit.refusion.objective import grouped_slots, harmonic_factor
+from refusion_lit.refusion.zarya import grouped_slots, harmonic_factor
 from refusion_lit.types import SpecialTokens
 
 SIZES, BORDERS = (2, 4, 8, 16, 32, 64), (0.06, 0.2, 0.4, 0.6, 0.8, 1.0)

@@ -1,16 +1,9 @@
-"""ReFusion's hybrid objective: diffusion over slots, autoregression inside them (arXiv 2512.13586).
-
-:class:`Zarya` adds the changes of arXiv 2609.19868.
-"""
+"""ReFusion's hybrid objective: diffusion over slots, autoregression inside them (arXiv 2512.13586)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
-from numbers import Real
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,14 +14,13 @@ from refusion_lit.learning.objective import (
     MaskRatio,
     Objective,
     mask_probability,
-    random_subset,
     required_mask_id,
     response_positions,
 )
 from refusion_lit.modeling.transfer import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
@@ -208,195 +200,3 @@ def _next_in_slot(
     ends_slot = (offsets + 1) % slot_sizes[:, None] == 0
     ends_response = offsets + 1 == batch.response_lengths[:, None]
     return following.masked_fill(~in_response | ends_slot | ends_response, IGNORE_INDEX)
-
-
-MaskPattern = Literal["independent", "grouped"]
-TokenWeights = Literal["equal", "harmonic"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Zarya(Hybrid):
-    """:class:`Hybrid` with the changes of Zarya (arXiv 2609.19868); by default all are off.
-
-    Zarya's mix of the terms is ``mdm_weight`` = lambda and ``ar_weight`` = 1 - lambda.
-
-    Attributes:
-        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya): the first size is used up to this share
-            of all optimizer steps, the second one up to the next border, and so on; beyond the last border, the last
-            size. Ascending, in (0, 1], one for each size. Validation draws from all sizes. Zarya has shares of an
-            epoch: the same in a run of one epoch. ``None``: sizes are drawn.
-        mask_pattern: Which slots are masked. ``independent``: each with probability p (the paper). ``grouped``: a share
-            p of them, the last ``max_span`` tokens first, then the first ones, then spans in the middle, then single
-            slots (``grouped_noise`` in Zarya, there token by token). With groups, 1/p in the masked term is 1 over the
-            share of tokens that are masked, as that is not p on average.
-        max_span: Maximum number of tokens in a group, at least 1; whole slots, at least one.
-        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, about n times as much
-            for the first of n tokens as for the last (``ordered_sampling`` of Zarya).
-        shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
-    """
-
-    slot_borders: tuple[float, ...] | None = None
-    mask_pattern: MaskPattern = "independent"
-    max_span: int = 50
-    token_weights: TokenWeights = "equal"
-    shuffle_masked: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
-        super().__post_init__()
-        require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
-        require_at_least("objective.max_span", self.max_span, 1)
-        require_choice("objective.token_weights", self.token_weights, get_args(TokenWeights))
-        if self.slot_borders is None:
-            return
-        holds = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)
-        borders = (0.0, *self.slot_borders) if holds else ()
-        holds = holds and all(is_number(border, Real) for border in borders)
-        holds = holds and all(low < high <= 1 for low, high in pairwise(borders))
-        expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
-        require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
-
-    @cached_property
-    def _stages(self) -> tuple[Zarya, ...]:
-        """The objective of each stage of the curriculum, made once: their options are checked when they are made."""
-        return tuple(replace(self, slot_sizes=(size,), slot_borders=None) for size in self.slot_sizes)
-
-    def at(self, progress: float) -> Zarya:
-        """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
-        if self.slot_borders is None:
-            return self
-        return self._stages[sum(border < progress for border in self.slot_borders[:-1])]
-
-    def corrupt(
-        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
-    ) -> CorruptedBatch:
-        """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
-        probability = mask_probability(noise, self.eps, mask_ratio)
-        slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
-        num_slots = most_slots(batch, self.slot_sizes)
-        if self.mask_pattern == "grouped":
-            num_own = (batch.response_lengths + slot_sizes - 1) // slot_sizes
-            span = (self.max_span // slot_sizes).clamp(min=1)
-            slot_is_masked = grouped_slots(noise, num_slots, probability, lengths=num_own, span=span)
-        else:
-            slot_is_masked = independent_slots(noise, num_slots, probability)
-        layout = corrupt_slots(
-            batch,
-            noise,
-            slot_is_masked,
-            slot_sizes=slot_sizes,
-            mask_token_id=required_mask_id(self, special_tokens),
-            masked_order=noise.bits("masked_order", num_slots) if self.shuffle_masked else None,
-        )
-        if self.mask_pattern == "grouped":
-            probability = layout.is_masked.sum(1).clamp(min=1).double() / batch.response_lengths
-        corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
-        if self.token_weights == "equal":
-            return corrupted
-        factor = _harmonic_factor(layout, batch, slot_sizes, probability, eps=self.eps)
-        weights = torch.where(layout.is_masked, corrupted.weights * factor, corrupted.weights)
-        return replace(corrupted, weights=weights.float())
-
-
-def grouped_slots(
-    noise: KeyedNoise,
-    num_slots: int,
-    mask_probability: Float[Tensor, " batch"],
-    *,
-    lengths: Int[Tensor, " batch"],
-    span: Int[Tensor, " batch"],
-) -> Bool[Tensor, "batch slot"]:
-    """Mask ceil(p n) of a row's n slots, group by group.
-
-    The groups are the last ``span`` slots, the first ones, spans of that length at equal distances, and single slots at
-    random. A group takes only slots that earlier groups left.
-
-    Args:
-        noise: The stream ``group_random`` is used.
-        num_slots: Slots of the longest row.
-        mask_probability: Share of a row's slots that are masked, p in (0, 1].
-        lengths: Number of slots of each row, n.
-        span: Longest run of slots that a group masks in each row, at least 1.
-    """
-    free = torch.arange(num_slots, device=lengths.device) < lengths[:, None]
-    # The expected number of masks under independent masking, but at least one.
-    wanted = (mask_probability * lengths - 1e-6).ceil().clamp(min=1).long().minimum(lengths)
-    is_masked = torch.zeros_like(free)
-    for group in ("suffix", "prefix", "middle", "random"):
-        left = (wanted - is_masked.sum(1))[:, None]
-        rank = free.cumsum(1) - 1
-        num_free = free.sum(1, keepdim=True)
-        run = left.minimum(span[:, None])
-        if group == "suffix":
-            chosen = free & (rank >= num_free - run)
-        elif group == "prefix":
-            chosen = free & (rank < run)
-        elif group == "middle":
-            chosen = free & _in_spans(rank, num_free, left, run)
-        else:
-            chosen = random_subset(noise.bits("group_random", num_slots), free, left[:, 0])
-        is_masked = is_masked | chosen
-        free = free & ~chosen
-    return is_masked
-
-
-def _in_spans(
-    rank: Int[Tensor, "batch slot"],
-    num_free: Int[Tensor, "batch 1"],
-    left: Int[Tensor, "batch 1"],
-    run: Int[Tensor, "batch 1"],
-) -> Bool[Tensor, "batch slot"]:
-    """Return which free slots lie in floor(left / span) runs with equal gaps before, between and after them.
-
-    Args:
-        rank: Number of each slot among the free ones of its row.
-        num_free: Free slots.
-        left: Slots still to be masked.
-        run: Slots of a run: the span, or ``left`` if that is less.
-    """
-    length = run.clamp(min=1)
-    num_runs = left // length
-    gap = (num_free - num_runs * length) // (num_runs + 1)
-    number = (rank - gap) // (length + gap)
-    offset = (rank - gap) % (length + gap)
-    return (rank >= gap) & (offset < length) & (number < num_runs) & (left > 0)
-
-
-def _harmonic_factor(
-    layout: SlotLayout,
-    batch: ResponseBatch,
-    slot_sizes: Int[Tensor, " batch"],
-    probability: Float[Tensor, " batch"],
-    *,
-    eps: float,
-) -> Float[Tensor, "batch token"]:
-    """Return :func:`harmonic_factor` of each token of a layout."""
-    offset = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0)
-    place = offset % slot_sizes[:, None]
-    length = slot_sizes[:, None].minimum(batch.response_lengths[:, None] - offset + place).clamp(min=1)
-    return harmonic_factor(place, length, probability, eps=eps)
-
-
-def harmonic_factor(
-    place: Int[Tensor, "batch token"],
-    length: Int[Tensor, "batch token"],
-    mask_probability: Float[Tensor, " batch"],
-    *,
-    eps: float,
-) -> Float[Tensor, "batch token"]:
-    """Return p / q_j, where q_j grows linearly from about p / n at the slot's first token to p at its last one.
-
-    Times 1 / p, the weights of a slot add up to H_n = 1 + 1/2 + ... + 1/n times as much as equal ones.
-
-    Args:
-        place: Place of each token in its slot, j from 0.
-        length: Tokens of its slot, n.
-        mask_probability: p of each row.
-        eps: Smallest mask probability.
-    """
-    p = mask_probability.double()[:, None]
-    # For the least probabilities the first one would exceed the last.
-    first = (eps + (1 - eps) * p / length).minimum(p)
-    alone = (eps + (1 - eps) * p + p) / 2
-    own = torch.where(length == 1, alone, first + (p - first) * place / (length - 1).clamp(min=1))
-    return p / own
