@@ -19,10 +19,10 @@ BOUNDS = {
     "token ids to text: lines": 4771,
     "examples to loss: files": 19,
     "examples to loss: lines": 3258,
-    "test: files": 64,
+    "test: files": 65,
     "test: lines": 12_628,
     "package: files": 170,
-    "package: lines": 25_483,
+    "package: lines": 25_500,
     "package: lines of code": 16_000,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.weights import gather, shard
+from refusion_lit.modeling.fsdp import gather, shard
 from refusion_lit.types import ModelTraits, SpecialTokens
 from tiny import TINY_QWEN
 

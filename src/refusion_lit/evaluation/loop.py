@@ -17,7 +17,7 @@ from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, c
 from refusion_lit.evaluation.fingerprints import described, predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.modeling.weights import gather
+from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment
 from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table

@@ -1,18 +1,11 @@
-"""A model's weights as a whole: their digest, which identifies a model, and their sharding over processes (FSDP2)."""
+"""The digest of a model's weights, which identifies a model."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from refusion_lit.modeling.backbone import Backbone
 
 _NUM_SAMPLES = 64
 
@@ -41,53 +34,3 @@ def weights_digest(model: nn.Module) -> str | None:
         values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
         state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
     return state.hexdigest()[:16]
-
-
-def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard a backbone's weights in place, layer by layer: each is gathered for its computation, then freed.
-
-    Embedding, final norm and head form the outermost group. It stays gathered from the forward to the end of the
-    backward pass, so that the loss can apply the head outside the backbone's forward.
-
-    Args:
-        backbone: A backbone with whole weights, the same on all processes.
-        mesh: The processes to shard over; one dimension.
-        compute_dtype: Type of gathered weights and activations, as in mixed precision; gradients are then
-            reduced in float32. ``None`` keeps the weights' own type.
-    """
-    policy = MixedPrecisionPolicy()
-    if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=compute_dtype)
-    for layer in _layers(backbone):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(backbone, mesh=mesh, mp_policy=policy)
-
-
-@torch.no_grad()
-def gather(backbone: Backbone) -> None:
-    """Gather all weights on every process permanently; does nothing for a backbone that is not sharded.
-
-    Decoding needs it: processes decode different prompts in different numbers of forwards, so gathering weights in each
-    forward would deadlock. All processes must call this function together.
-    """
-    if not isinstance(backbone, FSDPModule):
-        return
-    backbone.set_reshard_after_forward(False)
-    start = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
-    backbone(start, start)  # one forward gathers all layers, and none is freed afterwards
-
-
-def _layers(backbone: Backbone) -> nn.ModuleList:
-    """Return the list of the transformer's layers.
-
-    Raises:
-        ValueError: If the architecture keeps no such list.
-    """
-    count = backbone.config.num_hidden_layers
-    for module in backbone.body.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(
-        f"trainer.strategy: {type(backbone.model).__name__} keeps no list of its {count} layers, so its weights cannot "
-        "be sharded; use the strategy ddp."
-    )

@@ -23,9 +23,9 @@ from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import without_adapters
-from refusion_lit.modeling.weights import shard
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
