@@ -191,7 +191,7 @@ def test_generate_and_trace_take_a_drafter(
     assert capsys.readouterr().out == expected
     output = tmp_path / "trace.json"
     assert main(["trace", *options, "--prompt", QUERIES[0], "--draft", str(draft), "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["decoder"] == "SelfSpeculative"
+    assert json.loads(output.read_text())["trace"]["decoder"] == "SelfSpeculative"
 
 
 def test_a_wrong_base_is_refused(draft: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:

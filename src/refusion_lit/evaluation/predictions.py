@@ -74,7 +74,7 @@ def check_writable(file: Path, option: str, *, overwrite: bool) -> None:
     """
     directory = file.resolve().parent
     require(directory.is_dir(), option, "a file in a directory that exists", str(file), f"create {directory} first")
-    require(not file.is_dir(), option, "a file", str(file), "which is a directory; add a file's name")
+    require(not file.is_dir(), option, "a file", str(file), "name a file in that directory")
     if file.exists() and not overwrite and read_fingerprint(file) is None:
         raise ValueError(
             f"{option}: expected a new file or one with predictions of refusion-lit, got {file}, which is something "
