@@ -313,14 +313,14 @@ def test_the_command_writes_scores_and_throughput(
     before = sorted(tmp_path.iterdir())
     for wrong in (tmp_path, ""):
         assert main([*arguments, '--tasks=["local_sums"]', f"--output={wrong}"]) == 2
-        assert f"output: expected a file, got {str(wrong)!r}" in capsys.readouterr().err
+        assert f"output: expected a file, got {str(Path(wrong))!r}" in capsys.readouterr().err
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
     assert f"output: expected a new file, got '{output}'" in capsys.readouterr().err
     assert json.loads(output.read_text()) == found
     with monkeypatch.context() as context:
         context.setattr("os.access", lambda *_: False)
         assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
-    assert "output: expected a file in a folder that can be written" in capsys.readouterr().err
+    assert "output: expected a file in a directory that can be written" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
     assert main([*arguments, '--tasks=["local_sum"]']) == 2
     assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err

@@ -74,6 +74,8 @@ def check_writable(file: Path, option: str, *, overwrite: bool) -> None:
     """
     directory = file.resolve().parent
     require(directory.is_dir(), option, "a file in a directory that exists", str(file), f"create {directory} first")
+    is_writable = os.access(directory, os.W_OK)
+    require(is_writable, option, "a file in a directory that can be written", str(file), "choose another one")
     require(not file.is_dir(), option, "a file", str(file), "name a file in that directory")
     if file.exists() and not overwrite and read_fingerprint(file) is None:
         raise ValueError(
