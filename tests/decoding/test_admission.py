@@ -24,7 +24,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine import admission as admission_module
-from refusion_lit.engine.admission import Admission, KeptCache, common_length
+from refusion_lit.engine.admission import Admission, KeptCache, Waiting, common_length
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)
@@ -52,7 +52,7 @@ def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.D
     make, prompts = data.draw(hash_models()), data.draw(prompts_with_a_beginning())
     size = data.draw(st.integers(1, 4))
     shared = decode(make(decoder), decoder, prompts, sampling, batch_size=size)
-    alone = decode(make(decoder), decoder, prompts, sampling, share_prefixes=False)
+    alone = decode(make(decoder), decoder, prompts, sampling, batch_size=size, share_prefixes=False)
     for one, other in zip(shared.rows, alone.rows, strict=True):
         assert one.token_ids == other.token_ids
         assert one.num_forwards == other.num_forwards
@@ -102,10 +102,17 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
     assert texts(output)[0] == texts(output)[1]
 
 
+def admission_of(prompts: list[Prompt], num_rows: int) -> Admission:
+    admission = Admission(num_rows, Autoregressive())
+    for index, prompt in enumerate(prompts):
+        admission.add(Waiting(index, prompt, NEXT))
+    return admission
+
+
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     prompts = [[*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5]]
     found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    admission = Admission(enumerate(found), 4, Autoregressive())
+    admission = admission_of(found, 4)
     first = list(admission.admit())
     assert [(one.index, one.num_shared) for one in first] == [(0, 0), (2, 0), (3, 0)]
     assert list(admission.admit()) == []
@@ -121,7 +128,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
     found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    admission = Admission(enumerate(found), 2, Autoregressive())
+    admission = admission_of(found, 2)
     [first] = admission.admit()
     admission.release(first.storage)
     [second] = admission.admit()
@@ -130,7 +137,7 @@ def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
     found = [Prompt(token_ids=(*COMMON, i), id=str(i)) for i in range(3)]
-    admission = Admission(enumerate(found), 1, Autoregressive())
+    admission = admission_of(found, 1)
     for i in range(3):
         [one] = admission.admit()
         assert (one.storage, one.source, one.num_shared) == ((0, 0, 20) if i else (0, -1, 0))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, TypeVar
 
-from jaxtyping import Float
 from torch import Tensor
 
 from refusion_lit.types import SamplingParams
@@ -29,11 +28,11 @@ class Proposal:
 
     Attributes:
         token: The draft.
-        probabilities: The distribution, after temperature and filters; stays on the model's device.
+        probabilities: The distribution [vocab], after temperature and filters; stays on the model's device.
     """
 
     token: int
-    probabilities: Float[Tensor, " vocab"]
+    probabilities: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
