@@ -20,7 +20,7 @@ BOUNDS = {
     "examples to loss: files": 19,
     "examples to loss: lines": 3258,
     "test: files": 65,
-    "test: lines": 12_632,
+    "test: lines": 12_640,
     "package: files": 170,
     "package: lines": 25_500,
     "package: lines of code": 16_000,
