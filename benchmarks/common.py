@@ -128,6 +128,7 @@ class WrappedModel(LanguageModel):
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
+        self.run_body = model.runner()  # inspected once, as the engine does
         self.traits, self.special_tokens = model.traits, model.special_tokens
         self.max_positions, self.learns_positions = model.max_positions, model.learns_positions
 

@@ -70,7 +70,7 @@ class Clocked(WrappedModel):
 
     def hidden_states(self, *args: Any) -> Tensor:
         self.spans.append(time.process_time() - self._left)
-        hidden = self.model.hidden_states(*args)
+        hidden = self.run_body(*args)
         self._left = time.process_time()
         return hidden
 

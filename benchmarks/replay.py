@@ -123,7 +123,7 @@ class ReplayedModel(WrappedModel):
         attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        hidden = self.model.hidden_states(input_ids, position_ids, attention_mask, cache)
+        hidden = self.run_body(input_ids, position_ids, attention_mask, cache)
         script = torch.stack([values.to(hidden.dtype) for values in self.replay.script(input_ids, position_ids)], -1)
         return torch.cat((hidden, script), -1)
 
