@@ -1,14 +1,10 @@
-"""Decoders and the engine that runs them.
-
-Importing this package is light: torch is loaded with the first name that needs it.
-"""
+"""Decoders and the engine that runs them: the public names of the engine, of ReFusion and of the families."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.engine import decode
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -26,10 +22,6 @@ from refusion_lit.families.wedlm.decoder import WeDLM
 from refusion_lit.refusion.decoder import RecomputeKV, ReFusion
 from refusion_lit.refusion.first_hitting import FirstHitting
 from refusion_lit.refusion.search import SlotSearch
-
-if TYPE_CHECKING:
-    from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
-    from refusion_lit.engine.engine import decode
 
 __all__ = [
     "APD",
@@ -69,17 +61,3 @@ __all__ = [
     "default_decoder",
     "most_certain",
 ]
-
-_LAZY = {
-    "ModelMismatchError": "refusion_lit.engine.checks",
-    "check_context": "refusion_lit.engine.checks",
-    "check_model": "refusion_lit.engine.checks",
-    "check_prompts": "refusion_lit.engine.checks",
-    "decode": "refusion_lit.engine.engine",
-}
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

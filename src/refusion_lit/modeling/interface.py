@@ -65,8 +65,8 @@ class LanguageModel(ABC):
     def forward_cost(self) -> float:
         """Fixed cost of a forward, in positions of one row: a / b of a cost a + b * positions.
 
-        Constants, so that forwards do not depend on the machine's load: about what a CPU was measured to take
-        (benchmarks/results/README.md), and more on accelerators, where a forward is bound by reading the weights.
+        Constants, so that forwards do not depend on the machine's load. That of CPUs is near what small models take
+        on one; that of accelerators is an assumption, not measured: there, reading the weights bounds a forward.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
 

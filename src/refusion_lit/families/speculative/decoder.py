@@ -74,7 +74,7 @@ class SelfSpeculative(Decoder):
             time per token by ``forward_cost`` and the share of drafts accepted so far, or no drafts where many rows
             share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling: rejection``.
         forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 32 on a CPU,
-            256 on accelerators.
+            256 on accelerators (assumed, not measured).
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
