@@ -28,4 +28,3 @@ class OneShot(Decoder):
         )
         (reading,) = yield Forward(phase="draft", branches=(branch,), draw=Draw(sampling=state.sampling))
         state.commit(canvas, reading.tokens)
-        state.finished = True

@@ -226,10 +226,10 @@ class SamplingParams:
         top_k: Number of most probable tokens to keep; ``None`` keeps all. At temperature 0 as ``top_p``.
         seed: Sampling noise is a function of seed, prompt id, round and position alone.
         stop: Strings that end a response; text is cut before the first of them.
-        min_entropy: End a response that repeats itself: one that has more than ``entropy_window`` tokens, the last of
-            which have token counts of an entropy, in nats, below this. They are left out. BD3-LM (arXiv 2503.09573) has
-            4 nats over 256 tokens, prompt included, and looks at the end of each block; here the committed response is
-            looked at. ``None``: no such end.
+        min_entropy: End a response that repeats itself: at the first token, in text order, that has more than
+            ``entropy_window`` tokens up to it, the last of which have token counts of an entropy, in nats, below this.
+            They are left out. BD3-LM (arXiv 2503.09573) has 4 nats over 256 tokens, prompt included, and looks at the
+            end of each block; here every token of the response counts. ``None``: no such end.
         entropy_window: Number of tokens whose entropy is computed, at least 2.
     """
 

@@ -49,6 +49,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams
+from scripted import letters
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 
@@ -222,6 +223,47 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
         case = Case(start, sampling.max_new_tokens, stop - start, own_end, certainty, agreement)
         expected = num_forwards(decoder, case)
         assert expected is None or row.num_forwards == expected
+
+
+@each_decoder
+@settings(max_examples=20, deadline=None)
+@given(
+    data=st.data(), make=hash_models(), found=prompts(max_size=3), temperature=temperatures(), size=st.integers(1, 3)
+)
+def test_stops_are_decided_token_by_token_in_text_order(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    found: list[Prompt],
+    temperature: float,
+    size: int,
+) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = replace(sampling, temperature=temperature)
+    window = data.draw(st.integers(2, 4))
+    least = data.draw(st.sampled_from([0.2, 0.7, 1.0]).filter(lambda least: least < log(window)))
+    stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
+    stopping = replace(sampling, stop=stop, min_entropy=least, entropy_window=window)
+    wholes = decode(make(decoder), decoder, found, sampling).rows
+    rows = decode(make(decoder), decoder, found, stopping, batch_size=size, detokenize=letters).rows
+    for whole, row in zip(wholes, rows, strict=True):
+        expected = slowly_stopped(whole.token_ids, stopping)
+        assert row.token_ids == (whole.token_ids if expected is None else expected)
+        assert (row.finish_reason == "stop") == (expected is not None)
+        assert weighs_rows(decoder) or row.num_forwards <= whole.num_forwards
+
+
+def slowly_stopped(tokens: list[int], sampling: SamplingParams) -> list[int] | None:
+    """Return what remains of a text that ends at the first token at which a rule holds; ``None`` if none does."""
+    window = sampling.entropy_window
+    for length in range(1, len(tokens) + 1):
+        last = tokens[length - window : length] if length > window else []
+        shares = [last.count(token) / window for token in set(last)]
+        if last and -sum(share * log(share) for share in shares) < (sampling.min_entropy or 0.0) - 1e-12:
+            return tokens[: length - window]
+        if any(string in letters(tokens[:length]) for string in sampling.stop):
+            return tokens[:length]
+    return None
 
 
 @each_decoder

@@ -36,7 +36,7 @@ class Serving(Engine):
                 storage,
                 InFlight(
                     index=storage, storage=storage, state=state, steps=(_ for _ in ()), request=None,
-                    result=Generation(id=prompt_id), spans_end=0, started=0.0, waiting_since=0,
+                    result=Generation(id=prompt_id), spans_end=0, started=0.0, waiting_since=0, stopping=None,
                 ),
             )  # fmt: skip
             row.state = state

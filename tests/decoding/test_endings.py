@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
 from fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
-from refusion_lit.decoding import Autoregressive, ReFusion, decode
+from refusion_lit.decoding import (
+    Autoregressive,
+    Decoder,
+    Draw,
+    Forward,
+    ModelRequirements,
+    ReFusion,
+    RowState,
+    Steps,
+    decode,
+)
 from refusion_lit.types import SamplingParams
-from scripted import ORDER, Scripted, letters, prompts_of
+from scripted import ORDER, Scripted, letters, one, prompts_of
 
 
 def entropy_of(tokens: Sequence[int]) -> float:
@@ -104,7 +115,11 @@ def test_the_final_left_part() -> None:
     assert state.final_prefix() == [MASK, 5, EOS]
     assert state.prefix_ends
     assert state.num_committed == 3
-    state.tokens[2] = 6
+    state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
+    state.tokens += [MASK, MASK]
+    state.is_masked += [True, True]
+    state.commit_rounds += [0, 0]
+    state.commit([0, 1, 2], [4, 5, 6])
     assert not state.prefix_ends
     state.commit([3, 4], [7, 8])
     assert state.prefix_ends
@@ -112,3 +127,29 @@ def test_the_final_left_part() -> None:
     state.commit([5], [9])
     assert len(state.final_prefix()) == 5
     assert state.num_committed == 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneByOne(Decoder):
+    """As a newcomer writes it: commits the next token, and says nothing of an end."""
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+
+    stop_at_eos: bool = True
+
+    def step(self, state: RowState) -> Steps[None]:
+        place = state.num_committed
+        end = state.prompt_length + place
+        [reading] = yield Forward(
+            phase="next", branches=(state.branch(0, end + 1, [end]),), draw=Draw(sampling=state.sampling),
+            cached=False,
+        )  # fmt: skip
+        state.commit([place], reading.tokens)
+        state.finished = not self.stop_at_eos and not any(state.is_masked)
+
+
+@pytest.mark.parametrize(("end", "num_tokens"), [(4, 3), (None, 32)])
+def test_the_engine_ends_a_response_by_itself_unless_a_decoder_asks_to_go_on(end: int | None, num_tokens: int) -> None:
+    ended, whole = one(OneByOne(), 32, end), one(OneByOne(stop_at_eos=False), 32, end)
+    assert (ended.num_forwards, whole.num_forwards) == (num_tokens, 32)
+    assert ended.token_ids == whole.token_ids == [oracle_text(end)(place) for place in range(2, 2 + num_tokens)]

@@ -53,7 +53,7 @@ def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
 
 def test_committing_a_place_twice_is_an_error() -> None:
     with pytest.raises(AssertionError, match="canvas place 1 committed twice"):
-        one(Scripted(script=((0, 1), (1,))), 2)
+        one(Scripted(script=((0, 1), (1,))), 3)
 
 
 @settings(max_examples=24, deadline=None)

@@ -81,6 +81,7 @@ class RowState:
         num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
+        num_final: Leading final places that were found so far, up to the first EOS; see :meth:`final_prefix`.
     """
 
     prompt: Prompt
@@ -98,6 +99,7 @@ class RowState:
     num_rows: int = 1
     num_shared: int = 0
     num_cached: int = 0
+    num_final: int = 0
 
     def __post_init__(self) -> None:
         """Start with nothing committed."""
@@ -210,15 +212,23 @@ class RowState:
 
     def final_prefix(self) -> list[int]:
         """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`."""
-        length = self.is_masked.index(True) if True in self.is_masked else len(self.is_masked)
-        return list(self.up_to_eos(self.tokens[: min(length, self.max_length)]))
+        return self.tokens[: self._count_final()]
 
     @property
     def prefix_ends(self) -> bool:
         """Whether the final prefix is the whole response."""
-        prefix = self.final_prefix()
-        is_full = len(prefix) == min(self.max_length, len(self.tokens))
-        return is_full or (bool(prefix) and prefix[-1] in self.special_tokens.eos_token_ids)
+        count = self._count_final()
+        return count == min(self.max_length, len(self.tokens)) or self._ends_at(count)
+
+    def _ends_at(self, count: int) -> bool:
+        return count > 0 and self.tokens[count - 1] in self.special_tokens.eos_token_ids
+
+    def _count_final(self) -> int:
+        """Return the length of the final prefix; the search resumes where it ended, as final places stay final."""
+        limit = min(self.max_length, len(self.tokens))
+        while self.num_final < limit and not self.is_masked[self.num_final] and not self._ends_at(self.num_final):
+            self.num_final += 1
+        return self.num_final
 
 
 def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> int:
@@ -242,11 +252,14 @@ class Decoder(ABC):
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
         refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
             :meth:`refusal`.
+        stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
+            whole response. If not, the decoder sets ``finished``.
     """
 
     requires: ClassVar[ModelRequirements]
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = ""
+    stop_at_eos: bool = True  # an option of some subclasses
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""
@@ -297,7 +310,10 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:
-        """Commit at least one token, or advance ``schedule_step`` within its bound; set ``finished`` at the end."""
+        """Commit at least one token, or advance ``schedule_step`` within its bound.
+
+        The engine calls it until the response is complete (see ``stop_at_eos``), or ``finished`` is set.
+        """
 
 
 def most_certain(confidences: Sequence[float], count: int | None = None) -> list[int]:

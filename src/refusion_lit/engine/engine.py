@@ -18,7 +18,7 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.in_flight import InFlight
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop, stop_length
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, Stopping, cut_at_stop
 from refusion_lit.engine.reading import Read, Reader
 from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Steps
 from refusion_lit.modeling.interface import LanguageModel
@@ -203,6 +203,8 @@ class Engine:
             state.num_cached = admitted.num_shared
         steps = self._steps(state)
         state.finished = state.prefix_ends  # everything is given
+        sampling = admitted.sampling
+        stops = bool(sampling.stop) or sampling.min_entropy is not None
         return InFlight(
             index=admitted.index,
             storage=admitted.storage,
@@ -213,6 +215,7 @@ class Engine:
             spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_holes else 0,
             started=synchronised_time(self.model.device),
             waiting_since=self.num_calls,
+            stopping=Stopping(sampling, self.detokenize) if stops else None,
         )
 
     def _steps(self, state: RowState) -> Steps[None]:
@@ -228,6 +231,7 @@ class Engine:
                     "it."
                 )
             yield from steps
+            state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
             if state.num_committed > num_committed or state.finished:
                 continue
             if not num_steps < state.schedule_step <= state.schedule_length:
@@ -305,8 +309,8 @@ class Engine:
         state = row.state
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
-        if state.sampling.stop or state.sampling.min_entropy is not None:
-            row.stopped_at = stop_length(state.final_prefix(), state.sampling, self.detokenize)
+        if row.stopping is not None:
+            row.stopped_at = row.stopping.length(state.final_prefix())
             if row.stopped_at is not None:
                 row.steps.close()
                 row.request = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.output import Generation, TraceRound
+from refusion_lit.engine.output import Generation, Stopping, TraceRound
 from refusion_lit.engine.reading import Read
 from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request, Steps
 
@@ -27,6 +27,7 @@ class InFlight:
         spans_end: Position after the last given token of a template; no EOS is drawn before it. 0 without template.
         started: When it was admitted, in seconds.
         waiting_since: Number of the last call that it took part in.
+        stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         forward: Its last forward.
         hidden: Hidden states of that forward, for further reads.
         twin: Index of the unconditional logits of the pending forward's first draft, if an earlier forward gives them.
@@ -43,6 +44,7 @@ class InFlight:
     spans_end: int
     started: float
     waiting_since: int
+    stopping: Stopping | None
     forward: Forward | None = None
     hidden: Tensor | None = None
     twin: int | None = None

@@ -116,34 +116,45 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def stop_length(
-    tokens: list[int], sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None
-) -> int | None:
-    """Return how many tokens of a response remain if a stop string or a low entropy ends it, else ``None``."""
-    lengths = (_repetition_start(tokens, sampling), _shown_length(tokens, sampling.stop, detokenize))
-    return min((length for length in lengths if length is not None), default=None)
+class Stopping:
+    """Finds where stop strings or a low entropy end a response.
 
+    It looks at one token after the other in text order, so a response ends at the same token whatever a decoder commits
+    together.
 
-def _repetition_start(tokens: list[int], sampling: SamplingParams) -> int | None:
-    """Return the start of the last window of tokens if the entropy of its token counts is too low, else ``None``."""
-    window = sampling.entropy_window
-    if sampling.min_entropy is None or len(tokens) <= window:
+    Args:
+        sampling: Stop strings, entropy and its window.
+        detokenize: Turns tokens into text; only needed for stop strings.
+    """
+
+    def __init__(self, sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None) -> None:
+        self._sampling = sampling
+        self._detokenize = detokenize
+        self._num_seen = 0
+
+    def length(self, tokens: list[int]) -> int | None:
+        """Return how many tokens remain of a response that ends, else ``None``.
+
+        Args:
+            tokens: The response so far, which starts with the tokens of the last call.
+        """
+        for num_tokens in range(self._num_seen + 1, len(tokens) + 1):
+            if self._repeats(tokens[:num_tokens]):
+                return num_tokens - self._sampling.entropy_window
+            if self._sampling.stop and self._shows_stop(tokens[:num_tokens]):
+                return num_tokens
+        self._num_seen = len(tokens)
         return None
-    counts = Counter(tokens[-window:]).values()
-    entropy = math.log(window) - sum(count * math.log(count) for count in counts) / window
-    return len(tokens) - window if entropy < sampling.min_entropy else None
 
+    def _repeats(self, tokens: list[int]) -> bool:
+        """Whether the counts of the last window of tokens have too low an entropy."""
+        window = self._sampling.entropy_window
+        if self._sampling.min_entropy is None or len(tokens) <= window:
+            return False
+        counts = Counter(tokens[-window:]).values()
+        return math.log(window) - sum(count * math.log(count) for count in counts) / window < self._sampling.min_entropy
 
-def _shown_length(tokens: list[int], stop: Sequence[str], detokenize: Callable[[list[int]], str] | None) -> int | None:
-    """Return the fewest leading tokens whose text contains a stop string, if the whole text contains one."""
-    if not stop:
-        return None
-    assert detokenize is not None
-    for length in (len(tokens), *range(1, len(tokens) + 1)):
-        text = detokenize(tokens[:length])
-        is_shown = any(string in text for string in stop)
-        if is_shown and length < len(tokens):
-            return length
-        if not is_shown and length == len(tokens):
-            return None
-    return len(tokens)
+    def _shows_stop(self, tokens: list[int]) -> bool:
+        assert self._detokenize is not None
+        text = self._detokenize(tokens)
+        return any(string in text for string in self._sampling.stop)

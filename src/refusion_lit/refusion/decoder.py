@@ -57,6 +57,7 @@ class ReFusion(Decoder):
     )
     shares = "all"
     refuses = None  # given tokens join the context, at their own positions
+    stop_at_eos = False  # serial blocks are decoded whole
 
     slot_size: int = 8
     num_serial_blocks: int | None = None

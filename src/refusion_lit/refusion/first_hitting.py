@@ -108,4 +108,3 @@ class FirstHitting(Decoder):
         state.num_cached += len(clean)
         state.num_done += 1
         state.commit(group, reading.tokens)
-        state.finished = state.num_done == len(state.groups) or state.prefix_ends

@@ -348,7 +348,7 @@ def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]
     """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
     state = sampled_state(decoder, prompt_id)
     found = []
-    while not state.finished:
+    while not state.prefix_ends:
         before, steps = list(state.is_masked), decoder.step(state)
         request = next(steps, None)  # a step that chooses no place needs no forward
         if request is not None:

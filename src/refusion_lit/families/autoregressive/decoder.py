@@ -32,4 +32,3 @@ class Autoregressive(Decoder):
         token = readings[0].tokens[0]
         state.num_cached = end
         state.commit([place], [token])
-        state.finished = token in state.special_tokens.eos_token_ids or place + 1 == len(state.tokens)

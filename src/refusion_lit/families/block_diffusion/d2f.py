@@ -114,7 +114,6 @@ class D2F(BlockDecoder):
         for positions, is_activated in zip(masked.values(), activated, strict=True):
             chosen = self._choose(positions, [found[p][1] for p in positions], is_activated=is_activated)
             state.commit([p - state.prompt_length for p in chosen], [found[p][0] for p in chosen])
-        state.finished = state.prefix_ends
 
     def _open(self, state: PipelineState) -> None:
         """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""

@@ -197,7 +197,6 @@ class BlockDiffusion(BlockDecoder):
                 yield from self._denoise(state, block_start, drawn)
             state.schedule_step += self.sampling_rule == "ancestral"
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
-        state.finished = state.prefix_ends
 
     def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
         """Return the positions whose logits are read: all masked ones, or those drawn beforehand.

@@ -83,7 +83,6 @@ class TokenEditing(BlockDecoder):
                 break
         final = [token for token in tokens if token is not None]
         state.commit([position - state.prompt_length for position in positions], final)
-        state.finished = state.prefix_ends
 
     def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
         """Return the masks that are filled."""

@@ -81,4 +81,3 @@ class CARD(Decoder):
             state.num_rounds = 0
         else:
             state.num_cached -= 1  # the block's first mask is predicted by the token before it
-        state.finished = state.prefix_ends

@@ -77,7 +77,6 @@ class APD(Decoder):
             state.num_cached = start + place + min(accepted, len(drafts) - 1)
         final = state.up_to_eos(drafts[:accepted])
         state.commit(range(place, place + len(final)), final)
-        state.finished = state.prefix_ends
 
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""

@@ -166,7 +166,7 @@ class LLaDA(Decoder):
         chosen = self._choose(state, places, readings[0])
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.schedule_step += 1
-        state.finished = state.schedule_step == state.schedule_length or (self.stop_at_eos and state.prefix_ends)
+        state.finished = state.schedule_step == state.schedule_length
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length

@@ -173,7 +173,6 @@ class FastDLLM(Decoder):
             state.block_start = stop
             state.round_in_block = 0
         state.finished = not any(state.is_masked)
-        state.finished |= self.stop_at_eos and state.prefix_ends
 
     def _draw(self, state: FastDLLMState) -> Draw:
         statistic = _STATISTIC.get(self.order)

@@ -81,7 +81,6 @@ class SetDiffusion(Decoder):
         chosen = sorted({*above, *most_certain(probabilities, self.quota)})
         state.new = [active[i] for i in chosen]
         state.commit(state.new, [read[i].tokens[0] for i in chosen])
-        state.finished = state.prefix_ends
 
     def _branches(self, state: SetState, active: list[int]) -> tuple[Branch, ...]:
         """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""

@@ -83,7 +83,6 @@ class WeDLM(Decoder):
         state.num_cached = state.prompt_length + first_mask
         chosen = self._choose(places, readings[0])
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
-        state.finished = state.prefix_ends
 
     def _branch(self, state: RowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
         """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
