@@ -29,7 +29,8 @@ TINY = [
     "--num_threads=1",
 ]
 
-KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "num_tokens", "num_forwards", "seconds"]
+KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "decoder", "num_tokens",
+        "num_forwards", "seconds"]  # fmt: skip
 """Keys of a prediction, as ``docs/commands.md`` documents them."""
 
 

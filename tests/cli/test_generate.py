@@ -106,7 +106,7 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
     expected = model.generate(["12+34>"], decoder=ReFusion(slot_size=4), max_new_tokens=12)[0]
     captured = capsys.readouterr()
     assert captured.out == f"{expected.text}\n"
-    assert f"{expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
+    assert f"ReFusion: {expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
 
 
 @pytest.mark.parametrize("to_file", [False, True])
@@ -139,7 +139,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         tokens=[0] * 8,
         is_masked=[True] * 8,
     )
-    stream = Stream(lambda ids: "".join(map(chr, ids)), (" STOP",))
+    stream = Stream(lambda ids: "".join(map(chr, ids)), (" STOP",), "ReFusion")
     printed = ""
     for place, character in enumerate(text):
         state.commit([place], [ord(character)])

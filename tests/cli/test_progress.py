@@ -88,7 +88,7 @@ def test_generate_has_a_bar_and_a_last_line(tmp_path: Path, monkeypatch: pytest.
     assert "ReFusion" in shown
     assert "4/4 answers" in shown
     last = shown.splitlines()[-1]
-    assert last.startswith("4 answers, ")
+    assert last.startswith("ReFusion: 4 answers, ")
     assert last.endswith(f" tokens/s, {output}")
 
 

@@ -10,6 +10,7 @@ from refusion_lit.traces import animate, print_statistics, trace_statistics
 from traces.samples import plan_and_verify
 
 PLAIN = """\
+decoder: ReFusion
 (drafted) ~rejected~ · masked
 plan: drafts the first tokens of all masked slots, to choose the slots that are filled next
 verify: scores the drafted tokens from left to right; those that are certain enough are accepted

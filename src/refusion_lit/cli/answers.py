@@ -80,14 +80,16 @@ def write_answers(options: Namespace) -> None:
                 sampling=setup.sampling,
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
-                callbacks=[_Writer(write, waiting), *watch],
+                callbacks=[_Writer(write, waiting, decoder), *watch],
                 **vars(setup.decoding),
             )
         finally:
             progress.stop()
+        about = f"{len(waiting)} answers"
     if options.output:
         pace = progress.paces[decoder]
-        sys.stderr.write(f"{pace.answers} answers, {pace.rate()}, {options.output}\n")
+        about = f"{pace.answers} answers, {pace.rate()}, {options.output}"
+    sys.stderr.write(f"{decoder}: {about}\n")
 
 
 def _check_output(options: Namespace) -> None:
@@ -169,13 +171,15 @@ class _Pending:
 class _Writer(GenerationCallback):
     """Writes each response as it finishes."""
 
-    def __init__(self, write: Callable[[dict[str, Any]], None], requests: list[_Request]) -> None:
+    def __init__(self, write: Callable[[dict[str, Any]], None], requests: list[_Request], decoder: str) -> None:
         self._write = write
         self._requests = requests
+        self._decoder = decoder
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
-        self._write(prediction(generation, prompt=request.prompt, reference=request.reference))
+        line = prediction(generation, decoder=self._decoder, prompt=request.prompt, reference=request.reference)
+        self._write(line)
 
 
 def read_prompts(source: str) -> Iterator[_Request]:

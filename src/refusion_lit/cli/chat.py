@@ -62,6 +62,7 @@ def run(args: list[str]) -> int:
     chat = Chat(setup, options, Console())
     if not setup.model.tokenizer.chat_template:
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
+    sys.stderr.write(f"decoder: {type(setup.decoder).__name__}\n")
     for line in _lines(chat.console):
         try:
             if not chat.take(line):

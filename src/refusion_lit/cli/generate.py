@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
         templates=[template],
         decoder=setup.decoder,
         sampling=setup.sampling,
-        callbacks=[Stream(setup.model.detokenize, setup.sampling.stop)],
+        callbacks=[Stream(setup.model.detokenize, setup.sampling.stop, type(setup.decoder).__name__)],
         **vars(setup.decoding),
     )
     return 0
@@ -69,10 +69,13 @@ class Stream(GenerationCallback):
     Args:
         detokenize: Turns tokens into text.
         stop: Strings that end the response.
+        decoder: The decoder's name.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str]) -> None:
-        self._detokenize, self._stop = detokenize, stop
+    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str], decoder: str) -> None:
+        self._detokenize = detokenize
+        self._stop = stop
+        self._decoder = decoder
         self._printed = ""
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
@@ -83,11 +86,12 @@ class Stream(GenerationCallback):
         self._print(text[: len(text) - held])
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
-        """Print the rest, and how many tokens and forwards it took."""
+        """Print the rest, and which decoder took how many tokens and forwards."""
         self._print(output.text)
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
         sys.stdout.write("\n")
-        sys.stderr.write(f"{figures}, {output.finish_reason}\n")
+        sys.stdout.flush()
+        sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
 
     def _print(self, text: str) -> None:
         stable = text.rstrip("\N{REPLACEMENT CHARACTER}")  # part of a character: its other bytes are still to come

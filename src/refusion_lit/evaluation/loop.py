@@ -245,7 +245,8 @@ class Evaluation:
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score = score_of(self._task, example, row.text)
-            lines.append(prediction(row, prompt=example.query, reference=example.response, score=score))
+            about = {"prompt": example.query, "reference": example.response, "score": score}
+            lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
         if state.metrics is None:
             state.file.write(lines)
         else:

@@ -31,6 +31,7 @@ from refusion_lit.utils.require import require
 def prediction(
     row: Generation,
     *,
+    decoder: str,
     prompt: str,
     reference: str | None = None,
     score: float | None = None,
@@ -39,6 +40,7 @@ def prediction(
 
     Args:
         row: What the engine returned.
+        decoder: Class name of the decoder.
         prompt: The query as it was given.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
@@ -50,6 +52,7 @@ def prediction(
         "response_ids": row.token_ids,
         "reference": reference,
         "score": score,
+        "decoder": decoder,
         "num_tokens": row.num_tokens,
         "num_forwards": row.num_forwards,
         "seconds": round(row.seconds, 6),

@@ -22,7 +22,7 @@ from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
-from refusion_lit.modeling.vocabulary import fit_vocabulary, special_tokens_of
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_new, special_tokens_of
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
@@ -119,6 +119,8 @@ class BackboneConfig:
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         pretrained = self.source is not None and not self.random_init
+        if pretrained and traits.predictions is None and mask_is_new(tokenizer):
+            traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
         with _seeded(seed):
             model = self._load_weights(config, layout) if pretrained else self._initialise_weights(config)
             new_token_ids = fit_vocabulary(model, tokenizer, pretrained=pretrained)

@@ -49,7 +49,7 @@ def animate(
     """
     history = timeline(trace)
     if not console.is_terminal:
-        lines = ["(drafted) ~rejected~ · masked", *_explanations(trace)]
+        lines = [f"decoder: {visible(trace.decoder)}", "(drafted) ~rejected~ · masked", *_explanations(trace)]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         for number in range(1, trace.num_forwards + 1):
             console.print(_plain(trace, history, number), markup=False, highlight=False, soft_wrap=True)
@@ -135,7 +135,8 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
             text.append(_piece(trace, change), "red strike")
         else:
             text.append(_piece(trace, change), "italic underline" if change.num_drafts > 1 else "italic")
-    return Group(Text(_heading(trace, history, number), "bold"), Text(_about(trace, number), "dim"), text, _legend())
+    heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
+    return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _legend())
 
 
 def _legend() -> Text:

@@ -1,0 +1,64 @@
+"""A causal model that nobody has trained for masks is decoded one token per forward, and every command says so."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import refusion_lit
+from refusion_lit.cli import main
+from refusion_lit.decoding import Autoregressive, ReFusion
+from refusion_lit.engine.checks import ModelMismatchError
+from refusion_lit.traces import read_trace
+from tiny import make_base
+
+LENGTH = "--max_new_tokens=6"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the directory of a causal model whose tokenizer has no mask token."""
+    path = tmp_path_factory.mktemp("plain") / "model"
+    make_base(path, "abcdefghij ")
+    return str(path)
+
+
+def test_its_own_decoder_is_autoregressive_and_others_are_refused(plain: str) -> None:
+    model = refusion_lit.load(plain)
+    assert model.default_decoder == Autoregressive()
+    [row] = model.generate(["ab"], max_new_tokens=6)
+    assert row.num_forwards == row.num_tokens
+    message = r"ReFusion does not fit this model: it needs the predictions mask, .* Autoregressive fits\."
+    with pytest.raises(ModelMismatchError, match=message):
+        model.generate(["ab"], decoder=ReFusion(slot_size=2), max_new_tokens=6)
+    with pytest.warns(UserWarning, match="ReFusion does not fit"):
+        model.generate(["ab"], decoder=ReFusion(slot_size=2), max_new_tokens=6, allow_mismatch=True)
+
+
+@pytest.mark.parametrize("decoder", ["ReFusion", "LLaDA", "WeDLM", "SelfSpeculative"])
+def test_generate_refuses_before_work_starts(plain: str, tmp_path: Path, decoder: str) -> None:
+    output = tmp_path / "out.jsonl"
+    args = ["generate", f"--ckpt_path={plain}", "--prompt=ab", f"--decoder={decoder}", f"--output={output}", LENGTH]
+    assert main(args) == 2
+    assert not output.exists()
+
+
+def test_every_command_names_the_decoder(
+    plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    assert main(["generate", f"--ckpt_path={plain}", "--prompt=ab", LENGTH]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Autoregressive: ")
+    assert main(["generate", f"--ckpt_path={plain}", "--prompt=ab", LENGTH, f"--output={output}"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Autoregressive: 1 answers, ")
+    assert json.loads(output.read_text())["decoder"] == "Autoregressive"
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", f"--ckpt_path={plain}", "--prompt=ab", LENGTH, "--output=trace.json"]) == 0
+    assert capsys.readouterr().out.startswith("decoder: Autoregressive\n")
+    assert read_trace("trace.json").decoder == "Autoregressive"
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n/quit\n"))
+    assert main(["chat", f"--ckpt_path={plain}", LENGTH]) == 0
+    assert "decoder: Autoregressive\n" in capsys.readouterr().err
