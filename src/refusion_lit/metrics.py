@@ -57,25 +57,20 @@ class DecodingMetrics(Metric):
     * ``score``: mean score of the responses, in [0, 1].
     * ``tokens_per_forward``: committed tokens (end of sequence counted, nothing after it) over the forwards in
       which each prompt took part; a ratio of totals that does not depend on the batch size.
-    * ``tokens_per_second``: committed tokens over seconds of decoding, measured with a synchronised clock; the first
-      ``warm_up`` batches are left out if there are more. Prompt tokens do not count.
+    * ``tokens_per_second``: committed tokens over seconds of decoding, measured with a synchronised clock. Prompt
+      tokens do not count.
     * ``tokens_per_call``: committed tokens over calls of the model, which does grow with the batch size.
     * ``calls_per_batch``: calls of the model over batches of the test set.
     * ``positions_per_token``: computed token positions, padding excluded, over committed tokens.
-    * ``latency_median``, ``latency_p95``: seconds from a prompt's first forward to its end, in the batches that
-      ``tokens_per_second`` is measured on.
+    * ``latency_median``, ``latency_p95``: seconds from a prompt's first forward to its end.
     * ``paper_tokens_per_forward``: mean over rounds of committed tokens per forward, the figure that the released
       program prints. For comparison with published figures only.
 
     * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the key/value cache, and of one entry of one row
       (the keys and values of a token in all layers).
 
-    Several processes get the figures of one process over all prompts, however the prompts are distributed, except that
-    each process leaves out its own warm-up. ``seconds`` are those of all processes together, so ``tokens_per_second``
-    is that of one process.
-
-    Args:
-        warm_up: Number of batches whose time is left out, on each process, and again after :meth:`restore`.
+    Several processes get the figures of one process over all prompts, however the prompts are distributed. ``seconds``
+    are those of all processes together, so ``tokens_per_second`` is that of one process.
     """
 
     full_state_update = False
@@ -92,26 +87,20 @@ class DecodingMetrics(Metric):
     peak_cache_bytes: Float[Tensor, ""]
     cache_bytes_per_token: Float[Tensor, ""]
     round_ratio_sum: Float[Tensor, ""]
-    warm_tokens: Float[Tensor, ""]
-    warm_seconds: Float[Tensor, ""]
-    cold_latencies: Float[Tensor, " bin"]
-    warm_latencies: Float[Tensor, " bin"]
+    latencies: Float[Tensor, " bin"]
 
-    def __init__(self, warm_up: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.warm_up = warm_up
-        # Not a state: neither summed over processes nor part of a snapshot.
-        self._num_cold_batches = warm_up
         for name in (
             "num_prompts", "score_sum", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished",
-            "num_batches", "seconds", "num_rounds", "round_ratio_sum", "warm_tokens", "warm_seconds",
+            "num_batches", "seconds", "num_rounds", "round_ratio_sum",
         ):  # fmt: skip
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
         for name in ("peak_cache_bytes", "cache_bytes_per_token"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
         # Histograms over log-spaced latencies can be summed over processes; lists of unequal length cannot.
-        for name in ("cold_latencies", "warm_latencies"):
-            self.add_state(name, torch.zeros(_NUM_BINS, dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
+        bins = torch.zeros(_NUM_BINS, dtype=torch.float64)
+        self.add_state("latencies", bins, dist_reduce_fx="sum", persistent=True)
 
     def update(self, output: DecodingOutput, scores: Sequence[float]) -> None:
         """Add one batch.
@@ -121,10 +110,9 @@ class DecodingMetrics(Metric):
             scores: Score of each row, in [0, 1].
         """
         rows = output.rows
-        num_tokens = sum(row.num_tokens for row in rows)
         self.num_prompts += len(rows)
         self.score_sum += sum(scores)
-        self.num_tokens += num_tokens
+        self.num_tokens += sum(row.num_tokens for row in rows)
         self.num_forwards += sum(row.num_forwards for row in rows)
         self.num_positions += sum(row.num_positions for row in rows)
         self.num_calls += output.num_calls
@@ -135,29 +123,17 @@ class DecodingMetrics(Metric):
         self.cache_bytes_per_token = self.cache_bytes_per_token.clamp(min=output.cache_bytes_per_token)
         self.num_rounds += sum(len(row.round_ratios) for row in rows)
         self.round_ratio_sum += sum(sum(row.round_ratios) for row in rows)
-
-        is_warm = self._num_cold_batches == 0
-        self._num_cold_batches = max(self._num_cold_batches - bool(rows), 0)
-        if is_warm:
-            self.warm_tokens += num_tokens
-            self.warm_seconds += output.seconds
         latencies = torch.tensor([row.seconds for row in rows], dtype=torch.float64)
         bins = (latencies.clamp(min=_FIRST_BIN) / _FIRST_BIN).log() / _LOG_BIN_WIDTH
-        histogram = bins.long().clamp(max=_NUM_BINS - 1).bincount(minlength=_NUM_BINS).to(self.warm_latencies)
-        if is_warm:
-            self.warm_latencies += histogram
-        else:
-            self.cold_latencies += histogram
+        self.latencies += bins.long().clamp(max=_NUM_BINS - 1).bincount(minlength=_NUM_BINS).to(self.latencies)
 
     def compute(self) -> dict[str, float]:
         """Return the figures by name; zero where nothing was counted."""
-        has_warm = bool(self.warm_seconds > 0)  # otherwise there were too few batches to leave any out
-        timed = (self.warm_tokens, self.warm_seconds) if has_warm else (self.num_tokens, self.seconds)
         counts = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished")
         return {
             "score": _ratio(self.score_sum, self.num_prompts),
             "tokens_per_forward": _ratio(self.num_tokens, self.num_forwards),
-            "tokens_per_second": _ratio(*timed),
+            "tokens_per_second": _ratio(self.num_tokens, self.seconds),
             "tokens_per_call": _ratio(self.num_tokens, self.num_calls),
             "calls_per_batch": _ratio(self.num_calls, self.num_batches),
             "positions_per_token": _ratio(self.num_positions, self.num_tokens),
@@ -175,7 +151,7 @@ class DecodingMetrics(Metric):
         return {name: state.tolist() for name, state in self.state_dict().items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`snapshot`; the process is cold, so it warms up again.
+        """Continue from a :meth:`snapshot`.
 
         Args:
             snapshot: May be empty, for a start without any counts.
@@ -187,13 +163,8 @@ class DecodingMetrics(Metric):
         # torchmetrics warns of a metric without updates, but a resumed process may have nothing left to do.
         self.update(DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0), [])
 
-    def reset(self) -> None:
-        """Clear all counts, and warm up again."""
-        super().reset()
-        self._num_cold_batches = self.warm_up
-
     def _latency_quantile(self, q: float) -> float:
-        counts = (self.warm_latencies if self.warm_latencies.any() else self.cold_latencies).cumsum(0)
+        counts = self.latencies.cumsum(0)
         if counts[-1] == 0:
             return 0.0
         index = torch.searchsorted(counts, q * counts[-1])

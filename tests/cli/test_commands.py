@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
+from refusion_lit.evaluation.loop import Evaluation
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
@@ -163,3 +165,23 @@ def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     before = {path: path.stat().st_mtime_ns for path in (REPOSITORY / "configs").rglob("*")}
     assert main(["init", "."]) == 0
     assert {path: path.stat().st_mtime_ns for path in (REPOSITORY / "configs").rglob("*")} == before
+
+
+def test_each_decoder_decodes_one_prompt_before_it_is_timed(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[tuple[str, int]] = []
+    plain = Evaluation.decode
+
+    def recorded(self: Evaluation, model: Any, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
+        decoded.append((type(decoder).__name__, len(prompts)))
+        return plain(self, model, decoder, prompts, callbacks)
+
+    monkeypatch.setattr(Evaluation, "decode", recorded)
+    args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    args += ["--trainer.enable_progress_bar=false", "--model.decoding.batch_size=8", "--data.eval_batch_size=8"]
+    assert main([*args, "--model.decoders.one=RecomputeKV", "--model.sampling.max_new_tokens=16"]) == 0
+    warm_up = [("ReFusion", 1), ("ReFusion", 8), ("RecomputeKV", 1), ("RecomputeKV", 8)]
+    assert decoded == [*warm_up, ("ReFusion", 4), ("RecomputeKV", 4)]
+    results = json.loads((tmp_path / "quickstart" / "version_0" / "results.json").read_text())["results"]
+    assert {row["num_prompts"] for row in results.values()} == {12}, "the first prompt counts once"

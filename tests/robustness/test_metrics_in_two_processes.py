@@ -51,8 +51,8 @@ def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
     return output, [draw.randint(0, 4) / 4 for _ in rows], loss
 
 
-def _figures(batches: list[int], warm_up: int) -> dict[str, Any]:
-    decoding, means = DecodingMetrics(warm_up=warm_up), TermMeans(TERMS)
+def _figures(batches: list[int]) -> dict[str, Any]:
+    decoding, means = DecodingMetrics(), TermMeans(TERMS)
     decoding.restore({})  # as every process does at its start, also one that gets no batch
     means.update(None)
     for output, scores, loss in map(_batch, batches):
@@ -63,11 +63,7 @@ def _figures(batches: list[int], warm_up: int) -> dict[str, Any]:
 
 def _process(rank: int, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {
-        f"{name}, warm-up {warm_up}": _figures(shares[rank], warm_up)
-        for name, shares in SHARES.items()
-        for warm_up in (0, 1)
-    }
+    found = {name: _figures(shares[rank]) for name, shares in SHARES.items()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 
@@ -81,26 +77,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_every_figure_is_that_of_one_process(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
-    alone = _figures(list(range(NUM_BATCHES)), warm_up=0)
-    assert ranks[0][f"{name}, warm-up 0"] == ranks[1][f"{name}, warm-up 0"] == alone
+    alone = _figures(list(range(NUM_BATCHES)))
+    assert ranks[0][name] == ranks[1][name] == alone
     assert alone["latency_p95"] > alone["latency_median"] > 0
-
-
-@pytest.mark.parametrize("name", SHARES)
-def test_each_process_leaves_out_its_own_first_batch(ranks: list[dict[str, dict[str, Any]]], name: str) -> None:
-    timed = [_batch(i)[0] for share in SHARES[name] for i in share[1:]]
-    num_tokens = sum(len(row.token_ids) for output in timed for row in output.rows)
-    expected = num_tokens / sum(output.seconds for output in timed)
-    assert expected != _figures(list(range(NUM_BATCHES)), warm_up=0)["tokens_per_second"]
-    for rank in ranks:
-        assert rank[f"{name}, warm-up 1"]["tokens_per_second"] == pytest.approx(expected, rel=1e-12)
-        timed = {"tokens_per_second", "latency_median", "latency_p95"}
-        others = {key: value for key, value in rank[f"{name}, warm-up 1"].items() if key not in timed}
-        assert others.items() <= rank[f"{name}, warm-up 0"].items()
 
 
 def test_quantiles_are_those_of_the_sorted_latencies(ranks: list[dict[str, dict[str, Any]]]) -> None:
     seconds = sorted(row.seconds for i in range(NUM_BATCHES) for row in _batch(i)[0].rows)
     for name, q in (("latency_median", 0.5), ("latency_p95", 0.95)):
         exact = seconds[max(int(-(-q * len(seconds) // 1)) - 1, 0)]
-        assert ranks[0]["uneven, warm-up 0"][name] == pytest.approx(exact, rel=0.05)
+        assert ranks[0]["uneven"][name] == pytest.approx(exact, rel=0.05)

@@ -59,6 +59,7 @@ class _DecoderState:
         file: Takes the predictions, and knows those of an interrupted run.
         num_resumed: Number of prompts that the interrupted run has done.
         metrics: Counts, those of the interrupted run included; ``None`` in a prediction.
+        is_warm: Whether it has decoded a prompt whose time does not count.
         predictions: All predictions of this process, for the report; empty in a prediction.
     """
 
@@ -68,6 +69,7 @@ class _DecoderState:
     num_resumed: int
     metrics: DecodingMetrics | None
     predictions: list[Mapping[str, Any]]
+    is_warm: bool = False
 
 
 class Evaluation:
@@ -241,6 +243,9 @@ class Evaluation:
         missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
         if not missing:
             return []
+        if state.metrics is not None and not state.is_warm:
+            self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+            state.is_warm = True
         output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
