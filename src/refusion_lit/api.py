@@ -134,12 +134,14 @@ class TextModel:
             self.check_decoder(decoder)
         model = self.model_for(decoder)
         was_training = self.backbone.training
-        self.backbone.eval()
+        if was_training:
+            self.backbone.eval()
         watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
         try:
             return decode(model, decoder, prompts, sampling, chosen, **watch)
         finally:
-            self.backbone.train(was_training)
+            if was_training:
+                self.backbone.train()
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
         """Refuse a decoder that the model was not trained for, and name one that fits.
