@@ -141,7 +141,8 @@ def check_model_source(source: str | Path) -> None:
     path = Path(source)
     require(str(source) != "", option, expected, source, "give one")
     fix = "give it with --draft, and its model as ckpt_path"
-    require(not (path / "drafter.json").is_file(), option, expected, f"{source}, which is a drafter", fix)
+    is_drafter = (path / "drafter.json").is_file() and not (path / "config.json").is_file()
+    require(not is_drafter, option, expected, f"{source}, which is a drafter", fix)
     if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():
         newest = newest_checkpoint([path])
         require(newest is None, option, expected, str(source), f"give one of its checkpoints, such as {newest}")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
     check_model_source,
@@ -23,10 +24,10 @@ from refusion_lit.checkpoints.files import (
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.drafter import DrafterOrigin, load_drafter
+from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
 from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, decoding_dtype
 from refusion_lit.modeling.lora import Adapters, merged
-from refusion_lit.modeling.saving import stored_prompt_template
+from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.version import __version__
@@ -167,7 +168,7 @@ def load_model(
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
         overrides: Options of attention and its implementation, ``fused_body`` and ``batch_invariant``.
-        draft: Directory of a drafter for the model; ``None``: a checkpoint's own, if it has one.
+        draft: Directory of a drafter for the model; ``None``: the source's own, if it has one.
 
     Returns:
         The backbone in evaluation mode, its tokenizer, and the prompt template.
@@ -201,8 +202,12 @@ def load_model(
     tokenizer = PretrainedTokenizer(
         source=str(source), revision=revision, layout=options.layout, trust_remote_code=trust_remote_code
     ).build(None)
-    backbone = _with_drafter(options.build(tokenizer), draft).eval()
-    return backbone, tokenizer, stored_prompt_template(backbone)
+    backbone = options.build(tokenizer)
+    stored = getattr(backbone.config, "refusion_lit", None) or {}
+    if draft is None and stored.get(HAS_DRAFTER):
+        files = [cached_file(str(source), name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
+        draft = Path(str(files[0])).parent
+    return _with_drafter(backbone, draft).eval(), tokenizer, stored_prompt_template(backbone)
 
 
 def _with_drafter(backbone: Backbone, draft: str | Path | None) -> Backbone:
