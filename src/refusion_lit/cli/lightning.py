@@ -8,6 +8,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,7 +182,8 @@ class RefusionCLI(LightningCLI):
             folder, version = self.run_directory.parent, self.run_directory.name
             place = {"save_dir": folder.parent, "name": folder.name, "version": version}
             # Flushed at every step, so that a killed run leaves its losses.
-            config["logger"] = [TensorBoardLogger(**place), CSVLogger(**place, flush_logs_every_n_steps=1)]
+            events = [TensorBoardLogger(**place)] if find_spec("tensorboard") else []
+            config["logger"] = [*events, CSVLogger(**place, flush_logs_every_n_steps=1)]
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):

@@ -1,4 +1,4 @@
-"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install refusion-lit[eval]``)."""
+"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install lm-eval``)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CodeTask(Task):
 
     Attributes:
         files: File or files of the benchmark (JSON, JSONL, also ``.gz``, or Parquet).
-        dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
+        dataset: Id of a hub data set to use instead (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
         allow_code_execution: Whether generated code may run on this machine.

@@ -39,7 +39,7 @@ class InstructionFiles(Task):
             chat ``messages`` whose last assistant turn is the response.
         query_field: Name of the query's field, if it differs from the preset's.
         response_field: Name of the response's field, if it differs from the preset's.
-        dataset: Id of a hub data set to use instead of files (``pip install refusion-lit[data]``).
+        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.

@@ -150,7 +150,7 @@ def _read_parquet(file: str) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ValueError(f"{file}: Parquet needs the package pyarrow; install refusion-lit[data].") from error
+        raise ValueError(f"{file}: Parquet needs the package pyarrow; run pip install pyarrow.") from error
     try:
         rows = parquet.read_table(file).to_pylist()
     except (ArrowException, OSError) as error:
@@ -219,5 +219,5 @@ def _datasets() -> Any:  # noqa: ANN401 - a module
     try:
         import datasets  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
-        raise ValueError("task.dataset: needs the package datasets; install refusion-lit[data].") from error
+        raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
     return datasets
