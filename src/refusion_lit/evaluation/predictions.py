@@ -34,6 +34,7 @@ def prediction(
     prompt: str,
     reference: str | None = None,
     score: float | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return one prediction, with the keys that ``docs/commands.md`` documents.
 
@@ -42,6 +43,7 @@ def prediction(
         prompt: The query as it was given.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
+        metrics: The task's further metrics by name, if it has any.
     """
     return {
         "id": row.id,
@@ -50,6 +52,7 @@ def prediction(
         "response_ids": row.token_ids,
         "reference": reference,
         "score": score,
+        **({"metrics": dict(metrics)} if metrics else {}),
         "num_tokens": row.num_tokens,
         "num_forwards": row.num_forwards,
         "seconds": round(row.seconds, 6),

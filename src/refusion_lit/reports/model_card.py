@@ -162,7 +162,7 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     task = _class_name(_lookup(results, "config", "data", "task"))
     prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the test split"
     lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}:"
-    return lead, markdown_figures(results["results"], marked=marked)
+    return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
 
 
 def _component(part: object) -> str:
