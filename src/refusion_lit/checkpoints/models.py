@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import (
-    check_model_source,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
     load_sharded,
+    model_source,
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
@@ -171,7 +171,7 @@ def load_model(
     Raises:
         ValueError: If it cannot be loaded.
     """
-    check_model_source(source)
+    source = model_source(source)
     options = overrides or BackboneConfig(source=str(source))
     if dtype is not None:
         options = replace(options, dtype=dtype)
