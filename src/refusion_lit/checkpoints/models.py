@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
-    check_model_source,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
     load_sharded,
+    model_source,
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
@@ -176,7 +176,7 @@ def load_model(
     Raises:
         ValueError: If it cannot be loaded.
     """
-    check_model_source(source)
+    source = model_source(source)
     options = overrides or BackboneConfig(source=str(source))
     if dtype is not None:
         options = replace(options, dtype=dtype)
