@@ -35,7 +35,7 @@ def test_a_published_readme_has_only_absolute_links_to_files_that_exist(build: M
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = build.absolute(readme, "https://host/owner/name", "v9")
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)", text)
-    assert len(links) > 40
+    assert len(links) > 30
     assert all(target.startswith("https://") for _, target in links)
     for picture, target in links:
         path = target.removeprefix(f"https://host/owner/name/{'raw' if picture else 'blob'}/v9/")

@@ -158,5 +158,5 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     path = tmp_path / "a.parquet"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"install refusion-lit\[data\]"):
+    with pytest.raises(ValueError, match=r"run pip install pyarrow"):
         list(read_rows(str(path)))
