@@ -203,9 +203,7 @@ class Evaluation:
         fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
         # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
         settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
-        if self._task.metrics:
-            settings["metrics"] = ",".join(self._task.metrics)
-        fingerprint = {**fingerprint, "task": settings}
+        fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
         file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
         metrics = None
@@ -247,9 +245,8 @@ class Evaluation:
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)
-            lines.append(
-                prediction(row, prompt=example.query, reference=example.response, score=score, metrics=metrics)
-            )
+            texts = {"prompt": example.query, "reference": example.response}
+            lines.append(prediction(row, **texts, score=score, metrics=metrics))
         if state.metrics is None:
             state.file.write(lines)
         else:
