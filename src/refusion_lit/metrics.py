@@ -115,8 +115,8 @@ class DecodingMetrics(Metric):
         require(fits, "task.metrics", expected, metrics, "rename them")
         self._metrics = tuple(metrics)
         for name in self._metrics:
-            total = torch.zeros((), dtype=torch.float64)
-            self.add_state(f"metric_{name}", total, dist_reduce_fx="sum", persistent=True)
+            zero = torch.zeros((), dtype=torch.float64)
+            self.add_state(f"metric_{name}", zero, dist_reduce_fx="sum", persistent=True)
 
     def update(
         self, output: DecodingOutput, scores: Sequence[float], metrics: Sequence[Mapping[str, float]] = ()

@@ -107,7 +107,11 @@ def test_further_metrics_reach_table_results_predictions_report_and_score(
 
     monkeypatch.setattr(Additions, "score", lambda *_: {"score": 0.0, "num_digits": -1.0})
     capsys.readouterr()
-    task = ["--task=Additions", *(option.replace("data.", "") for option in options if "data.task" in option)]
+    task = [
+        "--task=Additions",
+        "--task.max_terms=3",
+        *(option.replace("data.", "") for option in options if "data.task" in option),
+    ]
     assert main(["score", str(run / "predictions_refusion.jsonl"), *task]) == 0
     assert json.loads(capsys.readouterr().out)["num_digits"] == -1.0
     scored = (run / "predictions_refusion.scored.jsonl").read_text().splitlines()

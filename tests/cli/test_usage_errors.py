@@ -50,7 +50,7 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--data.task=Hybrid"], "got 'Hybrid'; choose one of Additions, Gsm8k,"),
         (
             ["--data.task=no_such_package.Task"],
-            "(No module named 'no_such_package'); install it or correct its name.",
+            "(No module named 'no_such_package'); run in its module's directory with PYTHONPATH=., install ",
         ),
         (
             ["--data.task=no.yaml"],

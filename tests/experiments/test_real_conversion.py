@@ -92,6 +92,9 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     result: dict[str, Any] = json.loads(output.read_text())
     for name, training in result["trainings"].items():
         assert training["is_finished"]
+        assert ("positions_per_processor_second" in training) == (
+            name == "autoregressive"
+        )  # the other had no step left
         assert training["num_positions"] == pytest.approx(BUDGET, rel=0.1)
         curve = [row["train/num_positions"] for row in training["curve"] if "train/num_positions" in row]
         assert curve[-1] == training["num_positions"]

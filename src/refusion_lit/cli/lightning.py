@@ -20,6 +20,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -31,7 +32,6 @@ from refusion_lit.checkpoints.files import (
 )
 from refusion_lit.checkpoints.models import CheckpointMetadata
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.loggers import Events, MetricsFile
 from refusion_lit.cli.parser import OneLineErrors, PlainHelp
 from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.cli.usage_errors import (
@@ -117,7 +117,7 @@ class RefusionCLI(LightningCLI):
     """
 
     run_directory: ClassVar[Path | None] = None
-    _first_step: int | None = None  # that a resumed training logs
+    _first_step = 0  # that is logged, of a resumed training
     claim: ClassVar[run_directory.Claim | None] = None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
@@ -191,8 +191,10 @@ class RefusionCLI(LightningCLI):
         if self.run_directory is not None:
             folder, version = self.run_directory.parent, self.run_directory.name
             place = {"save_dir": folder.parent, "name": folder.name, "version": version}
-            events = [Events(**place)] if find_spec("tensorboard") else []
-            config["logger"] = [*events, MetricsFile(self._first_step, **place)]
+            losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
+            losses._experiment = run_directory.MetricsWriter(losses.log_dir, self._first_step)
+            events = [run_directory.Events(**place)] if find_spec("tensorboard") else []
+            config["logger"] = [*events, losses]
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
@@ -258,9 +260,8 @@ class RefusionCLI(LightningCLI):
             holds = not any(directory.glob("predictions*.jsonl"))
             require(holds, "run_version", "a new run", f"{directory}, which holds predictions", fix)
         if not _continues(config, directory):
-            self._first_step = None
-        resumes = self._first_step is not None
-        RefusionCLI.claim = run_directory.claim(directory, keep_metrics=resumes) if self.subcommand else None
+            self._first_step = 0
+        RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:

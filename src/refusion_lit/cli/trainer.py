@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI, SaveRun
-from refusion_lit.cli.loggers import quiet_writers
 from refusion_lit.cli.messages import show_own_logs
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.training.callbacks import last_checkpoint
@@ -57,7 +56,7 @@ def run(command: str, args: list[str]) -> int:
     RefusionCLI.run_directory = RefusionCLI.claim = None
     failed = True
     try:
-        with quiet_writers():
+        with run_directory.quiet_writers():
             cli = RefusionCLI(
                 SlotDiffusionModule,
                 InstructionDataModule,

@@ -279,7 +279,8 @@ class _Refusal:
         if reason := removal_of(got):
             return f"{begin} a class that exists, got {got!r}, which was removed; {reason}."
         if reason := found["reason"]:
-            return f"{begin} a class that can be imported, got {got} ({reason}); install it or correct its name."
+            fix = "run in its module's directory with PYTHONPATH=., install the module, or correct its name"
+            return f"{begin} a class that can be imported, got {got} ({reason}); {fix}."
         known = sorted(cls.__name__ for cls in self._classes(name))
         what = (
             f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"

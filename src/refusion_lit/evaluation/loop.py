@@ -205,9 +205,7 @@ class Evaluation:
         fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
         # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
         settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
-        if self._task.metrics:
-            settings["metrics"] = ",".join(self._task.metrics)
-        fingerprint = {**fingerprint, "task": settings}
+        fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
         file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
         metrics = None

@@ -138,9 +138,9 @@ def markdown_table(comparison: Comparison) -> str:
     return "\n".join([*lines, "", _caption(comparison), ""])
 
 
-def _with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
+def _with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return figures with a task's further metrics after the score, which is the first."""
-    return (shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:])
+    return [shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:]]
 
 
 def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -163,8 +163,7 @@ class InstructionFiles(Task):
 def _own_id(row: Row) -> str | None:
     """Return a row's own id; ``None`` if it has none that is text or an integer."""
     value = (row.values or {}).get("id")
-    is_id = isinstance(value, str | int) and not isinstance(value, bool)
-    return unicode_text(row, "id", str(value)) if is_id else None
+    return unicode_text(row, "id", str(value)) if type(value) in (str, int) else None
 
 
 def _from_messages(row: Row, identity: str, name: str) -> Example:
