@@ -72,7 +72,7 @@ def test_trace_takes_a_length_limit(model: TextModel) -> None:
 
 def test_torch_types_are_taken(model: TextModel) -> None:
     assert refusion_lit.load(MODEL, dtype=torch.bfloat16).backbone.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"^dtype: expected one of float32, .*, got 'float8'"):
+    with pytest.raises(ValueError, match=r"^dtype: expected one of auto, float32, .*, got 'float8'"):
         refusion_lit.load(MODEL, dtype="float8")  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ from refusion_lit.engine.lengths import choose_lengths
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.loading import BackboneConfig, DType, default_device
 from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.traces import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
@@ -134,12 +134,14 @@ class TextModel:
             self.check_decoder(decoder)
         model = self.model_for(decoder)
         was_training = self.backbone.training
-        self.backbone.eval()
+        if was_training:
+            self.backbone.eval()
         watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
         try:
             return decode(model, decoder, prompts, sampling, chosen, **watch)
         finally:
-            self.backbone.train(was_training)
+            if was_training:
+                self.backbone.train()
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
         """Refuse a decoder that the model was not trained for, and name one that fits.
@@ -314,8 +316,8 @@ class TextModel:
 def load(
     source: str | Path,
     *,
-    dtype: DType | torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    dtype: DType | torch.dtype | Literal["auto"] = "auto",
+    device: str | torch.device = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
@@ -326,8 +328,9 @@ def load(
 
     Args:
         source: Path or hub id.
-        dtype: Type of the weights; float32 by default.
-        device: Device of the weights; the CPU by default.
+        dtype: Type of the weights. ``auto``: that of the checkpoint, but float32 on a CPU that has no instructions for
+            a 16-bit type.
+        device: Device of the weights. ``auto``: a GPU that CUDA finds, else the CPU.
         revision: Pinned revision of a hub id.
         trust_remote_code: Let the source run Python code of its own on this machine.
         overrides: Attention pattern and implementation, for directories that do not state theirs.
@@ -340,26 +343,30 @@ def load(
     """
     fix = "give a path or a hub id"
     require(isinstance(source, str | Path), "source", "a checkpoint, a directory or a hub id", source, fix)
-    if dtype is not None:
-        dtype = cast("DType", str(dtype).removeprefix("torch."))
-        require_choice("dtype", dtype, get_args(DType))
-    backbone, tokenizer, template = load_model(
-        source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, overrides=overrides, draft=draft
-    )
-    if device is not None:
-        require(str(device).partition(":")[0] != "meta", "device", "one that computes", str(device), "use cpu or cuda")
-        try:
-            backbone.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
-            raise ValueError(
-                f"device: expected one that this machine has, got {device!r} ({reason_of(error)}); "
-                "use cpu, or leave it out."
-            ) from error
+    dtype = cast("DType", str(dtype).removeprefix("torch."))
+    require_choice("dtype", dtype, ("auto", *get_args(DType)))
+    device = _device(device)
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    code: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    backbone, tokenizer, template = load_model(source, **where, **code, overrides=overrides, draft=draft)
+    backbone.to(device)
     model = TextModel(backbone.eval(), tokenizer, template)
     if verifier is not None:
         try:
-            other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            other = load(verifier, **where, trust_remote_code=trust_remote_code)
         except ValueError as error:
             raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
         model.pair_with(other)
     return model
+
+
+def _device(name: str | torch.device) -> torch.device:
+    """Return the device of a name, having made sure that this machine has it."""
+    expected, fix = "one that this machine has", "use cpu, or auto"
+    require(str(name).partition(":")[0] != "meta", "device", "one that computes", str(name), "use cpu or cuda")
+    try:
+        device = torch.device(default_device() if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
+        raise ValueError(f"device: expected {expected}, got {str(name)!r} ({reason_of(error)}); {fix}.") from error
+    return device

@@ -130,7 +130,7 @@ for prompt in prompts:
     )
     print(json.dumps([output[0, len(prompt):].tolist(), len(calls)]))
     calls.clear()
-model.get_input_embeddings().weight.data.neg_()
+next(model.get_decoder().layers.parameters()).data.neg_()
 try:
     model.generate(torch.tensor([prompts[0]]), custom_generate=draft, trust_remote_code=True, draft=draft)
 except ValueError as error:
@@ -242,14 +242,39 @@ def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, d
         refusion_lit.load(base, draft=path)
 
 
-def test_a_whole_export_is_the_model_alone(
-    checkpoint: str, base: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("source", ["checkpoint", "base and draft"])
+def test_a_whole_export_is_the_model_with_its_drafter(
+    source: str, checkpoint: str, base: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
-    assert "the drafter is not in it: write it to another directory with --adapter_only" in capsys.readouterr().err
-    assert main(["generate", f"--ckpt_path={draft}", "--prompt=1"]) == 2
-    assert f"got '{draft}, which is a drafter'; give it with --draft" in capsys.readouterr().err
-    weights = load_file(tmp_path / "model" / "model.safetensors")
+    folder = tmp_path / "model"
+    given = ["--ckpt_path", checkpoint] if source == "checkpoint" else ["--ckpt_path", str(base), "--draft", str(draft)]
+    assert main(["export", *given, "--output", str(folder)]) == 0
+    weights = load_file(folder / "model.safetensors")
     original = load_file(base / "model.safetensors")
     assert weights.keys() == original.keys()
     assert all(torch.equal(weights[name], original[name]) for name in original)
+    expected = texts(refusion_lit.load(base, draft=draft), SelfSpeculative())
+    assert texts(refusion_lit.load(folder), None) == expected
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", QUERIES[0])
+    environment = {"HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    whole = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
+    assert done.stdout.strip() == whole.strip(), done.stderr
+
+
+def test_a_drafter_is_no_model(draft: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", f"--ckpt_path={draft}", "--prompt=1"]) == 2
+    assert f"got '{draft}, which is a drafter'; give it with --draft" in capsys.readouterr().err
+    options = ["--ckpt_path", checkpoint, "--output=new", "--adapter_only=true", f"--draft={draft}"]
+    assert main(["export", *options]) == 2
+    assert "draft: expected none with --adapter_only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_drafter_in_another_format_is_refused(draft: Path, base: Path, tmp_path: Path, number: int) -> None:
+    shutil.copytree(draft, tmp_path / "draft")
+    values = json.loads((draft / "drafter.json").read_text())
+    (tmp_path / "draft" / "drafter.json").write_text(json.dumps(values | {"format": number}))
+    with pytest.raises(ValueError, match=r"^draft: expected a drafter in format 2, got .*; export it again"):
+        refusion_lit.load(base, draft=tmp_path / "draft")

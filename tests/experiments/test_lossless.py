@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import refusion_lit
 from refusion_lit import __version__
+from refusion_lit.data.encoding import prompt_code
+from refusion_lit.decoding import Autoregressive
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.reports.model_card import drafter_card
@@ -98,9 +104,22 @@ def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch:
     decoder = (drafter / "custom_generate" / "generate.py").read_text()
     assert decoder == Path(self_speculative.__file__).read_text()
     origin = DrafterOrigin.from_dict(json.loads((drafter / "drafter.json").read_text()))
+    chat: Any = SimpleNamespace(chat_template="SmolLM2's")
     card = (drafter / "README.md").read_text().replace("refusion-lit 0.2.0", f"refusion-lit {__version__}")
-    assert card == drafter_card("experiments/lossless/drafter", origin)  # of another version, which it names
+    assert card == drafter_card("experiments/lossless/drafter", origin, prompt_code(chat, "{query}"))
     assert (drafter / "drafter.safetensors").stat().st_size < 6_000_000
+
+
+@pytest.mark.skipif(not (ROOT / "runs/smollm2/base").is_dir(), reason="needs SmolLM2: nox -s real_model -- fetch")
+def test_the_cards_program_answers_as_the_model_does() -> None:
+    query = "What is the capital of France?"
+    card = (FOLDER / "drafter" / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
+    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", query)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    model = refusion_lit.load(ROOT / "runs/smollm2/base")
+    expected = model.generate([query], decoder=Autoregressive(), max_new_tokens=64)[0].text
+    assert done.stdout.strip() == expected.strip(), done.stderr
 
 
 def test_a_wheel_that_cannot_be_had_is_one_message(
@@ -147,7 +166,7 @@ def test_the_proof_compares_texts(programs: dict[str, ModuleType], monkeypatch: 
     proof = programs["proof"]
     monkeypatch.setattr(proof, "GROUP", 6)
     for decode in (proof.hybrid_group, proof.group):
-        found = decode(3)
+        found = decode(6)
         assert found["num_equal"] == 6
         assert found["num_forwards"] < found["num_tokens"]
     rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 import refusion_lit
+from refusion_lit.data.encoding import prompt_code
 from refusion_lit.decoding import ReFusion
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.saving import save_model
@@ -45,29 +48,41 @@ def test_reference_outputs_and_drafted_texts_come_out(tmp_path: Path, monkeypatc
     assert json.loads(done.stdout) == {"goldens clean": [12, 12], "goldens mid": [13, 13], "drafter": [10, 10]}
 
 
-def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "prompt template", "chat template"])
+def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path, kind: str) -> None:
     model, directory = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean"), tmp_path / "model"
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    save_model(model.backbone, model.tokenizer, directory)
-    card, query = model_card(str(directory), model.backbone.traits, None), "12+34,56+78>"
+    query = "12+34,56+78"
+    if kind == "prompt template":
+        model.prompt_template = "{query}>"
+    elif kind == "chat template":
+        model.tokenizer.chat_template = "{{ messages[-1]['content'] }}>"
+    else:
+        query += ">"
+    save_model(model.backbone, model.tokenizer, directory, prompt_template=model.prompt_template)
+    prompt = prompt_code(model.tokenizer, model.prompt_template)
+    card = model_card(str(directory), model.backbone.traits, None, prompt=prompt)
     (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
     program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", query)
     environment = {"HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     decoder = ReFusion(slot_size=8, slot_threshold=0.9, token_threshold=0.9)
-    expected = model.generate([query], decoder=decoder, max_new_tokens=64)[0].text
+    expected = refusion_lit.load(directory).generate([query], decoder=decoder, max_new_tokens=64)[0].text
+    assert expected == "12+34=46;56+78=134;"
     assert "".join(done.stdout.split()) == expected, done.stderr
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.7}, "temperature: expected none, got 0.7: this decoder is greedy; leave it out"),
-        ({"do_sample": True}, "do_sample: expected none, got True"),
+        ({"temperature": 0.7}, "temperature: expected none, got 0.7 in the call: this decoder is greedy; pass temp"),
+        (
+            {"do_sample": True},
+            "do_sample: expected none, got True in the call: this decoder is greedy; pass do_s",
+        ),
         ({"num_beams": 3}, "num_beams: expected none, got 3"),
         ({"stop_strings": ["a"]}, "stop_strings: expected none"),
         ({"slot_sizes": 4}, "slot_sizes: expected none"),
-        ({"streamer": print}, "streamer: expected none"),
         ({"attention_mask": torch.tensor([[0, 1]])}, "attention_mask: expected ones, got zeros"),
         ({"max_new_tokens": 600}, "max_new_tokens: expected at most 510, got 600"),
         ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "input_ids: expected one prompt"),
@@ -83,6 +98,73 @@ def test_what_an_exported_decoder_would_ignore_is_refused(
     options = {"inputs": torch.tensor([[4, 5]]), "max_new_tokens": 8, "num_beams": 1, "do_sample": False, **own}
     with pytest.raises(ValueError, match=f"^{message}"):
         decoder.generate(library, **{**options, **change})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"do_sample": True, "temperature": 5.0},
+        {"num_beams": 3},
+        {"stop_strings": ["-"]},
+        {"repetition_penalty": 9.0},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"min_new_tokens": 3},
+        {"return_dict_in_generate": True},
+    ],
+)
+@pytest.mark.parametrize("decoder", [refusion, self_speculative])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: dict[str, Any], is_own: bool) -> None:
+    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    own = {"draft": "nowhere"} if decoder is self_speculative else {}
+    config = GenerationConfig(max_new_tokens=8, **asked)
+    if is_own:
+        library.generation_config = config
+    given = None if is_own else config
+    names = "|".join(asked)
+    with pytest.raises(ValueError, match=rf"^({names}): expected none, got .* in the generation config: this decoder"):
+        decoder.generate(library, torch.tensor([[4, 5]]), generation_config=given, **own)
+
+
+def test_length_and_ends_of_a_generation_config_are_honoured() -> None:
+    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    ids = torch.tensor([model.encode("12+34,56+78>")])
+
+    def response(**options: Any) -> list[int]:
+        config = GenerationConfig(use_cache=True, num_beams=1, temperature=0.7, **options)  # the temperature: not used
+        return refusion.generate(model.backbone.model, ids, generation_config=config)[0, ids.shape[1] :].tolist()
+
+    whole = response(max_new_tokens=24, eos_token_id=1)
+    assert response(max_new_tokens=5, eos_token_id=1) == whole[:5]
+    assert response(max_length=ids.shape[1] + 5, eos_token_id=1) == whole[:5]
+    assert response(max_new_tokens=24, eos_token_id=[1, whole[3]])[-1] == whole[3]
+
+
+class Recorded(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.has_ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+def test_a_streamer_is_given_the_prompt_and_then_what_is_final() -> None:
+    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    ids = torch.tensor([model.encode("12+34,56+78>")])
+    model.backbone.model.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
+    streamer = Recorded()
+    output = refusion.generate(model.backbone.model, ids, streamer=streamer, max_new_tokens=48)
+    prompt, *parts = streamer.parts
+    assert prompt == ids[0].tolist()
+    assert [token for part in parts for token in part] == output[0, ids.shape[1] :].tolist()
+    assert len(parts) > 1
+    assert streamer.has_ended
 
 
 @pytest.mark.parametrize("options", [{"slot_size": 0}, {"num_serial_blocks": 0}, {"slot_sizes": 4}])

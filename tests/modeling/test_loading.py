@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import refusion_lit
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig, architecture_of
+from refusion_lit.modeling.loading import BackboneConfig, architecture_of, decoding_dtype
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
-from tiny import TINY_QWEN
+from tiny import TINY_QWEN, make_base
 
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
 ARCHITECTURE = {**TINY_QWEN, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -448,3 +450,38 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
     written = architecture_of(BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer))
     assert written["rope_parameters"]["rope_theta"] == 500.0
     BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "has_instructions", "expected"),
+    [
+        ("bfloat16", "cpu", True, "bfloat16"),
+        ("bfloat16", "cpu", False, "float32"),
+        ("bfloat16", "cuda", False, "bfloat16"),
+        ("float16", "cpu", True, "float32"),
+        ("float16", "cuda", False, "float16"),
+        ("float64", "cpu", False, "float64"),
+        (None, "cuda", True, "float32"),
+        ("float8_e4m3fn", "cuda", True, "float32"),
+    ],
+)
+def test_the_type_to_decode_in_is_the_stored_one_where_it_is_fast(
+    stored: str | None, device: str, has_instructions: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    assert decoding_dtype({"dtype": stored}, device) == expected
+    assert decoding_dtype(SimpleNamespace(dtype=stored and getattr(torch, stored)), device) == expected
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_auto_loads_a_directory_in_its_own_type(
+    tmp_path: Path, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    make_base(tmp_path, "abc")
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    expected = torch.bfloat16 if has_instructions else torch.float32
+    assert refusion_lit.load(tmp_path).backbone.dtype == expected
+    assert refusion_lit.load(tmp_path, dtype="float64").backbone.dtype == torch.float64
+    config = BackboneConfig(source=str(tmp_path), dtype="auto")
+    assert config.build(maskless_tokenizer()).dtype == expected

@@ -53,12 +53,16 @@ def test_a_card_says_what_works_without_this_package() -> None:
 
 def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": predictions([1.0]), "b": predictions([0.5])}, mismatches={"b": ["why"]})
+    results = json.loads((run / "results.json").read_text())
+    results["decoders"] = {"a": {"class": "ReFusion", "slot_size": 4, "k": None}, "b": {"class": "LLaDA"}}
+    (run / "results.json").write_text(json.dumps(results))
     card = model_card("out", ModelTraits(), None, [run])
+    assert "decoder=ReFusion(slot_size=4)" in card
     assert "| `a` | 1.000 | 5.00 | 123 |" in card
     assert r"| `b` \* | 0.500 |" in card
     assert r"\* the model was not trained for this decoder" in card
     assert "On 1 prompt of the test split, decoded" in card
-    assert "decoded with batch_size 3, max_new_tokens 8, temperature 0.0:" in card
+    assert "max_new_tokens 8, temperature 0.0; `a` is ReFusion(slot_size=4), `b` is LLaDA():" in card
 
 
 def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> None:

@@ -6,26 +6,28 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
-    check_model_source,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
     load_sharded,
+    model_source,
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.drafter import DrafterOrigin, load_drafter
-from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of
+from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
+from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, decoding_dtype
 from refusion_lit.modeling.lora import Adapters, merged
-from refusion_lit.modeling.saving import stored_prompt_template
+from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.version import __version__
@@ -149,7 +151,8 @@ def collect_metadata(
 def load_model(
     source: str | Path,
     *,
-    dtype: DType | None = None,
+    dtype: DType | Literal["auto"] | None = None,
+    device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
@@ -159,11 +162,13 @@ def load_model(
 
     Args:
         source: A checkpoint, a Hugging Face directory or a hub id.
-        dtype: Type of the weights; ``None`` keeps float32.
+        dtype: Type of the weights; ``auto``: see :func:`~refusion_lit.modeling.loading.decoding_dtype`; ``None``: that
+            of ``overrides``.
+        device: Where the model will be, for ``auto``.
         revision: Pinned revision of a hub id.
         trust_remote_code: Let a directory or hub repository run Python code of its own.
         overrides: Options of attention and its implementation, ``fused_body`` and ``batch_invariant``.
-        draft: Directory of a drafter for the model; ``None``: a checkpoint's own, if it has one.
+        draft: Directory of a drafter for the model; ``None``: the source's own, if it has one.
 
     Returns:
         The backbone in evaluation mode, its tokenizer, and the prompt template.
@@ -171,12 +176,12 @@ def load_model(
     Raises:
         ValueError: If it cannot be loaded.
     """
-    check_model_source(source)
+    source = model_source(source)
     options = overrides or BackboneConfig(source=str(source))
     if dtype is not None:
         options = replace(options, dtype=dtype)
     if is_checkpoint_file(source):
-        adapted, tokenizer, metadata = load_checkpoint(source, options)
+        adapted, tokenizer, metadata = load_checkpoint(source, options, device)
         backbone = Backbone(
             merged(adapted.model),
             adapted.traits,
@@ -189,13 +194,20 @@ def load_model(
         return _with_drafter(backbone, draft).eval(), tokenizer, metadata.prompt_template
     check_source(str(source), "ckpt_path")
     options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
-    if not trust_remote_code:  # refuse an unknown architecture before its tokenizer
-        config_of_source(str(source), options.config, layout=options.layout, revision=revision, trust_remote_code=False)
+    code = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if not trust_remote_code or options.dtype == "auto":  # refuse an unknown architecture before its tokenizer
+        config, _ = config_of_source(str(source), options.config, layout=options.layout, **code)
+        if options.dtype == "auto":
+            options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = PretrainedTokenizer(
         source=str(source), revision=revision, layout=options.layout, trust_remote_code=trust_remote_code
     ).build(None)
-    backbone = _with_drafter(options.build(tokenizer), draft).eval()
-    return backbone, tokenizer, stored_prompt_template(backbone)
+    backbone = options.build(tokenizer)
+    stored = getattr(backbone.config, "refusion_lit", None) or {}
+    if draft is None and stored.get(HAS_DRAFTER):
+        files = [cached_file(str(source), name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
+        draft = Path(str(files[0])).parent
+    return _with_drafter(backbone, draft).eval(), tokenizer, stored_prompt_template(backbone)
 
 
 def _with_drafter(backbone: Backbone, draft: str | Path | None) -> Backbone:
@@ -205,13 +217,14 @@ def _with_drafter(backbone: Backbone, draft: str | Path | None) -> Backbone:
 
 
 def load_checkpoint(
-    path: str | Path, options: BackboneConfig | None = None
+    path: str | Path, options: BackboneConfig | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Backbone, PreTrainedTokenizerBase, CheckpointMetadata]:
     """Rebuild the model of a checkpoint as it was trained, with its adapters unmerged.
 
     Args:
         path: The checkpoint, sharded or not.
         options: Gives ``dtype`` and ``attn_implementation``.
+        device: Where the model will be, for a ``dtype`` of ``auto``.
 
     Raises:
         ValueError: If it cannot be read, or its weights do not fit its metadata.
@@ -219,6 +232,8 @@ def load_checkpoint(
     checkpoint = read_checkpoint(path)
     metadata = CheckpointMetadata.from_checkpoint(checkpoint, path)
     tokenizer = tokenizer_from_files(metadata.tokenizer_files, path)
+    if options is not None and options.dtype == "auto":
+        options = replace(options, dtype=decoding_dtype(metadata.architecture, device))
     backbone = _rebuilt(metadata, tokenizer, options)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})

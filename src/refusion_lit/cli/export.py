@@ -19,7 +19,6 @@ from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
     from refusion_lit.api import TextModel
-    from refusion_lit.modeling.backbone import Backbone
 
 
 def build_parser() -> OneLineParser:
@@ -27,6 +26,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
+    draft = "directory of a drafter for the model, to be written with it into one directory"
+    parser.add_argument("--draft", type=str | None, default=None, help=draft)
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
@@ -50,12 +51,14 @@ def run(args: list[str]) -> int:
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
+    from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.saving import save_adapters, save_model
 
+    options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
-    card = _card(options, backbone)
+    card = _card(options, model)
     with _filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
             save_drafter(backbone.drafter, backbone.model, directory)
@@ -65,8 +68,6 @@ def run(args: list[str]) -> int:
             save_model(backbone, model.tokenizer, directory, prompt_template=model.prompt_template)
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
-    if backbone.drafter is not None and not options.adapter_only:
-        sys.stderr.write("the drafter is not in it: write it to another directory with --adapter_only true\n")
     if options.push_to_hub:
         _upload(options.output, options.push_to_hub, private=options.private)
         sys.stdout.write(f"uploaded to {options.push_to_hub}\n")
@@ -81,26 +82,32 @@ def _load(options: Namespace) -> TextModel:
 
     source = options.ckpt_path
     if not options.adapter_only:
-        return TextModel(*load_model(source))
+        return TextModel(*load_model(source, draft=options.draft))
+    require(options.draft is None, "draft", "none with --adapter_only", options.draft, "drop one of them")
     expected = "the checkpoint of a run with model.backbone.lora or drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     backbone, tokenizer, metadata = load_checkpoint(source)
     return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
-def _card(options: Namespace, backbone: Backbone) -> str:
+def _card(options: Namespace, model: TextModel) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
     from refusion_lit.checkpoints.models import load_model
+    from refusion_lit.data.encoding import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 
-    name, results = options.push_to_hub or options.output, [Path(path) for path in as_list(options.results)]
+    backbone = model.backbone
+    prompt = prompt_code(model.tokenizer, model.prompt_template)
+    name = options.push_to_hub or options.output
+    results = [Path(path) for path in as_list(options.results)]
     if results:
         tested = load_model(options.ckpt_path)[0] if options.adapter_only else backbone  # a test merges adapters
         _check_results(results, weights_digest(tested))
     if options.adapter_only and backbone.drafter is not None:
-        return drafter_card(name, backbone.drafter.origin)
-    return model_card(name, backbone.traits, _run_of(options.ckpt_path), results, adapters=backbone.adapters)
+        return drafter_card(name, backbone.drafter.origin, prompt)
+    about = {"adapters": backbone.adapters, "prompt": prompt, "has_drafter": backbone.drafter is not None}
+    return model_card(name, backbone.traits, _run_of(options.ckpt_path), results, **about)
 
 
 def _check_results(directories: Sequence[Path], weights: str | None) -> None:

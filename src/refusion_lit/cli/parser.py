@@ -111,14 +111,16 @@ def add_decoding_options(parser: OneLineParser, *names: str) -> None:
 
 def add_loading_options(parser: OneLineParser) -> None:
     """Add the options that say how ``--ckpt_path`` is loaded."""
-    dtypes = Literal["float32", "float64", "bfloat16", "float16"]
+    dtypes = Literal["auto", "float32", "float64", "bfloat16", "float16"]
     attention = Literal["causal", "bidirectional", "block_causal"] | None
     draft = "directory of a drafter trained for this model; the same text in fewer forward passes (SelfSpeculative)"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     verifier = "autoregressive model with the same tokenizer, for the decoder APD"
     parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
-    parser.add_argument("--dtype", type=dtypes, default="float32", help="type of the weights")
-    parser.add_argument("--device", type=str, default="cpu", help="for example cpu or cuda:0")
+    dtype = "type of the weights; auto: the checkpoint's, but float32 on a CPU that lacks instructions for 16 bits"
+    parser.add_argument("--dtype", type=dtypes, default="auto", help=dtype)
+    device = "for example cpu or cuda:0; auto: a GPU that CUDA finds, else the CPU"
+    parser.add_argument("--device", type=str, default="auto", help=device)
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
     layouts = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
@@ -175,7 +177,12 @@ def load_model_of(options: Namespace) -> TextModel:
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
     own = {name: options[name] for name in ("layout", "attention", "block_size", "batch_invariant")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
-    return load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
+    model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
+    weight = next(model.backbone.parameters())
+    size = sum(each.numel() for each in model.backbone.parameters())
+    kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+    sys.stderr.write(f"{options.ckpt_path}: {size / 1e6:.1f} million parameters, {kind}\n")
+    return model
 
 
 @dataclass(frozen=True)

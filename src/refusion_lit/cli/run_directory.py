@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from refusion_lit.checkpoints.files import newest_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
+from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import Lock, read_yaml, release_lock, try_lock
 from refusion_lit.utils.require import require
 
@@ -79,8 +80,12 @@ class Claim:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def claim(directory: Path) -> Claim | None:
-    """Create and lock a run's directory before any work, and keep the losses of an interrupted run from the logger.
+def claim(directory: Path, *, keep_metrics: bool = False) -> Claim | None:
+    """Create and lock a run's directory before any work, and move the losses of a former run out of the logger's way.
+
+    Args:
+        directory: The directory.
+        keep_metrics: Leave them: a training continues from a checkpoint of the directory.
 
     Returns:
         The claim; ``None`` on processes that do not write the directory.
@@ -103,7 +108,7 @@ def claim(directory: Path) -> Claim | None:
     assert lock is not None
     metrics = directory / METRICS
     moved = None
-    if metrics.is_file():
+    if metrics.is_file() and not keep_metrics:
         number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
         moved = metrics.rename(directory / f"metrics_before_{number}.csv")
     return Claim(directory, is_new, lock, moved)
@@ -111,7 +116,7 @@ def claim(directory: Path) -> Claim | None:
 
 def _is_beginning(path: Path) -> bool:
     """Return whether a run writes this before its first result: config, environment, headers, or an empty file."""
-    names = (CONFIG, "environment.json", "hparams.yaml", "events.out.tfevents.*", "*.meta.json")
+    names = (CONFIG, "environment.json", "events.out.tfevents.*", "*.meta.json")
     return path.is_dir() or path.stat().st_size == 0 or any(path.match(name) for name in names)
 
 
@@ -172,3 +177,29 @@ def last_checkpoint(config: Namespace, command: str) -> Path | None:
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
     return path
+
+
+def check_unfinished(path: Path, trainer: Namespace) -> int:
+    """Return the number of steps after which a checkpoint was saved, if its training has more to do.
+
+    Args:
+        path: The checkpoint.
+        trainer: Options of the trainer, with ``max_steps`` and ``max_epochs``.
+
+    Raises:
+        NothingToDoError: If all steps or epochs are done.
+    """
+    checkpoint = read_checkpoint(path, mmap=True)
+    num_steps = int(checkpoint["global_step"])
+    loop = checkpoint["loops"]["fit_loop"]
+    begun = loop["epoch_progress"]["current"]["ready"]
+    num_epochs = begun if loop["epoch_loop.batch_progress"]["is_last_batch"] else begun - 1
+    ends = {"max_steps": (num_steps, trainer.max_steps), "max_epochs": (num_epochs, trainer.max_epochs)}
+    for option, (number, limit) in ends.items():
+        if limit is not None and 0 <= limit <= number:
+            unit = option.removeprefix("max_")
+            directory = path.parent.parent
+            raise NothingToDoError(
+                f"{directory} is complete: {number} of {limit} {unit}; raise trainer.{option} to train longer"
+            )
+    return num_steps

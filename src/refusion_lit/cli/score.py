@@ -68,10 +68,14 @@ def run(args: list[str]) -> int:
     _check_ids(lines, examples, source)
     _check_prompts(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
-        scores = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
-    scored = ({**line, "score": score} for line, score in zip(lines, scores, strict=True))
+        found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
+    scored = (
+        {**line, "score": score, **({"metrics": metrics} if metrics else {})}
+        for line, (score, metrics) in zip(lines, found, strict=True)
+    )
     write_predictions(output, scored, read_fingerprint(source) or {})
-    figures = summarise(lines, scores)
+    figures = summarise(lines, [score for score, _ in found])
+    figures |= {name: sum(each.get(name, 0.0) for _, each in found) / len(found) for name in task.metrics}
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI, SaveRun
+from refusion_lit.cli.loggers import quiet_writers
 from refusion_lit.cli.messages import show_own_logs
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.training.callbacks import last_checkpoint
@@ -56,14 +57,15 @@ def run(command: str, args: list[str]) -> int:
     RefusionCLI.run_directory = RefusionCLI.claim = None
     failed = True
     try:
-        cli = RefusionCLI(
-            SlotDiffusionModule,
-            InstructionDataModule,
-            args=[command, *args],
-            save_config_callback=SaveRun,
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-        )
+        with quiet_writers():
+            cli = RefusionCLI(
+                SlotDiffusionModule,
+                InstructionDataModule,
+                args=[command, *args],
+                save_config_callback=SaveRun,
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=0,
+            )
         failed = False
     except SIGTERMException as stopped:
         failed = False

@@ -36,11 +36,12 @@ class TokenizerSource(ABC):
     """Builds a tokenizer with padding, end-of-sequence and mask tokens."""
 
     @abstractmethod
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Args:
             task: The task that it encodes; sources that learn from data need it.
+            prompt_template: How a query becomes a prompt; its characters are text to encode, too.
 
         Raises:
             ValueError: If it cannot be built.
@@ -52,22 +53,26 @@ class CharacterTokenizer(TokenizerSource):
     """One token per character: ids 0, 1 and 2 are padding, end of sequence and mask, then the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's own.
+        characters: The alphabet; ``None`` takes the task's own, or the sorted characters of the training examples and
+            the prompt template where the task names none.
     """
 
     characters: str | None = None
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Raises:
             ValueError: If there is no alphabet.
         """
         characters = self.characters if self.characters is not None else task and task.characters()
+        if characters is None and task is not None:
+            found = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
+            characters = "".join(sorted(found))
         if not characters:
             raise ValueError(
-                "tokenizer.characters: expected an alphabet, got none, and the task names none of its own. "
-                "List the characters, define characters() in the task, or use TrainedBPE."
+                "tokenizer.characters: expected an alphabet, got none, and there are no training examples to take it "
+                "from. List the characters, or use TrainedBPE."
             )
         vocabulary = {token: i for i, token in enumerate((_PAD, _EOS, _MASK, *dict.fromkeys(characters)))}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
@@ -93,7 +98,7 @@ class TrainedBPE(TokenizerSource):
         expected = "at least 260 (256 bytes and special tokens)"
         require(self.vocab_size >= 260, "tokenizer.vocab_size", expected, self.vocab_size, "set it to 260 or more")
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Train the tokenizer.
 
         Raises:
@@ -141,7 +146,7 @@ class PretrainedTokenizer(TokenizerSource):
     layout: str | None = None
     trust_remote_code: bool = False
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Load the tokenizer.
 
         Raises:
@@ -210,7 +215,7 @@ class StoredTokenizer(TokenizerSource):
 
     files: dict[str, str]
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Rebuild the tokenizer.
 
         Raises:

@@ -37,8 +37,8 @@ class RefusionLitModel(LM):
         batch_size: Prompts (or drawn states) that share a forward. Changes no token.
         max_gen_toks: Tokens a response at most, where the task does not say.
         seed: Seeds sampling and the draws.
-        device: Where the model is put, for example ``cuda:0``.
-        dtype: Type of the weights.
+        device: Where the model is put, for example ``cuda:0``; ``auto``: a GPU if there is one.
+        dtype: Type of the weights, or ``auto`` as in :func:`~refusion_lit.load`.
         allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
         attention: Attention pattern of a directory that does not name its own.
         block_size: Tokens a block, with ``block_causal``.
@@ -58,8 +58,8 @@ class RefusionLitModel(LM):
         batch_size: int | str = 1,
         max_gen_toks: int = 256,
         seed: int = 0,
-        device: str | None = None,
-        dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto",
         allow_mismatch: bool = False,
         attention: Literal["causal", "bidirectional", "block_causal"] | None = None,
         block_size: int | None = None,

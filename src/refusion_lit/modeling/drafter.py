@@ -27,6 +27,8 @@ from refusion_lit.utils.require import require, require_at_least, require_number
 
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
+_FORMAT = 2
+"""Format 1 had a digest that counted the rows of the embedding, to which a mask token adds one."""
 _PROGRAM = Path(__file__).parents[1] / "families" / "speculative" / "export.py"
 """The decoder for transformers alone that a saved drafter holds: a file to copy, which imports nothing of ours."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -149,7 +151,7 @@ def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
         model: The model that it was trained for.
         directory: An existing directory.
     """
-    values = {"format": 1, **drafter.origin.to_dict(), "base_weights": weights_digest(model)}
+    values = {"format": _FORMAT, **drafter.origin.to_dict(), "base_weights": weights_digest(layers_of(model))}
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
@@ -172,6 +174,7 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
         origin = DrafterOrigin.from_dict(values)
+        is_current = values["format"] == _FORMAT
         digest = str(values["base_weights"])
         weights = load_file(path / WEIGHTS_FILE)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
@@ -179,7 +182,8 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
             f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
             f"({reason_of(error)}); check the path, or export the drafter again."
         ) from error
-    found = weights_digest(model)
+    require(is_current, "draft", f"a drafter in format {_FORMAT}", f"{path} in another", "export it again")
+    found = weights_digest(layers_of(model))
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in model.parameters())
     if digest != found and not is_rounded_twice:
@@ -193,6 +197,11 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     require({n: w.shape for n, w in weights.items()} == expected, "draft", "its options' weights", "others", fix)
     drafter.load_state_dict(weights)
     return drafter
+
+
+def layers_of(model: nn.Module) -> nn.Module:
+    """Return the transformer blocks of a model: what a digest of it is taken of, whatever rows its embedding has."""
+    return model.get_decoder().layers  # type: ignore[operator, union-attr] - a transformers model
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:

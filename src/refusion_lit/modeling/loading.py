@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import (
@@ -48,7 +48,7 @@ class BackboneConfig:
             one that its ``model_type`` names, or transformers' own.
         attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
-        dtype: Type of the weights.
+        dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
         attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
             ``flex_attention`` is for training on GPUs; the fused backbone decodes such a model with ``sdpa``.
         fused_body: Decode with the fused backbone where it supports the architecture (Qwen2, Qwen3, Llama with
@@ -72,7 +72,7 @@ class BackboneConfig:
     layout: str | None = None
     attention: Literal["causal", "bidirectional", "block_causal"] | None = None
     block_size: int | None = None
-    dtype: DType = "float32"
+    dtype: DType | Literal["auto"] = "float32"
     attn_implementation: AttentionImplementation = "sdpa"
     fused_body: bool = True
     batch_invariant: bool = False
@@ -115,6 +115,8 @@ class BackboneConfig:
         else:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
             config, layout = config_of_source(self.source, self.config, layout=self.layout, **options)
+        if self.dtype == "auto":
+            return replace(self, dtype=decoding_dtype(config, default_device())).build(tokenizer, seed=seed)
         traits = _traits_of(config, self.source)
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
@@ -203,6 +205,29 @@ class BackboneConfig:
                 f"{len(extra) - 1} more in {self.source!r}. Take the config that they were trained with."
             )
         return model
+
+
+def default_device() -> str:
+    """Return the device of commands that name none: a GPU that CUDA finds, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: ANN401 - one class per architecture
+    """Return the type to decode in where none is named.
+
+    It is the type that a model's config states, but float32 in place of a 16-bit type on a CPU without instructions for
+    it, where float32 is faster.
+
+    Args:
+        config: The transformers config, or its values.
+        device: Where the model will be.
+    """
+    values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    has_instructions = name == "bfloat16" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    if name in ("bfloat16", "float16") and torch.device(device).type == "cpu" and not has_instructions:
+        return "float32"
+    return cast("DType", name) if name in get_args(DType) else "float32"
 
 
 def architecture_of(backbone: Backbone) -> Mapping[str, Any]:

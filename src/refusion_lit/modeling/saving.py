@@ -10,10 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import save_drafter
 from refusion_lit.modeling.lora import merged, quiet_peft
 from refusion_lit.types import ModelTraits
 
 _TEMPLATE = "prompt_template"
+HAS_DRAFTER = "has_drafter"
+"""Entry of ``refusion_lit`` in the config of a directory that holds a drafter, too."""
 _PROGRAM = Path(__file__).parents[1] / "refusion" / "export.py"
 """The decoder for transformers alone that a saved hybrid model holds: a file to copy, which imports nothing of ours."""
 
@@ -28,7 +31,8 @@ def save_model(
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the backbone's weights first. For a model of the hybrid objective, the directory includes a
-    decoder for transformers' ``generate(custom_generate=...)``.
+    decoder for transformers' ``generate(custom_generate=...)``; for a model with a drafter, the drafter and its
+    decoder.
 
     Args:
         backbone: The model.
@@ -40,13 +44,19 @@ def save_model(
         ValueError: If the directory already holds files (an old ``model.safetensors`` could be loaded instead).
     """
     path = _empty_directory(directory)
+    drafter = backbone.drafter
     model = merged(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
     first, *others = backbone.special_tokens.eos_token_ids
     model.generation_config.eos_token_id = [first, *others] if others else first
     stored = getattr(model.config, "refusion_lit", None) or {}
     model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
-    if has_own_decoder(backbone.traits):
+    model.config.refusion_lit.pop(HAS_DRAFTER, None)
+    if drafter is not None:
+        model.config.refusion_lit[HAS_DRAFTER] = True
+        path.mkdir(parents=True, exist_ok=True)
+        save_drafter(drafter, model, path)
+    elif has_own_decoder(backbone.traits):
         model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
         (path / "custom_generate").mkdir(parents=True)

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "use_cache", "pad_token_id", "tokenizer"}
+_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "pad_token_id",
+          "use_cache", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
+_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
+    "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0,
+    "temperature": 1.0, "top_p": 1.0,
+}  # fmt: skip
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
 
 
@@ -25,21 +33,27 @@ def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kw
     Args:
         model: A causal model of the hybrid objective, with ``mask_token_id`` in its config.
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Where ``max_new_tokens`` comes from if it is not in ``kwargs``.
-        kwargs: ``input_ids``, ``max_new_tokens``, an ``attention_mask`` of ones.
+        generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
+            a ``streamer``, which is given the response as far as it is final.
 
     Raises:
         ValueError: If there is more than one prompt, it is too long, or an option is one that this decoder lacks.
     """
     ids: Any = kwargs.get("input_ids") if inputs is None else inputs
-    config = generation_config or model.generation_config
-    limit = kwargs.get("max_new_tokens") or config.max_new_tokens or 128
+    asked = _settings(model, generation_config, kwargs)
+    limit = _limit(asked, 0 if ids is None else ids.shape[-1])
     _check(model, ids, limit, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     if {*options} - {*OPTIONS, "vocab_size"} or min(options["slot_size"], options["num_serial_blocks"]) < 1:
         raise ValueError(f"refusion: expected {', '.join(OPTIONS)}, sizes and numbers of 1 or more, got {options}.")
+    streamer = kwargs.get("streamer")
+    if streamer is not None:
+        streamer.put(ids.cpu())
     with torch.no_grad():
-        response = _Decoding(model, ids[0].tolist(), limit, options).run()
+        response = _Decoding(model, ids[0].tolist(), limit, options, _ends(model, asked)).run(streamer)
+    if streamer is not None:
+        streamer.end()
     return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
@@ -50,18 +64,47 @@ def _check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, A
         raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
-    for name, value in kwargs.items():
-        if name not in _TAKEN and value is not None and value is not False and (name, value) != ("num_beams", 1):
-            raise ValueError(f"{name}: expected none, got {value!r}: this decoder is greedy; leave it out.")
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and ids.shape[1] + limit > context:
         raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
 
 
+def _settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call: its arguments, then the generation config, by default the model's.
+
+    Raises:
+        ValueError: If one asks for what this decoder would have to ignore.
+    """
+    stored = vars(config or model.generation_config)
+    asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
+    unused = set() if asked.get("do_sample") else _OF_SAMPLING - {*kwargs}  # a stored temperature is no request
+    for name, value in asked.items():
+        is_neutral = value is None or value is False or _NEUTRAL.get(name) == value
+        if not is_neutral and name not in _TAKEN | unused:
+            where = "in the call" if name in kwargs else "in the generation config"
+            fix = f"pass {name}={_NEUTRAL.get(name, False if value is True else None)!r}"
+            raise ValueError(f"{name}: expected none, got {value!r} {where}: this decoder is greedy; {fix}.")
+    return asked
+
+
+def _limit(asked: dict[str, Any], length: int) -> int:
+    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
+    if asked.get("max_new_tokens"):
+        return int(asked["max_new_tokens"])
+    return int(asked["max_length"]) - length if asked.get("max_length") else 128
+
+
+def _ends(model: Any, asked: dict[str, Any]) -> set[int]:
+    """Return the tokens that end a response."""
+    eos = asked.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return set(eos if isinstance(eos, list) else [eos])
+
+
 class _Decoding:
     """One prompt. The cache holds the context: the prompt and all accepted tokens, in the order of acceptance."""
 
-    def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any]) -> None:
+    def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any], eos: set[int]) -> None:
         self.model = model
         self.prompt = prompt
         self.limit = limit
@@ -71,14 +114,14 @@ class _Decoding:
         self.text = {}
         self.ended = False
         self.mask = model.config.mask_token_id
-        eos = model.generation_config.eos_token_id
-        eos = model.config.eos_token_id if eos is None else eos
-        self.eos = set(eos if isinstance(eos, list) else [eos])
+        self.eos = eos
         pad = model.config.pad_token_id
         self.banned = [token for token in {self.mask, pad} - self.eos if token is not None]
         self.vocab_size = options.get("vocab_size") or model.config.vocab_size
 
-    def run(self) -> list[int]:
+    def run(self, streamer: Any = None) -> list[int]:
+        """Return the response; give a streamer what is final after each round."""
+        response: list[int] = []
         self.forward(self.prompt, range(len(self.prompt)), keep=len(self.prompt))
         num_blocks = min(self.options["num_serial_blocks"], -(-self.limit // self.size))
         block_slots = -(-self.limit // (self.size * num_blocks))
@@ -86,12 +129,21 @@ class _Decoding:
             self.remaining = list(range(block * block_slots, (block + 1) * block_slots))
             while self.remaining:
                 self.round()
+                new = self.final(len(response))
+                response += new
+                if streamer is not None and new:
+                    streamer.put(torch.tensor(new))
             if self.ended or (block + 1) * block_slots * self.size >= self.limit:
                 break
-        response: list[int] = []
-        while len(response) < self.limit and not (response and response[-1] in self.eos):
-            response.append(self.text[len(response)])
         return response
+
+    def final(self, start: int) -> list[int]:
+        """Return the tokens from a place on up to the first masked place, EOS or the limit."""
+        tokens: list[int] = []
+        while start < self.limit and start in self.text and self.text.get(start - 1) not in self.eos:
+            tokens.append(self.text[start])
+            start += 1
+        return tokens
 
     def forward(self, tokens: list[int], positions: Any, keep: int = 0) -> torch.Tensor:
         """Return float32 logits [token, vocab] after the context; keep the first ``keep`` tokens in it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.families.defaults import default_decoder
+from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
@@ -18,6 +19,10 @@ from refusion_lit.reports.results import RESULTS, described_environment, read_co
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
+
+PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
+_EXPORTED = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
+"""Options of ReFusion that an exported decoder knows."""
 
 
 def model_card(
@@ -27,6 +32,8 @@ def model_card(
     results: Sequence[Path] = (),
     *,
     adapters: Adapters | None = None,
+    prompt: str = PLAIN_PROMPT,
+    has_drafter: bool = False,
 ) -> str:
     """Return a model card in Markdown, with the front matter that the Hugging Face hub reads.
 
@@ -37,6 +44,8 @@ def model_card(
             exist; ``None`` if it is unknown.
         results: Directories of test runs, each with a ``results.json``.
         adapters: The low-rank adapters, if the directory holds them alone.
+        prompt: What :func:`~refusion_lit.data.encoding.prompt_code` returns for the tokenizer.
+        has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
         ValueError: If a file is damaged or a test run has no results.
@@ -53,9 +62,9 @@ def model_card(
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    made: Any = default_decoder(traits)
-    changed = [(field.name, getattr(made, field.name)) for field in fields(made)]
-    options = [f"{key}={value!r}" for key, value in changed if value != getattr(type(made)(), key)]
+    made: Any = SelfSpeculative() if has_drafter else default_decoder(traits)
+    made = _tested(made, tests)
+    options = _changed(made)
     return _rendered(
         "model_card.md.jinja",
         data,
@@ -63,7 +72,11 @@ def model_card(
         traits=traits,
         adapters=adapters,
         decoder=type(made).__name__,
-        decoder_options=", ".join(options),
+        decoder_options=", ".join(f"{name}={value!r}" for name, value in options.items()),
+        own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
+        | {name: value for name, value in options.items() if name in _EXPORTED},
+        prompt=prompt,
+        has_drafter=has_drafter,
         is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
         has_own_decoder=has_own_decoder(traits),
         training=_training(config) if config else {},
@@ -73,12 +86,28 @@ def model_card(
     )
 
 
-def drafter_card(name: str, origin: DrafterOrigin) -> str:
+def _changed(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """Return the options of a decoder that are not its class's defaults."""
+    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
+
+
+def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
+    """Return a decoder with the options of the first test of its class."""
+    for test in tests:
+        for options in (test.get("decoders") or {}).values():
+            if options.get("class") == type(decoder).__name__:
+                return replace(decoder, **{k: v for k, v in options.items() if hasattr(decoder, k)})
+    return decoder
+
+
+def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -> str:
     """Return the card of a drafter in Markdown, which says what the directory is and how to use it.
 
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
+        prompt: What :func:`~refusion_lit.data.encoding.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     data = ModelCardData(
@@ -93,6 +122,7 @@ def drafter_card(name: str, origin: DrafterOrigin) -> str:
         name,
         base=base,
         options=origin.options,
+        prompt=prompt,
     )
 
 
@@ -161,8 +191,16 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
     task = _class_name(_lookup(results, "config", "data", "task"))
     prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the test split"
-    lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}:"
-    return lead, markdown_figures(results["results"], marked=marked)
+    decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
+    lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
+    lead += f"{', '.join(decoders)}:"
+    return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
+
+
+def _shown(decoder: Mapping[str, Any]) -> str:
+    """Return a recorded decoder as ``Class(option=value)``, without options that have no value."""
+    options = [f"{name}={value}" for name, value in decoder.items() if name != "class" and value is not None]
+    return f"{decoder.get('class')}({', '.join(options)})"
 
 
 def _component(part: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -310,15 +311,45 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
     assert costs[layout, num_drafts] <= 1.02 * min(costs.values())
 
 
-def test_many_rows_make_no_drafts() -> None:
-    """Sixteen rows share a forward's cost, so that drafts no longer pay; alone they do."""
-    positions = {}
-    for size in (1, 16):
-        prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(16)]
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) -> None:
+    prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(size)]
+    counts = []
+    for decoder in (Autoregressive(), SelfSpeculative()):
         model = HashModel(5, end_bias=-60.0, traits=NEXT)
-        output = decode(model, SelfSpeculative(), prompts, SamplingParams(max_new_tokens=120), batch_size=size)
-        positions[size] = sum(row.num_positions for row in output.rows)
-    assert positions[16] < positions[1]
+        output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=120), batch_size=size)
+        counts.append((output.num_calls, output.num_positions))
+    own, drafted = counts
+    assert (own == drafted) == (size > 1)
+
+
+def test_drafts_that_are_always_wrong_soon_end() -> None:
+    """On a CPU of the assumed cost, no more is spent on them than a tenth of a text."""
+    model = HashModel(5, end_bias=-60.0, traits=NEXT)
+    [row] = decode(
+        model, SelfSpeculative(), [Prompt(token_ids=(5, 6, 7), id="0")], SamplingParams(max_new_tokens=200)
+    ).rows
+    cost = model.forward_cost
+    assert row.num_forwards * cost + row.num_positions < 1.1 * (200 * (cost + 1) + 2)
+
+
+def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for seed in range(2):
+        rng, now = random.Random(seed), [0.0]
+
+        def tick(rng: random.Random = rng, now: list[float] = now) -> float:
+            now[0] += rng.expovariate(1.0)
+            return now[0]
+
+        for name in ("perf_counter", "monotonic", "process_time", "time"):
+            monkeypatch.setattr(time, name, tick)
+        model = HashModel(5, end_bias=-60.0, traits=NEXT)
+        prompts = [Prompt(token_ids=(5, 6, number), id=str(number)) for number in range(3)]
+        output = decode(model, SelfSpeculative(), prompts, SamplingParams(max_new_tokens=60), batch_size=2)
+        found.append([(row.token_ids, row.forward_shapes) for row in output.rows])
+        assert output.seconds > 0
+    assert found[0] == found[1]
 
 
 def test_masks_are_read_together_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

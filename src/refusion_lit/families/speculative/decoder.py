@@ -27,9 +27,6 @@ So masks that may not be needed are read together with everything else."""
 _ADAPTERS = 0.15
 """Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
 
-_NUM_TRIALS = 16
-"""Minimum number of drafts of a text that are tested, even if drafting does not seem to pay."""
-
 
 @dataclass(kw_only=True)
 class SpeculativeState(RowState):
@@ -49,8 +46,8 @@ class SpeculativeState(RowState):
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft is accepted."""
-        return (self.num_accepted + 2) / (self.num_tested + 3)
+        """Estimated probability that a draft is accepted: the running mean of this text, which starts at one half."""
+        return (self.num_accepted + 2) / (self.num_tested + 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,8 @@ class SelfSpeculative(Decoder):
             so that each forward verifies and drafts, which computes more positions. ``None``: the one that takes less
             time per token by ``forward_cost`` and the share of drafts accepted so far, or no drafts where many rows
             share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 32 on a CPU,
-            256 on accelerators (assumed, not measured).
+        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 16 on a CPU
+            (low, so that drafting by default is not slower than not drafting), 256 on accelerators (assumed).
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -129,9 +126,8 @@ class SelfSpeculative(Decoder):
         """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
         start = state.prompt_length
         place = state.num_committed
-        text = [*state.prompt.token_ids, *state.tokens[:place]]
         drafts = state.drafts[: len(state.tokens) - place - 1]
-        tokens = [*text[state.num_cached :], *drafts]
+        tokens = [*state.text(state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
         groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
         main = Branch(
@@ -155,7 +151,8 @@ class SelfSpeculative(Decoder):
         state.num_cached = start + place + accepted
         state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
-        if not state.finished:
+        state.drafts = []
+        if groups and not state.finished:
             drafted = yield from self._drafts(groups, read, accepted, replace(draw, proposes=self._rejects(state)))
             state.drafts = drafted.tokens
             state.proposals = drafted.proposals
@@ -213,8 +210,6 @@ class SelfSpeculative(Decoder):
             cost /= state.num_rows  # rows share it
             adapters = 0.0 if self.slot_size is not None else _ADAPTERS * cost
             layout, wanted = cheapest(cost, adapters, round(state.acceptance, 1), wanted)
-            if wanted == 0 and num_drafts == 0 and state.num_tested < _NUM_TRIALS:
-                wanted = 1
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
         return wanted + extra

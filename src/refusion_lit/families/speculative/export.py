@@ -3,8 +3,9 @@
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory of a drafter: learnt masks, and adapters of the linear layers that act at masks alone. Masks
-after the last token draft the tokens after the next one; the model's next-token predictions verify them.
+``draft`` is the directory or hub id of a drafter, by default that of the model: learnt masks, and adapters of the
+linear layers that act at masks alone. Masks after the last token draft the tokens after the next one; the model's
+next-token predictions verify them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
+from transformers.utils import cached_file
 
-_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "use_cache", "pad_token_id", "tokenizer"}
+_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "pad_token_id",
+          "use_cache", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
+_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
+    "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0,
+    "temperature": 1.0, "top_p": 1.0,
+}  # fmt: skip
 
 
 def generate(
@@ -29,24 +39,28 @@ def generate(
     Args:
         model: The causal model that the drafter was trained for.
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Where ``max_new_tokens`` comes from if it is not in ``kwargs``.
-        draft: Directory of the drafter.
-        kwargs: ``input_ids``, ``max_new_tokens``, an ``attention_mask`` of ones.
+        generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        draft: Directory or hub id of the drafter; ``None``: the model's own.
+        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
+            a ``streamer``, which is given the tokens of each forward.
 
     Raises:
         ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
             is no drafter, or another model's.
     """
     ids: Any = kwargs.get("input_ids") if inputs is None else inputs
-    if draft is None:
-        raise ValueError("draft: expected the directory of a drafter, got none; pass draft=DIRECTORY.")
-    config = generation_config or model.generation_config
-    limit = kwargs.get("max_new_tokens") or config.max_new_tokens or 128
+    asked = _settings(model, generation_config, kwargs)
+    limit = _limit(asked, 0 if ids is None else ids.shape[-1])
     _check(model, ids, limit, kwargs)
-    drafter = _Drafter(model, Path(draft))
+    drafter = _Drafter(model, str(draft or model.config._name_or_path))
+    streamer = kwargs.get("streamer")
     try:
+        if streamer is not None:
+            streamer.put(ids.cpu())
         with torch.no_grad():
-            response = _Decoding(model, drafter, ids[0].tolist()).run(limit)
+            response = _Decoding(model, drafter, ids[0].tolist(), _ends(model, asked)).run(limit, streamer)
+        if streamer is not None:
+            streamer.end()
     finally:
         drafter.detach()
     return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
@@ -59,30 +73,60 @@ def _check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, A
         raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
-    for name, value in kwargs.items():
-        if name not in _TAKEN and value is not None and value is not False and (name, value) != ("num_beams", 1):
-            raise ValueError(f"{name}: expected none, got {value!r}: this decoder is greedy; leave it out.")
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and ids.shape[1] + limit > context:
         raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
 
 
+def _settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call: its arguments, then the generation config, by default the model's.
+
+    Raises:
+        ValueError: If one asks for what this decoder would have to ignore.
+    """
+    stored = vars(config or model.generation_config)
+    asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
+    unused = set() if asked.get("do_sample") else _OF_SAMPLING - {*kwargs}  # a stored temperature is no request
+    for name, value in asked.items():
+        is_neutral = value is None or value is False or _NEUTRAL.get(name) == value
+        if not is_neutral and name not in _TAKEN | unused:
+            where = "in the call" if name in kwargs else "in the generation config"
+            fix = f"pass {name}={_NEUTRAL.get(name, False if value is True else None)!r}"
+            raise ValueError(f"{name}: expected none, got {value!r} {where}: this decoder is greedy; {fix}.")
+    return asked
+
+
+def _limit(asked: dict[str, Any], length: int) -> int:
+    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
+    if asked.get("max_new_tokens"):
+        return int(asked["max_new_tokens"])
+    return int(asked["max_length"]) - length if asked.get("max_length") else 128
+
+
+def _ends(model: Any, asked: dict[str, Any]) -> set[int]:
+    """Return the tokens that end a response."""
+    eos = asked.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return set(eos if isinstance(eos, list) else [eos])
+
+
 class _Drafter:
     """Masks and adapters; ``num_masks`` says how many of the last tokens of the running forward are masks."""
 
-    def __init__(self, model: Any, directory: Path) -> None:
-        description = json.loads((directory / "drafter.json").read_text(encoding="utf-8"))
+    def __init__(self, model: Any, directory: str) -> None:
+        files = [cached_file(directory, name, _raise_exceptions_for_missing_entries=False)
+                 for name in ("drafter.json", "drafter.safetensors")]  # fmt: skip
+        if None in files:
+            raise ValueError(f"draft: expected a drafter, got {directory}, which has none; pass draft=DIRECTORY.")
+        description = json.loads(Path(files[0]).read_text(encoding="utf-8"))
         options = description["options"]
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
-        if digest is not None and not is_rounded and digest != _digest(model):
+        if digest is not None and not is_rounded and digest != _digest(model.get_decoder().layers):
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
-        weights = {
-            name: one.to(model.device, model.dtype)
-            for name, one in load_file(directory / "drafter.safetensors").items()
-        }
+        weights = {name: one.to(model.device, model.dtype) for name, one in load_file(files[1]).items()}
         self.masks = weights["masks"]
         self.scale = options["alpha"] / options["rank"]
         self.num_masks = 0
@@ -109,10 +153,10 @@ class _Drafter:
             hook.remove()
 
 
-def _digest(model: Any) -> str:
-    """Return what ``base_weights`` of the drafter's model is: of 64 values of each weight, rounded to bfloat16."""
+def _digest(layers: Any) -> str:
+    """Return what ``base_weights`` of these layers is: a digest of 64 values of each weight, rounded to bfloat16."""
     state = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in sorted(layers.named_parameters()):
         flat = weight.detach().flatten()
         count = min(len(flat), 64)
         index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
@@ -124,18 +168,16 @@ def _digest(model: Any) -> str:
 class _Decoding:
     """One prompt. The cache holds all tokens but the last one."""
 
-    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int]) -> None:
+    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], eos: set[int]) -> None:
         self.model = model
         self.drafter = drafter
         self.text = list(prompt)
         self.cache = DynamicCache(config=model.config)
-        eos = model.generation_config.eos_token_id
-        eos = model.config.eos_token_id if eos is None else eos
-        self.eos = set(eos if isinstance(eos, list) else [eos])
+        self.eos = eos
         never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None)}
         self.banned = [token for token in never - self.eos if token is not None]
 
-    def run(self, limit: int) -> list[int]:
+    def run(self, limit: int, streamer: Any = None) -> list[int]:
         """Draft and verify in turn; every forward gives the model's own next token, and all drafts that are right."""
         length = len(self.text)
         drafts = []
@@ -146,7 +188,10 @@ class _Decoding:
             accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))
             final = exact[: accepted + 1]
             end = next((i for i, token in enumerate(final) if token in self.eos), None)
-            self.text += final if end is None else final[: end + 1]
+            final = final if end is None else final[: end + 1]
+            self.text += final
+            if streamer is not None:
+                streamer.put(torch.tensor(final))
             if end is not None:
                 break
             num_wrong = self.cache.get_seq_length() - (len(self.text) - 1)

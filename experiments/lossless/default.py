@@ -1,0 +1,108 @@
+"""Is a drafter ever slower than none, by default?
+
+usage: python experiments/lossless/default.py [--prompts FILE@NUMBER] [--output FILE]
+
+Decodes the prompts of chat.jsonl in batches of 1, 4 and 16, in float32 and bfloat16, with `Autoregressive` and with the
+default of `SelfSpeculative`, in turn on each batch, so that other work on the machine meets both. Times are processor
+time of one thread. It also fits the cost of a forward, a + b * positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refusion_lit
+from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
+from refusion_lit.modeling.loading import DType
+from refusion_lit.reports.results import environment
+from refusion_lit.types import Prompt, SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import write_json
+from experiments.lossless.table import BASE, HERE, read_prompts
+
+DECODERS: dict[str, Decoder] = {"Autoregressive": Autoregressive(), "SelfSpeculative": SelfSpeculative()}
+BATCH_SIZES = (1, 4, 16)
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+ROUNDS = 3
+POSITIONS = (2, 4, 8, 16, 24)
+
+
+def compared(
+    model: refusion_lit.TextModel, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """Decode prompts with both decoders in turn; return the ratio of their tokens per second and what else differs."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    seconds = dict.fromkeys(DECODERS, 0.0)
+    rows: dict[str, list[Any]] = {name: [] for name in DECODERS}
+    groups = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
+    for number, group in enumerate(groups * ROUNDS):
+        order = list(DECODERS.items())[:: 1 if number % 2 else -1]
+        for name, decoder in order:
+            model.decode(group[:1], decoder, SamplingParams(max_new_tokens=4))  # warms up
+            started = time.process_time()
+            rows[name] += model.decode(group, decoder, sampling, batch_size=batch_size).rows
+            seconds[name] += time.process_time() - started
+    tokens = {name: sum(row.num_tokens for row in found) for name, found in rows.items()}
+    own, drafted = rows["Autoregressive"], rows["SelfSpeculative"]
+    speed = {name: tokens[name] / seconds[name] for name in DECODERS}
+    return {
+        "batch_size": batch_size,
+        "identical": sum(a.token_ids == b.token_ids for a, b in zip(own, drafted, strict=True)),
+        "num_decodes": len(own),
+        "tokens_per_forward": round(tokens["SelfSpeculative"] / sum(row.num_forwards for row in drafted), 3),
+        "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
+        "speed_over_autoregressive": round(speed["SelfSpeculative"] / speed["Autoregressive"], 3),
+    }
+
+
+def forward_cost(model: refusion_lit.TextModel, context: int = 100) -> dict[str, float]:
+    """Fit the best processor times of forwards of several positions after a context to a + b * positions."""
+    backbone = model.backbone
+    ids = torch.full((1, context + max(POSITIONS)), 100)
+    points = []
+    with torch.no_grad():
+        run = backbone.runner()
+        for count in POSITIONS:
+            best = float("inf")
+            for _ in range(10):
+                started = time.process_time()
+                places = torch.arange(count)[None]
+                backbone.logits(run(ids[:, :count], places, torch.ones(1, count, count, dtype=torch.bool).tril())[0])
+                best = min(best, time.process_time() - started)
+            points.append((count, 1000 * best))
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in zip(*points, strict=True))
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+    fixed = float(y.mean()) - slope * float(x.mean())
+    return {"fixed_ms": round(fixed, 2), "position_ms": round(slope, 3), "positions": round(fixed / slope, 1)}
+
+
+def main() -> None:
+    """Measure, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", default=f"{HERE / 'chat.jsonl'}@20")
+    parser.add_argument("--max_new_tokens", type=int, default=96)
+    parser.add_argument("--output", type=Path, default=HERE / "default.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "rounds": ROUNDS, "types": {}}
+    for dtype in DTYPES:
+        model = refusion_lit.load(BASE, dtype=dtype, draft=HERE / "drafter")
+        prompts = read_prompts(model, *options.prompts.split("@"))
+        found = [compared(model, prompts, size, options.max_new_tokens) for size in BATCH_SIZES]
+        result["types"][dtype] = {"forward_cost": forward_cost(model), "batches": found}
+        print(dtype, result["types"][dtype], flush=True)
+    result["environment"] = environment(0)
+    write_json(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
