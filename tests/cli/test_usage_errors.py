@@ -54,7 +54,7 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (
             ["--data.task=no.yaml"],
-            "data.task: expected a class or a YAML file, got no.yaml, which does not exist; correct it.",
+            "data.task: expected a class or a YAML file, got no.yaml, which does not exist; check the path.",
         ),
         (["--model.decoders.refusion.slot_sise=4"], "did you mean 'model.decoders.refusion.slot_size'?"),
         (

@@ -211,7 +211,7 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
     for files in ({"tokenizer.json": "{"}, {}):
-        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; use another"):
+        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; fetch them again"):
             StoredTokenizer(files=files).build(None)
     with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt cannot be read"):
         tokenizer_from_files({}, "a/last.ckpt")

@@ -197,5 +197,5 @@ def test_a_hub_data_set(hub: Hub) -> None:
 
 def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; run pip install datasets"):
+    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; run pip install datasets\."):
         InstructionFiles(dataset="some/rows").examples("train")

@@ -73,7 +73,7 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
         raise ValueError(
-            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give another checkpoint."
+            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give an older one."
         ) from error
 
 
@@ -131,7 +131,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise ValueError(
-            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Use another one."
+            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Give an older one."
         ) from error
 
 

@@ -108,7 +108,7 @@ class CheckpointMetadata:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"ckpt_path: the metadata in {path}, which refusion-lit {stored.get('version')} wrote, cannot be read "
-                f"({reason_of(error)}). Use another checkpoint."
+                f"({reason_of(error)}). Export it with that version."
             ) from error
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -275,7 +275,7 @@ class _Refusal:
         name = option.name.removesuffix(".class_path")
         begin = f"{option.where}{name}: expected"
         if is_yaml_file(got):
-            return f"{begin} a class or a YAML file, got {got}, which does not exist; correct it."
+            return f"{begin} a class or a YAML file, got {got}, which does not exist; check the path."
         if reason := removal_of(got):
             return f"{begin} a class that exists, got {got!r}, which was removed; {reason}."
         if reason := found["reason"]:

@@ -105,9 +105,7 @@ class TrainedBPE(TokenizerSource):
             ValueError: If there is no task to learn from.
         """
         if task is None:
-            raise ValueError(
-                "tokenizer: expected a task for TrainedBPE to learn from, got none; give one, or use another tokenizer."
-            )
+            raise ValueError("tokenizer: expected a task for TrainedBPE to learn from, got none; set data.task.")
         examples = task.examples("train")
         num_examples = min(len(examples), _MAX_BPE_EXAMPLES)
         tokenizer = Tokenizer(models.BPE())
@@ -182,7 +180,7 @@ class PretrainedTokenizer(TokenizerSource):
         if mask_token_id not in (None, tokenizer.mask_token_id):
             raise ValueError(
                 f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
-                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Mend the one or the other."
+                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Make them equal."
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -251,9 +249,7 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
         try:
             return _without_truncation(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"tokenizer: the tokenizer files in {source} cannot be read; use another checkpoint."
-            ) from error
+            raise ValueError(f"tokenizer: the tokenizer files in {source} cannot be read; fetch them again.") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:

@@ -207,7 +207,7 @@ def run_point(folder: str) -> bool:
     place = Path(folder)
     lock = try_lock(place / LOCK)
     if lock is None:
-        raise ValueError(f"{folder}: expected a point that is not running, got one that is; wait for its process.")
+        raise ValueError(f"{folder}: another process runs this point; wait until it ends, or end it.")
     point = read_json(place / POINT)
     for subcommand in point["commands"]:
         shutil.rmtree(place / subcommand, ignore_errors=True)

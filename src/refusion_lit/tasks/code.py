@@ -194,10 +194,10 @@ class Mbpp(CodeTask):
         number = row.values.get("task_id")
         tests = row.values.get("test_list")
         if not isinstance(number, int):
-            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; correct it.")
+            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; number it.")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ValueError(
-                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; correct it."
+                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; list them."
             )
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
