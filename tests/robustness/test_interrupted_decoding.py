@@ -70,7 +70,7 @@ def test_test_resumes_and_its_figures_are_those_of_all(
 ) -> None:
     run, log = tmp_path / "r" / "v", tmp_path / "log"
     args = _args("test", tmp_path, "v")
-    code = finished(start(args, log, _signal_at((decoder, 3), number)))
+    code = finished(start(args, log, _signal_at((decoder, 4), number)))
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
@@ -138,7 +138,7 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
         def limited(self: Evaluation, model: Any, *args: Any) -> Any:
             nonlocal count
             count += 1
-            if count == 5:
+            if count == 7:
                 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
                 model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -191,10 +190,8 @@ class RefusionCLI(LightningCLI):
         if self.run_directory is not None:
             folder, version = self.run_directory.parent, self.run_directory.name
             place = {"save_dir": folder.parent, "name": folder.name, "version": version}
-            losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
-            losses._experiment = run_directory.MetricsWriter(losses.log_dir, self._first_step)
             events = [run_directory.Events(**place)] if find_spec("tensorboard") else []
-            config["logger"] = [*events, losses]
+            config["logger"] = [*events, run_directory.Losses(self._first_step, **place)]
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):

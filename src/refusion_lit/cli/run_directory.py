@@ -15,7 +15,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -212,6 +212,22 @@ class MetricsWriter(ExperimentWriter):
             if self.metrics:
                 self._first_step = None
             super(ExperimentWriter, self).save()  # older versions of the class write an hparams.yaml, too
+
+
+class Losses(CSVLogger):
+    """Writes ``metrics.csv`` by :class:`MetricsWriter`, at every step, so that a killed run leaves its losses."""
+
+    def __init__(self, first_step: int | None, **place: Any) -> None:  # noqa: ANN401 - of CSVLogger
+        super().__init__(**place, flush_logs_every_n_steps=1)
+        self._first_step = first_step
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> MetricsWriter:
+        """The writer, which makes the directory."""
+        if self._experiment is None:
+            self._experiment = MetricsWriter(self.log_dir, self._first_step)
+        return self._experiment
 
 
 class Events(TensorBoardLogger):
