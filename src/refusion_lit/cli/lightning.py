@@ -19,7 +19,6 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -188,11 +187,7 @@ class RefusionCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
-            folder, version = self.run_directory.parent, self.run_directory.name
-            place = {"save_dir": folder.parent, "name": folder.name, "version": version}
-            losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
-            losses._experiment = run_directory.MetricsWriter(losses.log_dir, self._first_step)
-            config["logger"] = [run_directory.Events(**place), losses]
+            config["logger"] = run_directory.loggers(self.run_directory, self._first_step, self.claim)
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
