@@ -139,8 +139,7 @@ def model_source(source: str | Path) -> str:
     """Return what a user means by ``ckpt_path``: by a run's directory its ``last.ckpt``, which standard error names.
 
     Raises:
-        ValueError: If it is an empty name, a drafter, or a directory with other checkpoints, the newest of which is
-            named.
+        ValueError: If it is empty, a drafter, or a directory with other checkpoints, of which it names the newest.
     """
     option = "ckpt_path"
     expected = "a checkpoint, a Hugging Face directory or a hub id"

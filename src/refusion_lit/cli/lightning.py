@@ -9,7 +9,6 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,10 +187,7 @@ class RefusionCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
-            folder, version = self.run_directory.parent, self.run_directory.name
-            place = {"save_dir": folder.parent, "name": folder.name, "version": version}
-            events = [run_directory.Events(**place)] if find_spec("tensorboard") else []
-            config["logger"] = [*events, run_directory.Losses(self._first_step, **place)]
+            config["logger"] = run_directory.loggers(self.run_directory, self._first_step, self.claim)
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):

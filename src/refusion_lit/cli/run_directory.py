@@ -10,12 +10,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -187,12 +188,21 @@ def check_unfinished(path: Path, trainer: Namespace) -> int:
     return int(checkpoint["global_step"])
 
 
-class MetricsWriter(ExperimentWriter):
+def loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:
+    """Return the loggers of a run: TensorBoard's, and that of ``metrics.csv``, which keeps rows before a step."""
+    place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
+    losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
+    if held is not None:
+        losses._experiment = _MetricsWriter(losses.log_dir, first_step)
+    return [*([_Events(**place)] if find_spec("tensorboard") else []), losses]
+
+
+class _MetricsWriter(ExperimentWriter):
     """Writes ``metrics.csv``, and continues that of an interrupted run: rows of steps before ``first_step`` stay."""
 
     def __init__(self, log_dir: str, first_step: int | None) -> None:
         super().__init__(log_dir)
-        self._first_step = first_step
+        self._first_step = first_step if Path(self.metrics_file_path).is_file() else None
 
     def _check_log_dir_exists(self) -> None:
         """Keep the file, which Lightning would remove."""
@@ -201,7 +211,7 @@ class MetricsWriter(ExperimentWriter):
         """Append what was logged; at first, drop the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
-            if self.metrics and self._first_step is not None and path.is_file():
+            if self.metrics and self._first_step is not None:
                 reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
                 self.metrics_keys, text = list(reader.fieldnames or ()), io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
@@ -209,28 +219,11 @@ class MetricsWriter(ExperimentWriter):
                 rows = [row for row in reader if str(row.get("step")).isdigit()]
                 writer.writerows([row for row in rows if int(row["step"]) < self._first_step])
                 write_atomically(path, text.getvalue())
-            if self.metrics:
                 self._first_step = None
             super(ExperimentWriter, self).save()  # older versions of the class write an hparams.yaml, too
 
 
-class Losses(CSVLogger):
-    """Writes ``metrics.csv`` by :class:`MetricsWriter`, at every step, so that a killed run leaves its losses."""
-
-    def __init__(self, first_step: int | None, **place: Any) -> None:  # noqa: ANN401 - of CSVLogger
-        super().__init__(**place, flush_logs_every_n_steps=1)
-        self._first_step = first_step
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> MetricsWriter:
-        """The writer, which makes the directory."""
-        if self._experiment is None:
-            self._experiment = MetricsWriter(self.log_dir, self._first_step)
-        return self._experiment
-
-
-class Events(TensorBoardLogger):
+class _Events(TensorBoardLogger):
     """Writes TensorBoard's events, without an empty ``hparams.yaml``."""
 
     @property
@@ -271,7 +264,7 @@ def _writing(path: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_writers() -> Iterator[None]:
-    """Print no traceback of TensorBoard's thread where it cannot write: :class:`Events` raises its error."""
+    """Print no traceback of TensorBoard's thread where it cannot write: :class:`_Events` raises its error."""
     before = threading.excepthook
 
     def hook(args: Any) -> None:  # noqa: ANN401 - threading's type of it is private

@@ -101,10 +101,10 @@ def score_of(task: Task, example: Example, response: str) -> tuple[float | None,
     require(holds, name, "a number from 0 to 1, or None", score, fix)
     if found is None or (score is None and "score" in figures):
         return None, {}
-    is_complete = figures.keys() == {"score", *task.metrics}
     are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
+    fits = are_finite and figures.keys() == {"score", *task.metrics}
     expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
-    require(is_complete and are_finite, name, expected, found, fix)
+    require(fits, name, expected, found, fix)
     return score, {key: float(figures[key]) for key in task.metrics}
 
 
