@@ -1,14 +1,18 @@
 """Reproducible runs: every session installs exactly the versions of constraints.txt."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import nox
 
+nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 CONSTRAINTS = "constraints.txt"
+# Everything that is optional except datasets, which no test needs.
+EXTRAS = "eval,gguf,peft,sweep,tensorboard"
 # Threads that wait for each other must not spin: on a machine with other work that costs a factor of ten.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Two processes; one that has run its tests takes over tests of the other.
@@ -22,24 +26,36 @@ def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS
     session.install("--no-compile", "-c", constraints, *packages, env={"PIP_BUILD_CONSTRAINT": CONSTRAINTS})
 
 
+def group(*names: str) -> list[str]:
+    """Return the requirements of groups in pyproject.toml; nox reads them, as older versions of pip cannot."""
+    return list(nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), *names))
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
-    install(session, "-e", ".[dev,eval]")
+    install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def tests_lowest(session: nox.Session) -> None:
     """Run the test suite with the oldest versions that pyproject.toml allows."""
-    install(session, "-e", ".[dev]", constraints="constraints-lowest.txt")
+    install(session, "-e", ".", *group("test"), constraints="constraints-lowest.txt")
+    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests_newest(session: nox.Session) -> None:
+    """Run the test suite with the newest versions that pyproject.toml allows, some newer than constraints.txt."""
+    session.install("--no-compile", "-e", f".[{EXTRAS}]", *group("test"))
     session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and layers."""
-    install(session, "ruff", "import-linter")
+    install(session, *group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
@@ -48,7 +64,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types."""
-    install(session, "-e", ".[dev,eval]")
+    install(session, "-e", f".[{EXTRAS}]", *group("dev"))
     session.run("pyright")
 
 
@@ -135,8 +151,34 @@ def figures(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
-    install(session, "mkdocs-material", "mkdocstrings[python]")
+    install(session, *group("docs"))
     session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build the sdist and, from it, the wheel into dist/; check both as users get them.
+
+    The wheel must import and show its help without the sources. The tests of the unpacked sdist that read docs,
+    experiments and benchmarks must find what they read.
+    """
+    shutil.rmtree("dist", ignore_errors=True)
+    install(session, "build", "hatchling")
+    session.run("python", "-m", "build", env={"PIP_CONSTRAINT": CONSTRAINTS})
+    (wheel,), (sdist,) = Path("dist").glob("*.whl"), Path("dist").glob("*.tar.gz")
+    install(session, str(wheel), *group("test"))
+    unpacked = Path(session.create_tmp())
+    session.run("tar", "--extract", "--file", str(sdist.resolve()), "--directory", str(unpacked), external=True)
+    session.chdir(unpacked / sdist.name.removesuffix(".tar.gz"))
+    session.run("refusion-lit", "fit", "--help", silent=True)
+    tests = (
+        "tests/docs/test_links.py",
+        "tests/docs/test_readme.py",
+        "tests/experiments",
+        "tests/benchmarks",
+        "tests/test_api.py",
+    )
+    session.run("pytest", *tests, env=ENVIRONMENT)
 
 
 @nox.session
@@ -149,7 +191,7 @@ def hard(session: nox.Session) -> None:
     part, options = (session.posargs[0] if session.posargs else None), session.posargs[1:]
     if part not in (None, "fuzz", "decodes", "mutation", "standalone"):
         session.error(f"expected fuzz, decodes, mutation or standalone, got {part}")
-    install(session, *((".",) if part == "standalone" else ("-e", ".[dev,mutation]")))
+    install(session, *((".",) if part == "standalone" else ("-e", ".", *group("test", "mutation"))))
     if part in (None, "fuzz"):
         fuzz = sorted(str(path) for path in Path("tests/hardness").glob("test_fuzz_*.py"))
         session.run("pytest", *fuzz, *options, env={**ENVIRONMENT, "REFUSION_LIT_HARD_EXAMPLES": "1000"})

@@ -40,7 +40,7 @@ def test_a_directory_that_says_nothing_is_causal_and_unknown() -> None:
     "options", [{"attention": "block_causal"}, {"block_size": 4}, {"attention": "bidirectional", "block_size": 4}]
 )
 def test_a_block_size_goes_with_block_causal_attention(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^block_size: expected a value exactly with attention 'block_causal'"):
+    with pytest.raises(ValueError, match=r"^block_size: expected a value if and only if attention is 'block_causal'"):
         ModelTraits(**options)
 
 

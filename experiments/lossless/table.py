@@ -68,7 +68,6 @@ def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_token
             "tokens_per_forward": round(tokens / forwards, 3),
             "positions_per_token": round(sum(row.num_positions for row in rows) / tokens, 2),
         }
-        print(name, result[name], flush=True)
     return result
 
 
@@ -103,7 +102,6 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
     }
     for name, found in texts.items():
         result[name]["identical"] = sum(a == b for a, b in zip(found, texts[REFERENCE], strict=True))
-    print(json.dumps(result), flush=True)
     return result
 
 
@@ -128,16 +126,22 @@ def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_toke
         name: {"median_ms": round(statistics.median(values), 1), "best_ms": round(min(values), 1), "count": len(values)}
         for name, values in milliseconds.items()
     }
-    print(json.dumps(result), flush=True)
+    for name, found in result.items():
+        print(f"{name}: median {found['median_ms']} ms, best {found['best_ms']} ms", flush=True)
     return result
 
 
 PARTS = {"text": compared, "speed": timed, "masks": mask_cost}
 COLUMNS = {
-    "text": ("tokens_per_forward",),
-    "speed": ("tokens_per_forward", "speed_over_autoregressive", "speed_over_generate"),
+    "text": {"same text": "", "tokens/forward": "tokens_per_forward"},
+    "speed": {
+        "alone: same text": "",
+        "alone: tokens/forward": "tokens_per_forward",
+        "over `Autoregressive`": "speed_over_autoregressive",
+        "over `generate`": "speed_over_generate",
+    },
 }
-"""Columns of each part of the table, after the share of equal texts."""
+"""Titles of each part's columns, and their figures after the share of equal texts."""
 
 
 def main() -> None:
@@ -179,6 +183,10 @@ def main() -> None:
                 result["runs"].append(run)
                 write_json(args.output, result)
     print(markdown(result["runs"]))
+    program = Path(sys.executable).with_name("refusion-lit")
+    model_options = f"--ckpt_path {BASE} --draft {args.draft}"
+    print(f"next: {program} chat {model_options}")
+    print(f'next: {program} trace {model_options} --prompt "What is the capital of France?"')
 
 
 def run_type(weights: str, *, batch_invariant: bool, threads: int) -> str:
@@ -188,18 +196,21 @@ def run_type(weights: str, *, batch_invariant: bool, threads: int) -> str:
 
 def markdown(runs: list[dict[str, Any]]) -> str:
     """Return a table of all runs: one line for each type, set of prompts and decoder."""
-    names = ("type", "prompts", "decoder", "same text", "tokens/forward", "alone: same text", "alone: tokens/forward")
-    lines = [
-        f"| {' | '.join(names)} | over `Autoregressive` | over `generate` |",
-        "| --- | --- | --- | --- | --: | --- | --: | --: | --: |",
-    ]
     rows = [run for run in runs if "decoders" in run]
+    columns = {part: titles for part, titles in COLUMNS.items() if any(run["part"] == part for run in rows)}
+    titles = [title for part in columns.values() for title in part]
+    marks = ["--:" if figure else "---" for part in columns.values() for figure in part.values()]
+    lines = [
+        f"| type | prompts | decoder | {' | '.join(titles)} |",
+        f"| --- | --- | --- | {' | '.join(marks)} |",
+    ]
     for dtype, prompts in dict.fromkeys((run["dtype"], run["prompts"]) for run in rows):
         parts = {run["part"]: run for run in rows if (run["dtype"], run["prompts"]) == (dtype, prompts)}
         for name in DECODERS:
             cells = []
-            for part, keys in COLUMNS.items():
-                cells += _cells(parts[part], name, keys) if part in parts else [""] * (1 + len(keys))
+            for part, figures in columns.items():
+                keys = [figure for figure in figures.values() if figure]
+                cells += _cells(parts[part], name, keys) if part in parts else [""] * len(figures)
             lines.append(f"| {dtype} | {prompts} | `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -124,26 +124,15 @@ def made(described: dict[str, Any]) -> decoding.Decoder:
     return getattr(decoding, options.pop("class"))(**options)
 
 
-def losses(fit: Path, *, last_only: bool = False) -> list[dict[str, float]]:
-    """Return the logged figures of a training by step; where a resumed training repeats steps, the later ones.
-
-    Args:
-        fit: The training's directory.
-        last_only: Leave out what was logged before the training was resumed for the last time.
-    """
+def losses(fit: Path) -> list[dict[str, float]]:
+    """Return the logged figures in a training's directory by step."""
     by_step: dict[int, dict[str, float]] = {}
-    before = sorted(fit.glob("metrics_before_*.csv"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    files = [*([] if last_only else before), fit / "metrics.csv"]
-    for path in filter(Path.is_file, files):
-        steps: set[int] = set()
-        with path.open(encoding="utf-8", newline="") as file:
+    if (fit / "metrics.csv").is_file():
+        with (fit / "metrics.csv").open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 step = int(row["step"])
-                if step not in steps:
-                    by_step[step] = {"step": step + 1}
-                steps.add(step)
                 found = {name: float(value) for name, value in row.items() if value and "/" in name}
-                by_step[step].update(found)
+                by_step.setdefault(step, {"step": step + 1}).update(found)
     return [by_step[step] for step in sorted(by_step)]
 
 

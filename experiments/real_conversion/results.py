@@ -56,8 +56,10 @@ def training(name: str, work: Path) -> dict[str, Any]:
     curve = [{key: row[key] for key in ("step", *_LOSSES) if key in row} for row in losses(fit)]
     result = {**json.loads((work / f"{name}_plan.json").read_text()), "is_finished": done.exists(), "curve": curve}
     if done.exists():
-        cost = json.loads(done.read_text())["cost_since_last_start"]
-        computed = [row["train/num_positions"] for row in losses(fit, last_only=True) if "train/num_positions" in row]
+        last_start = json.loads(done.read_text())
+        cost, rows = last_start["cost_since_last_start"], losses(fit)
+        rows = [row for row in rows if row["step"] > last_start["first_step"] and "train/num_positions" in row]
+        computed = [row["train/num_positions"] for row in rows]
         result["cost_since_last_start"] = cost
         if computed:  # nothing was left to do otherwise
             result["positions_per_processor_second"] = round(

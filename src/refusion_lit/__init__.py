@@ -12,16 +12,28 @@ from refusion_lit.version import __version__
 
 if TYPE_CHECKING:
     from refusion_lit.api import Generation, TextModel, load
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.data.tokenizers import CharacterTokenizer
+    from refusion_lit.modeling.loading import BackboneConfig
     from refusion_lit.training.module import SlotDiffusionModule
+    from refusion_lit.types import Prompt, SamplingParams
 
 _LAZY = {
+    "BackboneConfig": "refusion_lit.modeling.loading",
+    "CharacterTokenizer": "refusion_lit.data.tokenizers",
     "Generation": "refusion_lit.api",
+    "InstructionDataModule": "refusion_lit.data.module",
+    "Prompt": "refusion_lit.types",
+    "SamplingParams": "refusion_lit.types",
     "SlotDiffusionModule": "refusion_lit.training.module",
     "TextModel": "refusion_lit.api",
     "load": "refusion_lit.api",
 }
 
-__all__ = ["Generation", "SlotDiffusionModule", "TextModel", "__version__", "load"]
+__all__ = [
+    "BackboneConfig", "CharacterTokenizer", "Generation", "InstructionDataModule", "Prompt", "SamplingParams",
+    "SlotDiffusionModule", "TextModel", "__version__", "load",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from refusion_lit.decoding import DecodingOutput
 from refusion_lit.learning.batch import LossOutput
+from refusion_lit.utils.require import require
 
 _NUM_BINS = 512
 _FIRST_BIN = 1e-5  # seconds
@@ -71,6 +72,12 @@ class DecodingMetrics(Metric):
 
     Several processes get the figures of one process over all prompts, however the prompts are distributed. ``seconds``
     are those of all processes together, so ``tokens_per_second`` is that of one process.
+
+    Args:
+        metrics: Names of the task's further metrics, whose means over all prompts are figures, too.
+
+    Raises:
+        ValueError: If the name of a metric is that of a figure.
     """
 
     full_state_update = False
@@ -89,8 +96,9 @@ class DecodingMetrics(Metric):
     round_ratio_sum: Float[Tensor, ""]
     latencies: Float[Tensor, " bin"]
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Sequence[str] = ()) -> None:
         super().__init__()
+        self._metrics: tuple[str, ...] = ()
         for name in (
             "num_prompts", "score_sum", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished",
             "num_batches", "seconds", "num_rounds", "round_ratio_sum",
@@ -101,17 +109,31 @@ class DecodingMetrics(Metric):
         # Histograms over log-spaced latencies can be summed over processes; lists of unequal length cannot.
         bins = torch.zeros(_NUM_BINS, dtype=torch.float64)
         self.add_state("latencies", bins, dist_reduce_fx="sum", persistent=True)
+        figures = type(self).compute(self)  # without torchmetrics' wrapper, which warns of a metric without updates
+        fits = not isinstance(metrics, str) and all(name.isidentifier() and name not in figures for name in metrics)
+        expected = "names of letters, digits and _ that are none of a test's figures"
+        require(fits, "task.metrics", expected, metrics, "rename them")
+        self._metrics = tuple(metrics)
+        for name in self._metrics:
+            zero = torch.zeros((), dtype=torch.float64)
+            self.add_state(f"metric_{name}", zero, dist_reduce_fx="sum", persistent=True)
 
-    def update(self, output: DecodingOutput, scores: Sequence[float]) -> None:
+    def update(
+        self, output: DecodingOutput, scores: Sequence[float], metrics: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         """Add one batch.
 
         Args:
             output: What the engine returned.
             scores: Score of each row, in [0, 1].
+            metrics: The task's further metrics of each row that has a score.
         """
         rows = output.rows
         self.num_prompts += len(rows)
         self.score_sum += sum(scores)
+        for name in self._metrics:
+            total = getattr(self, f"metric_{name}")
+            total += sum(each.get(name, 0.0) for each in metrics)
         self.num_tokens += sum(row.num_tokens for row in rows)
         self.num_forwards += sum(row.num_forwards for row in rows)
         self.num_positions += sum(row.num_positions for row in rows)
@@ -132,6 +154,7 @@ class DecodingMetrics(Metric):
         counts = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished")
         return {
             "score": _ratio(self.score_sum, self.num_prompts),
+            **{name: _ratio(getattr(self, f"metric_{name}"), self.num_prompts) for name in self._metrics},
             "tokens_per_forward": _ratio(self.num_tokens, self.num_forwards),
             "tokens_per_second": _ratio(self.num_tokens, self.seconds),
             "tokens_per_call": _ratio(self.num_tokens, self.num_calls),

@@ -52,7 +52,7 @@ class ModelTraits:
             require_choice("predictions", prediction, get_args(Prediction))
         if (self.attention == "block_causal") != (self.block_size is not None):
             raise ValueError(
-                f"block_size: expected a value exactly with attention 'block_causal', got "
+                f"block_size: expected a value if and only if attention is 'block_causal', got "
                 f"attention={self.attention!r} and block_size={self.block_size!r}. Set both or neither."
             )
         if self.prompt_is_block and self.attention != "block_causal":

@@ -43,6 +43,28 @@ def make_chat(template: str | None, *args: str) -> Chat:
     )
 
 
+def test_an_interrupt_at_the_prompt_leaves_and_help_explains_the_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = iter(["/help"])
+
+    def typed(prompt: str) -> str:
+        for line in lines:
+            return line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", typed)
+    assert main(["chat", f"--ckpt_path={MODEL}"]) == 0
+    shown = capsys.readouterr()
+    assert 'order: [2]12[1]+34 below an answer says that forward 2 decoded "12"' in shown.out
+    assert "error" not in shown.err
+
+
 def test_questions_are_answered_in_turn_with_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

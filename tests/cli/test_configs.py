@@ -44,6 +44,8 @@ def data_file(tmp_path: Path) -> str:
 def _overrides(name: str, data_file: str) -> list[str]:
     if name == "ablation":  # it has no model of its own
         return [f"--model.backbone.config={json.dumps(TINY_QWEN)}"]
+    if name == "own_data":
+        return [f"--data.task.train={data_file}"]
     if name == "gsm8k_small":
         return [f"--data.task.train={data_file}", f"--data.task.test={data_file}"]
     if name == "refusion_qwen3_8b":
@@ -82,6 +84,38 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
     assert cli.model.backbone is not None
     mask = cli.model.backbone.special_tokens.mask_token_id
     assert mask == cli.datamodule.built_tokenizer.mask_token_id
+
+
+def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model(tmp_path: Path) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    def made(name: str) -> SlotDiffusionModule:
+        args = ["--config", str(CONFIGS / f"{name}.yaml"), f"--runs_dir={tmp_path}", *_overrides(name, "")]
+        return RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
+
+    traits = made("quickstart").objective.traits
+    decoders = made("ablation").evaluation.named
+    assert len(decoders) > 3
+    assert {name: decoder.requirements().mismatches(traits) for name, decoder in decoders.items()} == {
+        name: [] for name in decoders
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "option", "expected"), [("1", [], 1), (None, [], 2), ("1", ["--num_threads=2"], 2)]
+)
+def test_threads_of_a_config_yield_to_the_environment(
+    environment: str | None, option: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    if environment is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    args = ["--config", str(CONFIGS / "quickstart.yaml"), f"--runs_dir={tmp_path}", *option]
+    RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    assert torch.get_num_threads() == expected
 
 
 def test_the_qwen_config_converts_with_the_published_hyper_parameters() -> None:

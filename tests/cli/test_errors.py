@@ -89,7 +89,7 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
         (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, Gsm8k, Holes, HumanEval"),
         (
             ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
-            "got none.Task (No module named 'none'); install it or",
+            "got none.Task (No module named 'none'); run in its",
         ),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
@@ -127,14 +127,31 @@ def test_errors_are_one_line_with_the_fix(
     assert "Traceback" not in error
 
 
-def test_a_run_directory_is_no_model_but_its_checkpoint_is_named(
+def test_a_run_directory_stands_for_its_last_checkpoint_which_is_named(
     trained: Path, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = (["generate", "--prompt=1"], ["test", "--config", QUICKSTART, f"--runs_dir={tmp_path}"])
+    commands = (
+        ["generate", "--prompt=1+2>"],
+        ["export", f"--output={tmp_path / 'exported'}"],
+        ["test", "--config", QUICKSTART, *TINY_TEST, f"--runs_dir={tmp_path}"],
+    )
     for command in commands:
-        assert main([*command, f"--ckpt_path={trained}"]) == 2
-        assert f"got '{trained}'; give one of its checkpoints, such as {checkpoint}." in capsys.readouterr().err
-    assert not list(tmp_path.rglob("version_*"))
+        assert main([*command, f"--ckpt_path={trained}"]) == 0
+        assert f"checkpoint: {checkpoint}\n" in capsys.readouterr().err
+    (run,) = tmp_path.rglob("version_*")
+    assert (run / "results.json").is_file()
+    assert not list(run.rglob("hparams.yaml"))
+    assert not list(trained.rglob("hparams.yaml"))
+
+
+def test_a_directory_of_other_checkpoints_is_no_model_but_the_newest_is_named(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copyfile(checkpoint, tmp_path / "step=4.ckpt")
+    for command in (["generate", "--prompt=1"], ["test", "--config", QUICKSTART, f"--runs_dir={tmp_path / 'runs'}"]):
+        assert main([*command, f"--ckpt_path={tmp_path}"]) == 2
+        assert f"give one of its checkpoints, such as {tmp_path / 'step=4.ckpt'}." in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +179,7 @@ def test_a_refused_resume_leaves_the_losses_where_they_are(
     run = tmp_path / "runs" / "name" / "version_0"
     shutil.copytree(trained, run)
     losses = (run / "metrics.csv").read_text()
-    assert main(["fit", f"--resume={run}", "--data.max_length=2"]) == 2
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=8", "--data.max_length=2"]) == 2
     assert "data.max_length: expected" in capsys.readouterr().err
     assert (run / "metrics.csv").read_text() == losses
     assert not list(run.glob("metrics_before_*"))

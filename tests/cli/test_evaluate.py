@@ -13,4 +13,4 @@ def test_the_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["evaluate", "--ckpt_path=nowhere", '--tasks=["gsm8k"]']) == 2
-    assert "needs the package lm-eval; install refusion-lit[eval]" in capsys.readouterr().err
+    assert "needs the package lm-eval; run pip install lm-eval." in capsys.readouterr().err

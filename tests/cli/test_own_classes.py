@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import Decoder, ModelRequirements, RowState
+from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Task
 from refusion_lit.tasks.base import Split, examples_of, score_of
 from refusion_lit.types import Example, Prompt, SamplingParams, SpecialTokens
@@ -45,7 +48,74 @@ def test_a_score_that_is_none_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, True, None])
 def test_other_scores_are_taken(value: Any) -> None:
-    assert score_of(Own(value=value), EXAMPLE, "3;") == value
+    assert score_of(Own(value=value), EXAMPLE, "3;") == (value, {})
+
+
+class Several(Own):
+    """Has two metrics beside the score."""
+
+    metrics = ("letters", "edits")
+
+
+def test_a_task_may_return_several_metrics() -> None:
+    value = {"edits": 3, "score": 0.5, "letters": 0.75}
+    assert score_of(Several(value=value), EXAMPLE, "3;") == (0.5, {"letters": 0.75, "edits": 3.0})
+    assert score_of(Several(value=None), EXAMPLE, "3;") == (None, {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.0, {"score": 1.0}, {"letters": 1.0, "edits": 1.0}, {"score": 1.0, "letters": float("nan"), "edits": 0.0}],
+    ids=["a number", "missing", "no score", "not finite"],
+)
+def test_other_metrics_than_the_named_are_refused(value: Any) -> None:
+    expected = r"^Several\.score: expected finite numbers by name: score, letters, edits, got .*'e7'\.$"
+    with pytest.raises(ValueError, match=expected):
+        score_of(Several(value=value), EXAMPLE, "3;")
+
+
+@pytest.mark.parametrize("names", [("num_tokens",), ("a b",), "letters"])
+def test_names_of_metrics_are_names_of_no_figure(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"^task\.metrics: expected names .*; rename them\.$"):
+        DecodingMetrics(metrics=names)
+
+
+def test_further_metrics_reach_table_results_predictions_report_and_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def several(self: Additions, example: Example, response: str) -> dict[str, float]:
+        del self, example
+        return {"score": 1.0, "num_digits": float(sum(map(str.isdigit, response)))}
+
+    monkeypatch.setattr(Additions, "score", several)
+    monkeypatch.setattr(Additions, "metrics", ("num_digits",))
+    options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+    command = ["test", "--config", QUICKSTART, *options, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
+    assert main([*command, "--run_version=v"]) == 0
+    run = tmp_path / "quickstart" / "v"
+    lines = [json.loads(line) for line in (run / "predictions_refusion.jsonl").read_text().splitlines()]
+    counts = [sum(map(str.isdigit, line["response"])) for line in lines]
+    assert [line["metrics"] for line in lines] == [{"num_digits": count} for count in counts]
+    mean = sum(counts) / len(counts)
+    results = json.loads((run / "results.json").read_text())
+    assert results["metrics"] == ["num_digits"]
+    assert results["results"]["refusion"]["num_digits"] == pytest.approx(mean)
+    assert re.search(rf"score . num_digits .*1\.000 . +{mean:.3f}", capsys.readouterr().out, re.DOTALL)
+    assert f"<td>{mean:.3f}</td>" in (run / "report" / "report.html").read_text()
+    assert main(["report", str(run), "--format=all", "--num_resamples=10"]) == 0
+    assert f" {mean:.3f} |" in (run / "report" / "table.md").read_text()
+
+    monkeypatch.setattr(Additions, "score", lambda *_: {"score": 0.0, "num_digits": -1.0})
+    capsys.readouterr()
+    task = [
+        "--task=Additions",
+        "--task.max_terms=3",
+        *(option.replace("data.", "") for option in options if "data.task" in option),
+    ]
+    assert main(["score", str(run / "predictions_refusion.jsonl"), *task]) == 0
+    assert json.loads(capsys.readouterr().out)["num_digits"] == -1.0
+    scored = (run / "predictions_refusion.scored.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["metrics"] == {"num_digits": -1.0} for line in scored)
 
 
 def test_an_error_of_a_task_says_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,18 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
     assert "beginning" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_losses_are_written_with_and_without_tensorboard(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not installed:
+        monkeypatch.setattr("refusion_lit.cli.lightning.find_spec", lambda name: None)
+    assert fit(tmp_path, "--trainer.max_steps=1", "--run_version=v") == 0
+    run = tmp_path / "quickstart" / "v"
+    assert "train/loss" in (run / "metrics.csv").read_text()
+    assert bool(list(run.glob("events.out.tfevents.*"))) is installed
+
+
 def test_the_newest_run_of_the_command_is_resumed(runs: Path) -> None:
     last = runs / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"
     options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -114,7 +126,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
     other = try_lock(runs / "quickstart" / "version_0" / ".lock")  # as a run in another process holds it
     assert other is not None
     before = sorted(runs.rglob("*"))
-    assert fit(runs, "--resume") == 2
+    assert fit(runs, "--resume", "--trainer.max_steps=6") == 2
     error = capsys.readouterr().err
     assert "run_version: expected a directory that no other process writes to, got" in error
     assert sorted(runs.rglob("*")) == before

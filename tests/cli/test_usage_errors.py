@@ -50,11 +50,11 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--data.task=Hybrid"], "got 'Hybrid'; choose one of Additions, Gsm8k,"),
         (
             ["--data.task=no_such_package.Task"],
-            "(No module named 'no_such_package'); install it or correct its name.",
+            "(No module named 'no_such_package'); run in its module's directory with PYTHONPATH=., install ",
         ),
         (
             ["--data.task=no.yaml"],
-            "data.task: expected a class or a YAML file, got no.yaml, which does not exist; correct it.",
+            "data.task: expected a class or a YAML file, got no.yaml, which does not exist; check the path.",
         ),
         (["--model.decoders.refusion.slot_sise=4"], "did you mean 'model.decoders.refusion.slot_size'?"),
         (

@@ -71,6 +71,16 @@ def test_special_ids_come_first() -> None:
     assert min(encode_text(tokenizer, "0123456789+=;,>")) == 3
 
 
+def test_an_alphabet_is_taken_from_the_training_data_and_the_template() -> None:
+    tokenizer = CharacterTokenizer().build(Words(), "{query}>")
+    text = "the cat sat on the matnaïve café>"
+    assert sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)[3:] == sorted(set(text))
+    rebuilt = tokenizer_from_files(tokenizer_files(tokenizer))
+    assert rebuilt.get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ValueError, match="no token for 'z'"):
+        encode_text(rebuilt, "zoo")
+
+
 def test_names_of_special_tokens_in_text_stay_text(bpe, characters) -> None:
     for tokenizer in (bpe, characters):
         ids = encode_text(tokenizer, "a<|mask|>a")
@@ -127,7 +137,7 @@ def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:
 
 def test_errors_name_the_option(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.characters: expected an alphabet"):
-        CharacterTokenizer().build(Words())
+        CharacterTokenizer().build(None)
     with pytest.raises(ValueError, match="vocab_size: expected at least 260"):
         TrainedBPE(vocab_size=100)
     with pytest.raises(ValueError, match=r"tokenizer\.source"):
@@ -201,7 +211,7 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
     for files in ({"tokenizer.json": "{"}, {}):
-        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; use another"):
+        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; fetch them again"):
             StoredTokenizer(files=files).build(None)
     with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt cannot be read"):
         tokenizer_from_files({}, "a/last.ckpt")

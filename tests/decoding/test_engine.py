@@ -26,7 +26,7 @@ def test_text_ends_at_its_first_end_or_at_the_budget() -> None:
 
 @pytest.mark.parametrize(("script", "num_left"), [(((0, 1), (3,)), 2), (((1, 2, 3, 4),), 0), (((0, 3, 4),), 1)])
 def test_unfinished_work_is_reported(script: tuple[tuple[int, ...], ...], num_left: int) -> None:
-    with pytest.warns(UserWarning, match="p0: Scripted left masked places"):
+    with pytest.warns(UserWarning, match="p0: Scripted left masks; the response ends before the first"):
         row = one(Scripted(script=script), 5)
     assert row.finish_reason == "unfinished"
     assert row.num_tokens == num_left

@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 24,
     "token ids to text: lines": 4771,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3258,
+    "examples to loss: lines": 3285,
     "test: files": 65,
-    "test: lines": 12_640,
+    "test: lines": 12_840,
     "package: files": 170,
-    "package: lines": 25_500,
-    "package: lines of code": 16_000,
+    "package: lines": 25_690,
+    "package: lines of code": 16_125,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

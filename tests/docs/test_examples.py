@@ -58,7 +58,10 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(tmp_path: Path
         )
     without, told = found.values()
     assert without.returncode == 2
-    assert "got one_shot.OneShot (No module named 'one_shot')" in without.stderr
+    assert (
+        "got one_shot.OneShot (No module named 'one_shot'); run in its module's directory with PYTHONPATH=., "
+        in without.stderr
+    )
     assert told.stdout.strip() == "12+34=46;56+78=134;", told.stderr
     assert "20 tokens, 1 forwards" in told.stderr
 

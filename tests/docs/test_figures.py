@@ -129,6 +129,27 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
     assert num_stamps > 40
 
 
+def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
+    from docs.figures import of_benchmarks  # pyright: ignore[reportMissingImports]
+
+    decode = registry.read("benchmarks/results/decode.json")
+    first, longer = (registry.read(f"experiments/real_conversion/{name}.json") for name in ("results", "longer"))
+    runs = [
+        result["trainings"]["hybrid"]["decoders"]["refusion_8_t60"]["tokens_per_forward"] for result in (first, longer)
+    ]
+    speeds = [result["speed"]["rows"]["hybrid/refusion_8_t60"]["ratio"] for result in (first, longer)]
+    baseline = first["speed"]["rows"]["autoregressive/autoregressive"]["ratio"]
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"ReFusion decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.FUSED)} times as fast as a plain",
+        f"and {of_benchmarks.mean_ratio(decode, of_benchmarks.UNFUSED)} times with transformers'",
+        f"makes {runs[0]:.2f} to {runs[1]:.2f} tokens per forward pass",
+        f"{speeds[0]:.2f} to {speeds[1]:.2f} times the speed of `generate`",
+        f"`Autoregressive` reaches {baseline:.2f}",
+    ):
+        assert sentence in page, sentence
+
+
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_report_of_an_experiment_is_of_its_results(name: str) -> None:
     folder = ROOT / "experiments" / name

@@ -43,6 +43,7 @@ def test_the_blocks_run(page: Path) -> None:
 @pytest.mark.usefixtures("exported")
 def test_generating_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     scope = run(PYTHON)
+    assert scope["trainer"].global_step == 5
     assert scope["rows"][0].text == "12+34=46;56+78=134;"
     assert scope["first"].text == "12+34=46"
     assert scope["first"].finish_reason == "stop"

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refusion_lit.decoding import decode
-from refusion_lit.types import Prompt, SamplingParams
-
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
-
-
-@pytest.mark.parametrize("page", ["README.md", "experiments/demo/README.md"])
-def test_the_table_is_that_of_the_committed_demo(page: str) -> None:
-    program = [sys.executable, str(ROOT / "experiments" / "demo" / "table.py")]
-    table = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-    assert table.count("\n") > 8
-    assert table in (ROOT / page).read_text(encoding="utf-8"), "put in the output of: python experiments/demo/table.py"
 
 
 def _run(block: str) -> dict[str, Any]:
@@ -33,28 +20,12 @@ def _run(block: str) -> dict[str, Any]:
     return scope
 
 
-def test_loading_and_generating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_and_generating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(MODEL, tmp_path / "exported")
     monkeypatch.chdir(tmp_path)
     scope = _run(BLOCKS[0])
     assert scope["answer"].text == "12+34=46;56+78=134;"
-    assert scope["answer"].num_tokens == 20
-    assert scope["ids"][-1] == 1
-
-
-def test_training_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    scope = _run(BLOCKS[1])
-    assert scope["trainer"].global_step == 5
-    assert capsys.readouterr().out.strip()
-
-
-def test_a_decoder_in_one_file() -> None:
-    import refusion_lit
-
-    model = refusion_lit.load(MODEL)
-    one_shot = _run(BLOCKS[2])["OneShot"]
-    sampling = SamplingParams(max_new_tokens=16)
-    output = decode(model.backbone, one_shot(), [Prompt(token_ids=(4, 5, 13, 6, 7, 17), id="a")], sampling)
-    assert output.rows[0].num_forwards == output.num_calls == 1
-    assert output.rows[0].forward_shapes == [(1, 22)]
+    printed = capsys.readouterr().out.strip()
+    assert f"# {printed}\n" in BLOCKS[0], "the output beside the example"

@@ -16,7 +16,7 @@ import yaml
 
 from published import MODELS
 
-pytest.importorskip("lm_eval", reason="needs lm-eval (pip install refusion-lit[eval])")
+pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 from lm_eval.api.instance import Instance  # noqa: E402

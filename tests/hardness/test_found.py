@@ -31,9 +31,9 @@ def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "\\ud800"}', "half a surrogate pair"),
-        ('{"prompt": "a", "id": "\\ud800"}', "half a surrogate pair"),
-        ('{"prompt": "a", "reference": "\\udfff"}', "half a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "a lone surrogate; remove"),
+        ('{"prompt": "a", "id": "\\ud800"}', "a lone surrogate; remove"),
+        ('{"prompt": "a", "reference": "\\udfff"}', "a lone surrogate; remove"),
         (nested(100_000), "is not JSON"),
         (f'{{"prompt": "a", "id": {"7" * 5000}}}', "is not JSON"),
     ],
@@ -117,7 +117,7 @@ def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Pat
         (b"1: 2", "expected names of options"),
         (b"a: !!set {b}", "got set"),
         (b"[" * 5000, "not YAML"),
-        (b"- 1", "expected options by name"),
+        (b"- 1", "expected a mapping of options"),
     ],
 )
 def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -393,9 +393,9 @@ def test_an_adapted_model_decodes_with_a_cache() -> None:
     [
         ({}, "^backbone: expected a source .* or a config with model_type"),
         ({"config": {"hidden_size": 8}}, "^backbone: expected a source .* or a config with model_type"),
-        ({"source": "x", "attention": "block_causal"}, "^block_size: expected a value exactly with"),
-        ({"source": "x", "attention": "causal", "block_size": 4}, "^block_size: expected a value exactly with"),
-        ({"source": "x", "block_size": 4}, "^block_size: expected a value exactly with"),
+        ({"source": "x", "attention": "block_causal"}, "^block_size: expected a value if and only if"),
+        ({"source": "x", "attention": "causal", "block_size": 4}, "^block_size: expected a value if and only if"),
+        ({"source": "x", "block_size": 4}, "^block_size: expected a value if and only if"),
     ],
 )
 def test_impossible_options_are_refused_when_read(options: dict[str, Any], message: str) -> None:

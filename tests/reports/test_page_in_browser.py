@@ -10,7 +10,7 @@ from browser import Show, colours, contrast, js, resize, show_page, without_brow
 from refusion_lit.reports import write_report
 from reports.samples import QUICK, predictions, write_run, write_sweep
 
-pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
+pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 pytestmark = without_browser
 
 

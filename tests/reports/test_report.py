@@ -157,6 +157,14 @@ def test_prompts_and_runs_are_in_natural_order(tmp_path: Path) -> None:
     assert _page(write_report([tmp_path], bootstrap=QUICK)[0]).contents("summary")[0] == "test-0"
 
 
+def test_examples_begin_with_wrong_answers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", {"a": predictions([1, 1, 1, 1, 0, 1]), "b": predictions([1, 1, 1, 1, 1, 0.5])})
+    write_report([run], bootstrap=QUICK)
+    page = (run / "report" / "report.html").read_text()
+    assert re.findall(r"<summary>(p\d)</summary>", page) == ["p4", "p5", "p0", "p1"]
+    assert "4 prompts, those with a wrong answer first" in page
+
+
 def test_a_row_with_few_prompts_is_not_on_the_front(tmp_path: Path) -> None:
     full = [prediction(f"p{i}", float(i % 8 > 0), 10, 5) for i in range(96)]
     slow = [prediction(f"p{i}", float(i % 4 > 0), 10, 10) for i in range(96)]

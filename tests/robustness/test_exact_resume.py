@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import csv
+import errno
+import json
 import os
 import random
+import re
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
+from refusion_lit.training.module import SlotDiffusionModule
 from robustness.conftest import finished, start
 
 NUM_STEPS = 40
@@ -180,10 +186,83 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     saved = run / "v" / "checkpoints" / "last.ckpt"
     assert 0 < _state(saved)["global_step"] < NUM_STEPS
     assert finished(start(args, tmp_path / "log")) == 0
-    assert (run / "v" / "metrics_before_1.csv").is_file()  # the losses until then
     (run / "v").rename(run / "version_0")
     _assert_like_unbroken(run, unbroken)
+    assert [path.name for path in run.glob("version_0/metrics*.csv")] == ["metrics.csv"]
     assert len(_losses(run)) == NUM_STEPS
+
+
+def _rows(run: Path) -> list[tuple[str, bool]]:
+    """Return the step of each row of a run's metrics, and whether it is a validation's."""
+    with (run / "metrics.csv").open() as file:
+        return [(row["step"], bool(row.get("val/loss"))) for row in csv.DictReader(file)]
+
+
+def test_a_killed_and_resumed_training_has_one_curve_without_repetitions(tmp_path: Path, fit_args: list[str]) -> None:
+    def die_after_a_step_beyond_the_checkpoint() -> None:
+        start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+        def dying(self: SlotDiffusionModule, *args: Any) -> None:
+            if self.global_step == 8:  # checkpoints are saved every third step
+                os.kill(os.getpid(), signal.SIGKILL)
+            start_of_batch(self, *args)
+
+        SlotDiffusionModule.on_train_batch_start = dying
+
+    args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=12"]
+    assert finished(start(args, tmp_path / "log", die_after_a_step_beyond_the_checkpoint)) == -signal.SIGKILL
+    run = tmp_path / "quickstart" / "v"
+    assert _rows(run)[-1][0] == "7"
+    command = json.loads((run / "environment.json").read_text())["command"]
+    assert main(["fit", f"--resume={run}"]) == 0
+    found = _rows(run)
+    assert len(set(found)) == len(found)
+    assert [step for step, validates in found if not validates] == [str(step) for step in range(12)]
+    assert [path.name for path in run.glob("metrics*")] == ["metrics.csv"]
+    assert json.loads((run / "environment.json").read_text())["command"] == command
+
+
+@pytest.mark.parametrize("end", ["--trainer.max_steps=6", "--trainer.max_epochs=1"])
+def test_resuming_a_complete_training_changes_nothing(
+    tmp_path: Path, fit_args: list[str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [] if "steps" in end else ["--trainer.max_steps=-1"]
+    assert main([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", *steps, end]) == 0
+    run = tmp_path / "quickstart" / "v"
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["fit", f"--resume={run}"]) == 0
+    said = capsys.readouterr()
+    (line,) = (said.out + said.err).splitlines()
+    assert re.fullmatch(rf"{run} is complete: \d+ of \d+ (steps|epochs); raise trainer\.max_\w+ to train longer", line)
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(tmp_path: Path, fit_args: list[str]) -> None:
+    def fill_up(name: str) -> None:
+        room = 0 if name == "at once" else 4  # writes
+        target, method = (csv.DictWriter, "writerows") if name == "metrics" else (RecordWriter, "write")
+        write = getattr(target, method)
+
+        def limited(self: Any, *args: Any) -> Any:
+            nonlocal room
+            room -= 1
+            if room < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(self, *args)
+
+        setattr(target, method, limited)
+
+    events = "/events.out.tfevents.*"  # a thread of TensorBoard writes them
+    for name, file in (("at once", events), ("later", events), ("metrics", "/metrics.csv")):
+        args = [*fit_args, f"--runs_dir={tmp_path}", f"--run_version={name}"]
+        assert finished(start(args, tmp_path / name, partial(fill_up, name))) == 2
+        said = (tmp_path / name).read_text()
+        path = f"{tmp_path}/quickstart/{name}{file}"
+        assert f"refusion-lit: error: {path}: No space left on device\n" in said
+        assert said.count("No space left on device") == 1
+        assert "Traceback" not in said
 
 
 def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path: Path, fit_args: list[str]) -> None:

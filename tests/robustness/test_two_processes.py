@@ -64,7 +64,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: int) -> None:
     alone, both = _run(tmp_path, "test", num), _run(tmp_path, "test", num, *TWO)
     assert {path.name for path in both.iterdir() if "tfevents" not in path.name} == {
-        "config.yaml", "environment.json", "hparams.yaml", "metrics.csv", "report", "results.json",
+        "config.yaml", "environment.json", "metrics.csv", "report", "results.json",
         "predictions_other.jsonl", "predictions_refusion.jsonl", "predictions_other.jsonl.meta.json",
         "predictions_refusion.jsonl.meta.json",
     }  # fmt: skip

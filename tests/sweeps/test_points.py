@@ -23,7 +23,10 @@ def test_points_are_all_combinations_of_entries_and_grid() -> None:
     [
         ({"subcommands": ["test", "fit"]}, "subcommands: expected"),
         ({"grid": {"a": []}}, "grid.a: expected a list"),
-        ({"grid": {"a": [1]}, "entries": [{"a": 2}]}, "a: expected in one place, got it in grid and in entries"),
+        (
+            {"grid": {"a": [1]}, "entries": [{"a": 2}]},
+            "a: expected once, got it in grid and in entries; remove it from entries",
+        ),
         ({"options": {"a": 1}, "grid": {"a": [1]}}, "in grid and in options"),
     ],
 )

@@ -99,8 +99,8 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
     [
         (HumanEval, {**HUMANEVAL, "test": 3}, r"x\.jsonl:1: expected text in field 'test', got int"),
         (HumanEval, {"task": "a"}, r"x\.jsonl:1: expected a field 'prompt'"),
-        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected an integer in field 'task_id', got '11'; correct it"),
-        (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: expected a list of assertions .* got \[\]; correct it"),
+        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected an integer in field 'task_id', got '11'; number it"),
+        (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: expected a list of assertions .* got \[\]; list them"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, cls: type[CodeTask], row: object, message: str) -> None:

@@ -90,6 +90,20 @@ def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> Non
     assert task.num_malformed["train"] == 2
 
 
+def test_a_rows_own_id_is_kept(tmp_path: Path) -> None:
+    rows = [{"id": "a-1", **ROWS[0]}, {"id": 7, **ROWS[1]}, {"id": None, **ROWS[2]}, ROWS[3]]
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    task = InstructionFiles(train=path, validation_fraction=0)
+    assert [e.id for e in task.examples("train")] == ["a-1", "7", "train:x.jsonl:3", "train:x.jsonl:4"]
+
+
+def test_an_id_that_two_rows_have_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"id": "a", **ROWS[0]}, ROWS[1], {"id": "a", **ROWS[2]}])
+    with pytest.raises(ValueError, match=r"x\.jsonl:3: expected an id .* not that of .*x\.jsonl:1, got 'a'; make it"):
+        InstructionFiles(train=path, validation_fraction=0).examples("train")
+    assert len(InstructionFiles(train=path, validation_fraction=0, malformed="skip").examples("train")) == 2
+
+
 def test_invalid_options(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         InstructionFiles(train=str(tmp_path / "no.jsonl")).examples("train")
@@ -183,5 +197,5 @@ def test_a_hub_data_set(hub: Hub) -> None:
 
 def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; install refusion-lit\[data\]"):
+    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; run pip install datasets\."):
         InstructionFiles(dataset="some/rows").examples("train")

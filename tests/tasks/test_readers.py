@@ -134,9 +134,12 @@ def test_rows_that_cannot_be_read_leave_the_others_alone(
             r"a\.jsonl:1: expected a field 'response'; it has 'x', 'y'; add it, or set",
         ),
         ("{}", r"a\.jsonl:1: expected a field 'response'; it has none"),
-        ('{"response": null}', r"a\.jsonl:1: expected text in field 'response', got NoneType; correct it"),
+        ('{"response": null}', r"a\.jsonl:1: expected text in field 'response', got NoneType; quote it"),
         ('{"response": ["b"]}', r"a\.jsonl:1: expected text in field 'response', got list"),
-        (r'{"response": "b\ud83d"}', r"a\.jsonl:1: expected Unicode in field 'response', got half a surrogate"),
+        (
+            r'{"response": "b\ud83d"}',
+            r"a\.jsonl:1: expected Unicode in field 'response', got a lone surrogate; remove its",
+        ),
     ],
 )
 def test_fields_that_cannot_be_used(tmp_path: Path, row: str, message: str) -> None:
@@ -158,5 +161,5 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     path = tmp_path / "a.parquet"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"install refusion-lit\[data\]"):
+    with pytest.raises(ValueError, match=r"run pip install pyarrow\."):
         list(read_rows(str(path)))

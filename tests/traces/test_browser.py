@@ -10,7 +10,7 @@ from refusion_lit.traces.document import explain
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
 from traces.test_html import HOSTILE, hostile_page
 
-pytest.importorskip("selenium", reason="needs selenium: pip install -e '.[dev]'")
+pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
         raise ValueError(
-            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give another checkpoint."
+            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give an older one."
         ) from error
 
 
@@ -107,8 +108,12 @@ def is_checkpoint_file(source: str | Path) -> bool:
     return str(source).endswith(".ckpt") or Path(source).is_file() or is_sharded_checkpoint(source)
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
     """Load a checkpoint to the CPU without running anything in it; a sharded one without its tensors.
+
+    Args:
+        path: The checkpoint.
+        mmap: Leave the tensors on disk until they are used.
 
     Raises:
         ValueError: If the file is missing, truncated or not a checkpoint.
@@ -123,18 +128,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"ckpt_path: expected a checkpoint file, got {path}, which does not exist. Check the path.")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise ValueError(
-            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Use another one."
+            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Give an older one."
         ) from error
 
 
-def check_model_source(source: str | Path) -> None:
-    """Refuse an empty name, a drafter, and a run's directory, whose checkpoint is meant.
+def model_source(source: str | Path) -> str:
+    """Return what a user means by ``ckpt_path``: by a run's directory its ``last.ckpt``, which standard error names.
 
     Raises:
-        ValueError: Naming the newest checkpoint in the directory.
+        ValueError: If it is an empty name, a drafter, or a directory with other checkpoints, the newest of which is
+            named.
     """
     option = "ckpt_path"
     expected = "a checkpoint, a Hugging Face directory or a hub id"
@@ -144,8 +150,13 @@ def check_model_source(source: str | Path) -> None:
     is_drafter = (path / "drafter.json").is_file() and not (path / "config.json").is_file()
     require(not is_drafter, option, expected, f"{source}, which is a drafter", fix)
     if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():
+        last = path / "checkpoints" / "last.ckpt"
+        if last.exists():
+            sys.stderr.write(f"checkpoint: {last}\n")
+            return str(last)
         newest = newest_checkpoint([path])
         require(newest is None, option, expected, str(source), f"give one of its checkpoints, such as {newest}")
+    return str(source)
 
 
 def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:

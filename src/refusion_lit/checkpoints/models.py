@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
-    check_model_source,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
     load_sharded,
+    model_source,
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
@@ -108,7 +108,7 @@ class CheckpointMetadata:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"ckpt_path: the metadata in {path}, which refusion-lit {stored.get('version')} wrote, cannot be read "
-                f"({reason_of(error)}). Use another checkpoint."
+                f"({reason_of(error)}). Export it with that version."
             ) from error
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -176,7 +176,7 @@ def load_model(
     Raises:
         ValueError: If it cannot be loaded.
     """
-    check_model_source(source)
+    source = model_source(source)
     options = overrides or BackboneConfig(source=str(source))
     if dtype is not None:
         options = replace(options, dtype=dtype)

@@ -220,5 +220,5 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
         request = _Request(name, values["prompt"], reference, template)
         "".join((request.id, request.prompt, reference or "", template or "")).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"prompts: {where}: expected Unicode, got half a surrogate pair; correct the line.") from error
+        raise ValueError(f"prompts: {where}: expected Unicode, got a lone surrogate; remove its \\udXXX.") from error
     return request

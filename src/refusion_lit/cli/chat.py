@@ -26,7 +26,9 @@ _HELP = """\
 /reset         forget the conversation
 /history       show it
 /trace FILE    write the last answer's trace (.html or .json)
-/quit          leave; so does the end of input
+/quit          leave; so do Ctrl-C at the prompt and the end of input
+
+order: [2]12[1]+34 below an answer says that forward 2 decoded "12" and forward 1 "+34".
 """
 
 
@@ -86,7 +88,10 @@ def _lines(console: Console):  # noqa: ANN202 - a generator of lines
     while True:
         try:
             line = input("> ") if asking else sys.stdin.readline()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            if not asking:
+                raise
+            console.print()
             return
         if not asking and not line:
             return

@@ -55,7 +55,7 @@ def run(args: list[str]) -> int:
 
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
-        raise ValueError("evaluate: needs the package lm-eval; install refusion-lit[eval].") from error
+        raise ValueError("evaluate: needs the package lm-eval; run pip install lm-eval.") from error
     output = None if options.output is None else Path(options.output)
     if output is not None:
         check_writable(output, "output", overwrite=True)

@@ -51,9 +51,11 @@ def run(args: list[str]) -> int:
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
+    from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.drafter import save_drafter
     from refusion_lit.modeling.saving import save_adapters, save_model
 
+    options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
     card = _card(options, model)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,14 +20,14 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import (
-    check_model_source,
     is_checkpoint_file,
     is_sharded_checkpoint,
+    model_source,
     read_checkpoint,
 )
 from refusion_lit.checkpoints.models import CheckpointMetadata
@@ -43,7 +45,7 @@ from refusion_lit.cli.usage_errors import (
 )
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source
-from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, shortened
+from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, read_environment, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import read_yaml, write_atomically, write_json_atomically
@@ -92,6 +94,8 @@ class SaveRun(SaveConfigCallback):
         """Write the config and ``environment.json``; called on the first process alone."""
         assert isinstance(pl_module, SlotDiffusionModule)
         described = environment(self.config.get("seed_everything"))
+        if self._is_resumed:  # by another command; the one that started the run stays
+            described["command"] = (read_environment(self._directory) or described).get("command")
         write_json_atomically(self._directory / ENVIRONMENT, described)
         if self._is_resumed:
             config = read_config(self._directory)
@@ -113,6 +117,7 @@ class RefusionCLI(LightningCLI):
     """
 
     run_directory: ClassVar[Path | None] = None
+    _first_step = 0  # that is logged, of a resumed training
     claim: ClassVar[run_directory.Claim | None] = None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
@@ -128,7 +133,12 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--runs_dir", type=str, default="runs", help="directory of all runs")
         parser.add_argument("--run_name", type=str, default="default", help="a run lands in RUNS_DIR/RUN_NAME/VERSION")
         parser.add_argument("--run_version", type=str | None, default=None, help="counted up by default")
-        parser.add_argument("--num_threads", type=int | None, default=None, help="CPU threads of torch")
+        parser.add_argument(
+            "--num_threads",
+            type=int | None,
+            default=None,
+            help="CPU threads of torch; that of a config yields to OMP_NUM_THREADS",
+        )
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
@@ -165,6 +175,7 @@ class RefusionCLI(LightningCLI):
         own = self.parsers[command] if command else parser
         options = args[1:] if command else args
         given = options_given(options)
+        self._names_threads = any(each.name == "num_threads" and not each.file for each in given)
         check_groups(own, given)
         options = _with_decoder_files(options, given)
         try:
@@ -180,8 +191,10 @@ class RefusionCLI(LightningCLI):
         if self.run_directory is not None:
             folder, version = self.run_directory.parent, self.run_directory.name
             place = {"save_dir": folder.parent, "name": folder.name, "version": version}
-            # Flushed at every step, so that a killed run leaves its losses.
-            config["logger"] = [TensorBoardLogger(**place), CSVLogger(**place, flush_logs_every_n_steps=1)]
+            losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
+            losses._experiment = run_directory.MetricsWriter(losses.log_dir, self._first_step)
+            events = [run_directory.Events(**place)] if find_spec("tensorboard") else []
+            config["logger"] = [*events, losses]
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
@@ -212,7 +225,8 @@ class RefusionCLI(LightningCLI):
             config.weights_only = True  # our checkpoints hold tensors and plain values only
         if config.num_threads is not None:
             require_at_least("num_threads", config.num_threads, 1)
-            torch.set_num_threads(config.num_threads)
+            if self._names_threads or "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
@@ -220,6 +234,10 @@ class RefusionCLI(LightningCLI):
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
+            if path is not None and self.subcommand == "fit":
+                self._first_step = run_directory.check_unfinished(path, config.trainer)
+        elif config.get("ckpt_path"):
+            config.ckpt_path = model_source(config.ckpt_path)
         self._choose_directory(config)
         source = config.get("ckpt_path")
         if self.subcommand in ("test", "predict", "validate"):
@@ -241,6 +259,8 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name"
             holds = not any(directory.glob("predictions*.jsonl"))
             require(holds, "run_version", "a new run", f"{directory}, which holds predictions", fix)
+        if not _continues(config, directory):
+            self._first_step = 0
         RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
         RefusionCLI.run_directory = directory
 
@@ -337,7 +357,6 @@ def _use_source(config: Namespace, source: str) -> None:
         raise ValueError("ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path.")
     if source == "hpc":
         return
-    check_model_source(source)
     check_source(source, "ckpt_path")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",

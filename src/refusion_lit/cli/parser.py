@@ -113,7 +113,7 @@ def add_loading_options(parser: OneLineParser) -> None:
     """Add the options that say how ``--ckpt_path`` is loaded."""
     dtypes = Literal["auto", "float32", "float64", "bfloat16", "float16"]
     attention = Literal["causal", "bidirectional", "block_causal"] | None
-    draft = "directory of a drafter for the model: its text in fewer forwards (see SelfSpeculative)"
+    draft = "directory of a drafter trained for this model; the same text in fewer forward passes (SelfSpeculative)"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     verifier = "autoregressive model with the same tokenizer, for the decoder APD"
     parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
@@ -123,11 +123,11 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--device", type=str, default="auto", help=device)
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    layouts = "published layout of a directory whose config does not tell: " + ", ".join(sorted(FORMATS))
+    layouts = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
     parser.add_argument("--layout", type=str | None, default=None, help=layouts)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
-    parser.add_argument("--block_size", type=int | None, default=None, help="tokens a block, with block_causal")
+    parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 

@@ -1,22 +1,31 @@
-"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run."""
+"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run; the loggers that write there."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from refusion_lit.checkpoints.files import newest_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.utils.files import Lock, read_yaml, release_lock, try_lock
+from refusion_lit.utils.errors import NothingToDoError
+from refusion_lit.utils.files import Lock, read_yaml, release_lock, try_lock, write_atomically
 from refusion_lit.utils.require import require
 
 CONFIG = "config.yaml"
-METRICS = "metrics.csv"
 _OPTIONS = ("runs_dir", "run_name", "run_version")
 
 
@@ -58,29 +67,21 @@ class Claim:
         directory: The directory.
         is_new: Whether this run has created it.
         lock: What keeps other processes out.
-        moved: Where the losses of an interrupted run are now; ``None`` if there were none.
     """
 
     directory: Path
     is_new: bool
     lock: Lock
-    moved: Path | None = None
 
     def release(self, *, failed: bool) -> None:
-        """Give the right up; remove a new directory if the run has failed and left no result in it.
-
-        A run that failed before its first result puts the losses of the interrupted one back.
-        """
-        metrics = self.directory / METRICS
-        if failed and self.moved is not None and not (metrics.is_file() and metrics.stat().st_size):
-            self.moved.replace(metrics)
+        """Give the right up; remove a new directory if the run has failed and left no result in it."""
         release_lock(self.lock)
         if failed and self.is_new and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def claim(directory: Path) -> Claim | None:
-    """Create and lock a run's directory before any work, and keep the losses of an interrupted run from the logger.
+    """Create and lock a run's directory before any work.
 
     Returns:
         The claim; ``None`` on processes that do not write the directory.
@@ -101,17 +102,12 @@ def claim(directory: Path) -> Claim | None:
     fix = "wait for it, or choose another name"
     require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
     assert lock is not None
-    metrics = directory / METRICS
-    moved = None
-    if metrics.is_file():
-        number = sum(1 for _ in directory.glob("metrics_before_*.csv")) + 1
-        moved = metrics.rename(directory / f"metrics_before_{number}.csv")
-    return Claim(directory, is_new, lock, moved)
+    return Claim(directory, is_new, lock)
 
 
 def _is_beginning(path: Path) -> bool:
     """Return whether a run writes this before its first result: config, environment, headers, or an empty file."""
-    names = (CONFIG, "environment.json", "hparams.yaml", "events.out.tfevents.*", "*.meta.json")
+    names = (CONFIG, "environment.json", "events.out.tfevents.*", "*.meta.json")
     return path.is_dir() or path.stat().st_size == 0 or any(path.match(name) for name in names)
 
 
@@ -172,3 +168,102 @@ def last_checkpoint(config: Namespace, command: str) -> Path | None:
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
     return path
+
+
+def check_unfinished(path: Path, trainer: Namespace) -> int:
+    """Return the number of steps after which a checkpoint was saved, if the trainer's options ask for more.
+
+    Raises:
+        NothingToDoError: If all steps or epochs are done.
+    """
+    checkpoint = read_checkpoint(path, mmap=True)
+    loop = checkpoint["loops"]["fit_loop"]
+    num_epochs = loop["epoch_progress"]["current"]["ready"] - (not loop["epoch_loop.batch_progress"]["is_last_batch"])
+    for unit, number in (("steps", checkpoint["global_step"]), ("epochs", num_epochs)):
+        limit = trainer[f"max_{unit}"]
+        if limit is not None and 0 <= limit <= number:
+            done = f"{path.parent.parent} is complete: {number} of {limit} {unit}"
+            raise NothingToDoError(f"{done}; raise trainer.max_{unit} to train longer")
+    return int(checkpoint["global_step"])
+
+
+class MetricsWriter(ExperimentWriter):
+    """Writes ``metrics.csv``, and continues that of an interrupted run: rows of steps before ``first_step`` stay."""
+
+    def __init__(self, log_dir: str, first_step: int | None) -> None:
+        super().__init__(log_dir)
+        self._first_step = first_step
+
+    def _check_log_dir_exists(self) -> None:
+        """Keep the file, which Lightning would remove."""
+
+    def save(self) -> None:
+        """Append what was logged; at first, drop the rows of steps that are logged again."""
+        path = Path(self.metrics_file_path)
+        with _writing(str(path)):
+            if self.metrics and self._first_step is not None and path.is_file():
+                reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+                self.metrics_keys, text = list(reader.fieldnames or ()), io.StringIO()
+                writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
+                writer.writeheader()
+                rows = [row for row in reader if str(row.get("step")).isdigit()]
+                writer.writerows([row for row in rows if int(row["step"]) < self._first_step])
+                write_atomically(path, text.getvalue())
+            if self.metrics:
+                self._first_step = None
+            super(ExperimentWriter, self).save()  # older versions of the class write an hparams.yaml, too
+
+
+class Events(TensorBoardLogger):
+    """Writes TensorBoard's events, without an empty ``hparams.yaml``."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:  # noqa: ANN401 - importing its type takes long
+        """TensorBoard's writer, whose thread writes the first event at once."""
+        with self._writing():
+            return super().experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log metrics."""
+        with self._writing():
+            super().log_metrics(metrics, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what waits in memory."""
+        with self._writing():
+            super().save() if self.hparams else self.experiment.flush()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return _writing(f"{self.log_dir}/events.out.tfevents.*")
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Name the file of a failed write, as on a full disk."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        failure = error if isinstance(error, OSError) else error.__cause__  # TensorBoardLogger calls any a ValueError
+        if not isinstance(failure, OSError):
+            raise
+        failure.filename = failure.filename or path
+        raise failure from None
+
+
+@contextmanager
+def quiet_writers() -> Iterator[None]:
+    """Print no traceback of TensorBoard's thread where it cannot write: :class:`Events` raises its error."""
+    before = threading.excepthook
+
+    def hook(args: Any) -> None:  # noqa: ANN401 - threading's type of it is private
+        if not isinstance(args.exc_value, OSError) or not type(args.thread).__module__.startswith("tensorboard"):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before

@@ -29,7 +29,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("predictions", type=str, help="JSON lines that test, predict or generate wrote")
     task = "class of the task, or a YAML file, with the options that the predictions were made with"
     parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
-    parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="where from")
+    split = "split of the task that the predictions answer"
+    parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help=split)
     scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=scored)
     parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
@@ -51,7 +52,7 @@ def run(args: list[str]) -> int:
     if options.num_workers < 1:
         raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
     if output.resolve() == source.resolve():
-        raise ValueError(f"output: expected another file than the predictions, got {output}; change it.")
+        raise ValueError(f"output: expected another file than the predictions, got {output}; name a new one.")
     check_writable(output, "output", overwrite=options.overwrite)
     task = options.task
     if isinstance(task, CodeTask):
@@ -67,10 +68,14 @@ def run(args: list[str]) -> int:
     _check_ids(lines, examples, source)
     _check_prompts(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
-        scores = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
-    scored = ({**line, "score": score} for line, score in zip(lines, scores, strict=True))
+        found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
+    scored = (
+        {**line, "score": score, **({"metrics": metrics} if metrics else {})}
+        for line, (score, metrics) in zip(lines, found, strict=True)
+    )
     write_predictions(output, scored, read_fingerprint(source) or {})
-    figures = summarise(lines, scores)
+    figures = summarise(lines, [score for score, _ in found])
+    figures |= {name: sum(each.get(name, 0.0) for _, each in found) / len(found) for name in task.metrics}
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")

@@ -27,7 +27,7 @@ def build_parser() -> OneLineParser:
     """Return the parser of ``sweep``."""
     parser = OneLineParser(prog="refusion-lit sweep", description="Run points that differ in some options.")
     parser.add_argument("-c", "--config", type=str, required=True, help="the sweep's YAML file")
-    parser.add_argument("--directory", type=str | None, default=None, help="where everything goes")
+    parser.add_argument("--directory", type=str | None, default=None, help="takes points, logs and results.csv")
     parser.add_argument("--resume", action="store_true", help="resume after a kill, or with further points")
     parser.add_argument("--dry_run", action="store_true", help="list the points with their commands, run nothing")
     parser.add_argument("--num_workers", type=int | None, default=None, help="points that run at the same time")
@@ -154,8 +154,8 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         resolved = yaml.safe_load(cli.parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
         if resolved["trainer"].get("logger") not in (None, True):
             raise ValueError(
-                "trainer.logger: expected none in a sweep, which finds a run's results where the default logger "
-                "puts them; leave it out."
+                "trainer.logger: expected the default in a sweep, which finds results by it, got another logger; "
+                "leave the option out."
             )
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())

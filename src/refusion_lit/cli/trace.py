@@ -22,7 +22,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit trace", description="Watch a decode, forward by forward.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint, directory or hub id")
     parser.add_argument("--prompt", type=str | None, default=None, help="what is decoded")
-    parser.add_argument("--trace_file", type=str | None, default=None, help="a trace saved as JSON, instead of both")
+    parser.add_argument("--trace_file", type=str | None, default=None, help="JSON trace to show; decodes nothing")
     parser.add_argument("--output", type=str | None, default=None, help="file to write; trace.html by default")
     parser.add_argument("--format", type=Literal["html", "json"] | None, default=None,
                         help="what to write; by default as the output's name says, or html")  # fmt: skip

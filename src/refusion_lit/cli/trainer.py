@@ -56,14 +56,15 @@ def run(command: str, args: list[str]) -> int:
     RefusionCLI.run_directory = RefusionCLI.claim = None
     failed = True
     try:
-        cli = RefusionCLI(
-            SlotDiffusionModule,
-            InstructionDataModule,
-            args=[command, *args],
-            save_config_callback=SaveRun,
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-        )
+        with run_directory.quiet_writers():
+            cli = RefusionCLI(
+                SlotDiffusionModule,
+                InstructionDataModule,
+                args=[command, *args],
+                save_config_callback=SaveRun,
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=0,
+            )
         failed = False
     except SIGTERMException as stopped:
         failed = False

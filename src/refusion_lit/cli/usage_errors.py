@@ -275,11 +275,12 @@ class _Refusal:
         name = option.name.removesuffix(".class_path")
         begin = f"{option.where}{name}: expected"
         if is_yaml_file(got):
-            return f"{begin} a class or a YAML file, got {got}, which does not exist; correct it."
+            return f"{begin} a class or a YAML file, got {got}, which does not exist; check the path."
         if reason := removal_of(got):
             return f"{begin} a class that exists, got {got!r}, which was removed; {reason}."
         if reason := found["reason"]:
-            return f"{begin} a class that can be imported, got {got} ({reason}); install it or correct its name."
+            fix = "run in its module's directory with PYTHONPATH=., install the module, or correct its name"
+            return f"{begin} a class that can be imported, got {got} ({reason}); {fix}."
         known = sorted(cls.__name__ for cls in self._classes(name))
         what = (
             f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"

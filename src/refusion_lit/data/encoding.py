@@ -126,7 +126,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str
         return str(tokenizer.apply_chat_template([*map(dict, turns)], tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
-        raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); change them.") from error
+        raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); reorder them.") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
@@ -137,7 +137,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
     try:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     except TypeError as error:
-        message = f"text: expected Unicode, got half a surrogate pair (in {text[:60]!r}); correct the text."
+        message = f"text: expected Unicode, got a lone surrogate (in {text[:60]!r}); remove the \\udXXX from it."
         raise ValueError(message) from error
     finally:
         backend.encode_special_tokens = before

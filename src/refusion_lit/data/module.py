@@ -108,7 +108,7 @@ class InstructionDataModule(L.LightningDataModule):
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, built on first use."""
         if self._tokenizer is None:
-            self._tokenizer = self.tokenizer_source.build(self.task)
+            self._tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
         return self._tokenizer
 
     def check_context(self, max_positions: int) -> None:

@@ -36,11 +36,12 @@ class TokenizerSource(ABC):
     """Builds a tokenizer with padding, end-of-sequence and mask tokens."""
 
     @abstractmethod
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Args:
             task: The task that it encodes; sources that learn from data need it.
+            prompt_template: How a query becomes a prompt; its characters are text to encode, too.
 
         Raises:
             ValueError: If it cannot be built.
@@ -52,22 +53,26 @@ class CharacterTokenizer(TokenizerSource):
     """One token per character: ids 0, 1 and 2 are padding, end of sequence and mask, then the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's own.
+        characters: The alphabet; ``None`` takes the task's own, or the sorted characters of the training examples and
+            the prompt template where the task names none.
     """
 
     characters: str | None = None
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Raises:
             ValueError: If there is no alphabet.
         """
         characters = self.characters if self.characters is not None else task and task.characters()
+        if characters is None and task is not None:
+            found = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
+            characters = "".join(sorted(found))
         if not characters:
             raise ValueError(
-                "tokenizer.characters: expected an alphabet, got none, and the task names none of its own. "
-                "List the characters, define characters() in the task, or use TrainedBPE."
+                "tokenizer.characters: expected an alphabet, got none, and there are no training examples to take it "
+                "from. List the characters, or use TrainedBPE."
             )
         vocabulary = {token: i for i, token in enumerate((_PAD, _EOS, _MASK, *dict.fromkeys(characters)))}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
@@ -93,16 +98,14 @@ class TrainedBPE(TokenizerSource):
         expected = "at least 260 (256 bytes and special tokens)"
         require(self.vocab_size >= 260, "tokenizer.vocab_size", expected, self.vocab_size, "set it to 260 or more")
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Train the tokenizer.
 
         Raises:
             ValueError: If there is no task to learn from.
         """
         if task is None:
-            raise ValueError(
-                "tokenizer: expected a task for TrainedBPE to learn from, got none; give one, or use another tokenizer."
-            )
+            raise ValueError("tokenizer: expected a task for TrainedBPE to learn from, got none; set data.task.")
         examples = task.examples("train")
         num_examples = min(len(examples), _MAX_BPE_EXAMPLES)
         tokenizer = Tokenizer(models.BPE())
@@ -143,7 +146,7 @@ class PretrainedTokenizer(TokenizerSource):
     layout: str | None = None
     trust_remote_code: bool = False
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Load the tokenizer.
 
         Raises:
@@ -177,7 +180,7 @@ class PretrainedTokenizer(TokenizerSource):
         if mask_token_id not in (None, tokenizer.mask_token_id):
             raise ValueError(
                 f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
-                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Mend the one or the other."
+                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Make them equal."
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -212,7 +215,7 @@ class StoredTokenizer(TokenizerSource):
 
     files: dict[str, str]
 
-    def build(self, task: Task | None) -> PreTrainedTokenizerBase:  # noqa: ARG002
+    def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
         """Rebuild the tokenizer.
 
         Raises:
@@ -246,9 +249,7 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
         try:
             return _without_truncation(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"tokenizer: the tokenizer files in {source} cannot be read; use another checkpoint."
-            ) from error
+            raise ValueError(f"tokenizer: the tokenizer files in {source} cannot be read; fetch them again.") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:

@@ -71,7 +71,7 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     needs = decoder.requirements()
     if needs.mask_token and model.special_tokens.mask_token_id is None:
         raise ModelMismatchError(
-            f"{name} needs a mask token, and the model's tokenizer has none; add one and train it."
+            f"{name} needs a mask token, and the model's tokenizer has none; train it with Hybrid or Masked."
         )
     reasons = needs.mismatches(model.traits)
     if reasons:

@@ -327,7 +327,8 @@ class Engine:
         elif len(tokens) == state.max_length:
             result.finish_reason = "length"
         else:
-            warnings.warn(f"prompt {result.id}: {type(self.decoder).__name__} left masked places", stacklevel=2)
+            name = type(self.decoder).__name__
+            warnings.warn(f"prompt {result.id}: {name} left masks; the response ends before the first", stacklevel=2)
         result.token_ids = tokens
         result.num_forwards = state.num_forwards
         result.num_given = sum(token is not None for token in state.prompt.given[: len(tokens)])

@@ -40,8 +40,8 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
         raise ValueError("likelihood: 'monte_carlo_masked' expects a model with a mask token; use autoregressive.")
     if traits.prompt_is_block:
         raise ValueError(
-            f"likelihood: {likelihood!r} expects blocks that are counted from position 0, got a model whose blocks "
-            "start with the response; test it with a decoder instead."
+            f"likelihood: {likelihood!r} expects a model whose blocks start at the prompt's first token, got one "
+            "whose blocks start with the response; compare it by `refusion-lit test` instead."
         )
     needed = {"next_token"} if likelihood == "autoregressive" else {"mask", "mask_shifted"}
     if traits.predictions is None or needed & set(traits.predictions):

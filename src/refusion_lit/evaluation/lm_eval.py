@@ -1,4 +1,4 @@
-"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install refusion-lit[eval]``)."""
+"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install lm-eval``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require_choice
+from refusion_lit.utils.require import require, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
@@ -72,10 +72,9 @@ class RefusionLitModel(LM):
         if left:
             raise ValueError(f"model_args: expected options of refusion_lit, got {', '.join(left)}; remove them.")
         require_choice("likelihood", likelihood, get_args(Likelihood))
-        if not str(batch_size).isdigit() or min(int(batch_size), num_draws) < 1:
-            raise ValueError(
-                f"batch_size, num_draws: expected integers of at least 1, got {batch_size!r}, {num_draws}; change them."
-            )
+        for name, value in (("batch_size", batch_size), ("num_draws", num_draws)):
+            is_count = str(value).isdecimal() and int(value) >= 1
+            require(is_count, name, "an integer of at least 1", value, f"set it as in {name}=16")
         if decoder is not None and not isinstance(decoder, Decoder):
             raise ValueError(f"decoder: expected an object such as ReFusion(slot_size=8), got {decoder!r}; make one.")
         if isinstance(pretrained, TextModel):

@@ -205,12 +205,12 @@ class Evaluation:
         fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
         # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
         settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
-        fingerprint = {**fingerprint, "task": settings}
+        fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
         file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
         metrics = None
         if is_test:
-            metrics = DecodingMetrics().to(self._model.backbone.device)
+            metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             metrics.restore(file.state or {})
         return _DecoderState(
             decoder=decoder,
@@ -249,13 +249,14 @@ class Evaluation:
         output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
-            score = score_of(self._task, example, row.text)
-            about = {"prompt": example.query, "reference": example.response, "score": score}
+            score, metrics = score_of(self._task, example, row.text)
+            about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
             lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
         if state.metrics is None:
             state.file.write(lines)
         else:
-            state.metrics.update(output, [line["score"] or 0.0 for line in lines])
+            scores = [line["score"] or 0.0 for line in lines]
+            state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.file.write(lines, state.metrics.snapshot())
             state.predictions += lines
         return lines
@@ -278,7 +279,8 @@ class Evaluation:
 
     def _report(self) -> None:
         """Print the table of the decoders, and write ``results.json`` and the report."""
-        decoder_table(self.results, self._batch_size, marked={name for name, why in self.mismatches.items() if why})
+        marked = {name for name, why in self.mismatches.items() if why}
+        decoder_table(self.results, self._batch_size, marked=marked, metrics=self._task.metrics)
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -286,6 +288,7 @@ class Evaluation:
             "decoders": {name: described(state.decoder) for name, state in self._running.items()},
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
+            "metrics": list(self._task.metrics),
             "mismatches": self.mismatches,
             "environment": self.environment or environment(self._seed),
             "config": self.config,

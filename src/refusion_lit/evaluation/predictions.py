@@ -35,6 +35,7 @@ def prediction(
     prompt: str,
     reference: str | None = None,
     score: float | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return one prediction, with the keys that ``docs/commands.md`` documents.
 
@@ -44,6 +45,7 @@ def prediction(
         prompt: The query as it was given.
         reference: The right response, if known.
         score: The response's score in [0, 1], if there is a reference.
+        metrics: The task's further metrics by name, if it has any.
     """
     return {
         "id": row.id,
@@ -52,6 +54,7 @@ def prediction(
         "response_ids": row.token_ids,
         "reference": reference,
         "score": score,
+        **({"metrics": dict(metrics)} if metrics else {}),
         "decoder": decoder,
         "num_tokens": row.num_tokens,
         "num_forwards": row.num_forwards,

@@ -31,8 +31,8 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     """
     if corrupted.is_real is None:
         raise ValueError(
-            "data.pack_length: expected an objective that says which positions are real (CorruptedBatch.is_real), "
-            "got one that does not; set pack_length to null, or let its corrupt() fill in is_real."
+            "data.pack_length: expected an objective that supports packing, got one that does not say which tokens are "
+            "padding (CorruptedBatch.is_real); set data.pack_length to null."
         )
     num_views = corrupted.num_views
     num_rows = int(rows.max()) + 1

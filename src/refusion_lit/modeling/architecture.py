@@ -52,7 +52,7 @@ def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         config = AutoConfig.for_model(**(defaults | dict(options)))
     except Exception as error:  # transformers' checks raise errors of their own
         got = _last_line(error)
-        raise ValueError(f"backbone.config: expected options that fit together, got {got}; change them.") from error
+        raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error
     _check_sizes(config, "backbone.config")
     return config
 
@@ -158,7 +158,7 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
         value = getattr(config, name, None)
         if value is not None:
             fits = isinstance(value, int) and value >= 1
-            require(fits, f"{where}: {name}", "an integer of at least 1", value, "correct it")
+            require(fits, f"{where}: {name}", "an integer of at least 1", value, "raise it")
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None)
     if heads and groups:
@@ -166,7 +166,7 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
         require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, "change one of them")
     if heads and not getattr(config, "head_dim", None):
         expected = f"a multiple of num_attention_heads, which is {heads}"
-        require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "change it")
+        require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "set head_dim")
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
@@ -240,7 +240,7 @@ def check_source(source: str, option: str) -> None:
             raise ValueError(f"{option}: {config} is not JSON ({reason_of(error)}); fetch it again.") from error
         if not isinstance(values, dict):
             raise ValueError(
-                f"{option}: expected options by name in {config}, got {type(values).__name__}; fetch it again."
+                f"{option}: expected a JSON object in {config}, got {type(values).__name__}; fetch it again."
             )
     elif not Path(source).exists():
         _check_hub(source, option)

@@ -267,6 +267,7 @@ def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or
     return model.get_submodule(model.base_model_prefix)
 
 
+_SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 _HEAD_CHANGES = (
     "final_logit_softcapping",
     "logit_scale",
@@ -290,7 +291,7 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     name = type(model).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); use another model.")
+        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
     for option in _HEAD_CHANGES:
         if getattr(config, option, None) not in (None, 1, 1.0):
             raise ValueError(
@@ -298,7 +299,7 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
                 "but logits are computed from the head alone here; use a model with a plain head."
             )
     if "position_ids" not in inspect.signature(body.forward).parameters:
-        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; use another model.")
+        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
     layer_types = getattr(config, "layer_types", None) or []
     if not layer_types and getattr(config, "sliding_window", None) is not None:
         layer_types = ["sliding_attention"]

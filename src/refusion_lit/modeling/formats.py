@@ -85,7 +85,7 @@ class CheckpointFormat:
         for name, allowed in self.required.items():
             holds = name not in values or values[name] in allowed
             expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
-            require(holds, f"backbone.source: {name}", expected, values.get(name), "use another checkpoint")
+            require(holds, f"backbone.source: {name}", expected, values.get(name), "name its own --layout")
         ours = {theirs: name for name, theirs in self.config_names.items()}
         dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
@@ -149,8 +149,8 @@ def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointF
     named = FORMATS[name]
     if found is not named and values.get("model_type") != named.base:
         raise ValueError(
-            f"layout: expected {found.name if found else 'none'} for model_type {values.get('model_type')!r}, got "
-            f"{name!r}; leave the layout out."
+            f"layout: expected {found.name if found else 'no layout'} for model_type {values.get('model_type')!r}, got "
+            f"{name!r}; leave out --layout."
         )
     return named
 

@@ -59,6 +59,6 @@ def _layers(backbone: Backbone) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"trainer.strategy: {type(backbone.model).__name__} keeps no list of its {count} layers, so its weights cannot "
+        f"trainer.strategy: {type(backbone.model).__name__} has no ModuleList of its {count} layers, so it cannot "
         "be sharded; use the strategy ddp."
     )

@@ -290,7 +290,9 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         import accelerate  # noqa: F401 - transformers' reader needs it
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ValueError("import-gguf: needs the packages gguf and accelerate; install refusion-lit[gguf].") from error
+        raise ValueError(
+            "import-gguf: needs the packages gguf and accelerate; run pip install gguf accelerate."
+        ) from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

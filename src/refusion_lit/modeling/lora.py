@@ -15,7 +15,7 @@ from refusion_lit.utils.require import require_at_least, require_number
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Options of low-rank adapters (``pip install refusion-lit[peft]``).
+    """Options of low-rank adapters (``pip install peft``).
 
     Attributes:
         rank: Rank of the update (``r`` in peft).
@@ -90,7 +90,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("backbone.lora: needs the peft package; install refusion-lit[peft].") from error
+        raise ValueError("backbone.lora: needs the peft package; run pip install peft.") from error
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType] - it takes any number

@@ -60,7 +60,8 @@ def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kw
 def _check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
     """Refuse what this decoder would have to ignore."""
     if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise ValueError("input_ids: expected one prompt [1, token], not empty; decode several with refusion-lit.")
+        got = "none" if ids is None else tuple(ids.shape)
+        raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
     context = getattr(model.config, "max_position_embeddings", None)

@@ -72,6 +72,7 @@ class Comparison:
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
         option_names: Short names of the swept options of all rows, by their full names.
+        metrics: Names of the further metrics of the runs' tasks.
     """
 
     collection: Collection
@@ -80,6 +81,7 @@ class Comparison:
     baseline: str
     differences: list[Difference]
     option_names: dict[str, str]
+    metrics: list[str]
 
 
 def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
@@ -110,6 +112,7 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
         baseline=baseline,
         differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
         option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
+        metrics=list(dict.fromkeys(name for run in collection.runs for name in run.results.get("metrics") or ())),
     )
 
 

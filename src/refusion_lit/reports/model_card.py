@@ -194,7 +194,7 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
     lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
     lead += f"{', '.join(decoders)}:"
-    return lead, markdown_figures(results["results"], marked=marked)
+    return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
 
 
 def _shown(decoder: Mapping[str, Any]) -> str:

@@ -42,6 +42,9 @@ def read_results(path: Path) -> dict[str, Any] | None:
     if not is_ours:
         return None
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
+    names = values.get("metrics") or []
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     fix = "correct the field, or run `refusion-lit test` again"
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     return values

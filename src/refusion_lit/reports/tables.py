@@ -35,8 +35,6 @@ PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
 _WIDTH_OF_FILES = 1000
 
 _COMPARED = (
-    "prompts",
-    "score %",
     "tokens/forward",
     "tokens/s",
     "calls/batch",
@@ -51,6 +49,7 @@ def decoder_table(
     batch_size: int,
     *,
     marked: Set[str] = frozenset(),
+    metrics: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
     """Print the figures of a test, one decoder per line.
@@ -59,11 +58,13 @@ def decoder_table(
         results: For each decoder the figures of :class:`~refusion_lit.metrics.DecodingMetrics`.
         batch_size: Maximum number of prompts per call of the model.
         marked: Names of the decoders that the model was not trained for.
+        metrics: Names of the task's further metrics.
         console: Where to print; standard output by default.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    head = ["decoder", *(title for _, title, _ in PRINTED)]
-    rows = [[f"{name} *" if name in marked else name, *_cells(figures, PRINTED)] for name, figures in results.items()]
+    shown = _with_metrics(PRINTED, metrics)
+    head = ["decoder", *(title for _, title, _ in shown)]
+    rows = [[f"{name} *" if name in marked else name, *_cells(figures, shown)] for name, figures in results.items()]
     title = f"{num_prompts} prompts, batch size {batch_size}"
     print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None, console=console)
 
@@ -96,13 +97,16 @@ def print_table(
     console.print(table)
 
 
-def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset()) -> str:
+def markdown_figures(
+    results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset(), metrics: Sequence[str] = ()
+) -> str:
     """Return the figures of a test as a Markdown table; arguments as for :func:`decoder_table`."""
-    titles = ["decoder", *(title for _, title, _ in FIGURES)]
-    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(FIGURES)}"]
+    shown = _with_metrics(FIGURES, metrics)
+    titles = ["decoder", *(_escaped(title) for _, title, _ in shown)]
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(shown)}"]
     for name, figures in results.items():
         mark = r" \*" if name in marked else ""
-        lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures, FIGURES))} |")
+        lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures, shown))} |")
     if marked:
         lines += ["", rf"\* {MISMATCH}"]
     return "\n".join(lines)
@@ -110,7 +114,8 @@ def markdown_figures(results: Mapping[str, Mapping[str, Any]], *, marked: Set[st
 
 def markdown_table(comparison: Comparison) -> str:
     """Return a comparison as a Markdown table, with its caption below."""
-    head = [_escaped(name) for name in ("decoder", *comparison.option_names.values(), *_COMPARED)]
+    names = ("decoder", *comparison.option_names.values(), "prompts", "score %", *comparison.metrics, *_COMPARED)
+    head = [_escaped(name) for name in names]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     differences = {id(d.row): d for d in comparison.differences}
     for m in comparison.measured:
@@ -121,6 +126,7 @@ def markdown_table(comparison: Comparison) -> str:
             *(_escaped(m.row.options.get(name, "--")) for name in comparison.option_names),
             f"{m.num_prompts} of {m.num_expected}" if m.num_prompts < m.num_expected else str(m.num_prompts),
             _estimate(m, m.score, ".1f"),
+            *(_number(figures.get(name), ".3f") for name in comparison.metrics),
             _estimate(m, m.tokens_per_forward, ".2f"),
             _number(figures.get("tokens_per_second"), ".0f"),
             _number(figures.get("calls_per_batch"), ".1f"),
@@ -130,6 +136,11 @@ def markdown_table(comparison: Comparison) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _caption(comparison), ""])
+
+
+def _with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return figures with a task's further metrics after the score, which is the first."""
+    return [shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:]]
 
 
 def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -159,9 +159,10 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _examples(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the first prompts with the responses of the first rows."""
+    """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
     rows = [m.row for m in comparison.measured][:_MAX_EXAMPLE_ROWS]
-    ids = list(dict.fromkeys(i for row in rows for i in row.predictions))[:_NUM_EXAMPLES]
+    wrong = [i for row in rows for i, prediction in row.predictions.items() if prediction.score < 1]
+    ids = list(dict.fromkeys([*wrong, *(i for row in rows for i in row.predictions)]))[:_NUM_EXAMPLES]
     examples = []
     for identity in ids:
         found = [(row, row.predictions[identity]) for row in rows if identity in row.predictions]

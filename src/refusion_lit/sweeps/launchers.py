@@ -124,7 +124,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Runs points as one job array of a SLURM cluster, through submitit (``pip install refusion-lit[sweep]``).
+    """Runs points as one job array of a SLURM cluster, through submitit (``pip install submitit``).
 
     The sweep's directory must be on a file system that all nodes share.
 
@@ -155,7 +155,7 @@ class Slurm(Launcher):
         try:
             import submitit
         except ImportError as error:
-            raise ValueError("launcher: Slurm needs submitit; run pip install 'refusion-lit[sweep]'.") from error
+            raise ValueError("launcher: Slurm needs submitit; run pip install submitit.") from error
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
@@ -207,7 +207,7 @@ def run_point(folder: str) -> bool:
     place = Path(folder)
     lock = try_lock(place / LOCK)
     if lock is None:
-        raise ValueError(f"{folder}: expected a point that is not running, got one that is; wait for its process.")
+        raise ValueError(f"{folder}: another process runs this point; wait until it ends, or end it.")
     point = read_json(place / POINT)
     for subcommand in point["commands"]:
         shutil.rmtree(place / subcommand, ignore_errors=True)

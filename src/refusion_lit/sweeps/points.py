@@ -65,7 +65,7 @@ class Sweep:
         for (first, names), (second, others) in itertools.combinations(places.items(), 2):
             if repeated := sorted(names & others):
                 raise ValueError(
-                    f"{repeated[0]}: expected in one place, got it in {first} and in {second}; remove one of them."
+                    f"{repeated[0]}: expected once, got it in {first} and in {second}; remove it from {second}."
                 )
 
     @property

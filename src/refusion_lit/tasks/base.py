@@ -8,13 +8,14 @@ or comparisons.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from random import Random
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import permute, stable_key
@@ -29,7 +30,12 @@ class Task(ABC):
 
     A task is one module. Its examples are generated (then they are deterministic functions of a seed) or read from
     files; its splits are disjoint.
+
+    Attributes:
+        metrics: Names of further metrics that :meth:`score` returns beside the score.
     """
+
+    metrics: tuple[str, ...] = ()
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Example]:
@@ -43,8 +49,10 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def score(self, example: Example, response: str) -> float | None:
+    def score(self, example: Example, response: str) -> float | Mapping[str, float] | None:
         """Return the score of a response in [0, 1]; ``None`` if it is scored later.
+
+        A task with ``metrics`` returns a mapping: ``score``, and a finite number for each name in ``metrics``.
 
         Args:
             example: The example that the response answers.
@@ -73,22 +81,31 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
     return examples
 
 
-def score_of(task: Task, example: Example, response: str) -> float | None:
-    """Return a task's score of a response.
+def score_of(task: Task, example: Example, response: str) -> tuple[float | None, dict[str, float]]:
+    """Return a task's score of a response, and its further metrics by name; none where the score is ``None``.
 
     Raises:
-        ValueError: If it is neither a number from 0 to 1 nor ``None``.
+        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
+            under the names in ``task.metrics``.
     """
-    try:
-        score = task.score(example, response)
-    except Exception as error:
-        error.add_note(f"{type(task).__name__}.score failed on example {example.id!r}, response {response[:200]!r}")
-        raise
-    holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
     name = f"{type(task).__name__}.score"
-    expected = "a number from 0 to 1, or None"
-    require(holds, name, expected, score, f"see what it returns for example {example.id!r}")
-    return score
+    try:
+        found = task.score(example, response)
+    except Exception as error:
+        error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
+        raise
+    fix = f"see what it returns for example {example.id!r}"
+    figures: Mapping[str, Any] = found if isinstance(found, Mapping) else {"score": found}
+    score = figures.get("score")
+    holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
+    require(holds, name, "a number from 0 to 1, or None", score, fix)
+    if found is None or (score is None and "score" in figures):
+        return None, {}
+    is_complete = figures.keys() == {"score", *task.metrics}
+    are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
+    expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
+    require(is_complete and are_finite, name, expected, found, fix)
+    return score, {key: float(figures[key]) for key in task.metrics}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class CodeTask(Task):
 
     Attributes:
         files: File or files of the benchmark (JSON, JSONL, also ``.gz``, or Parquet).
-        dataset: Id of a hub data set to use instead (``pip install refusion-lit[data]``).
+        dataset: Id of a hub data set to use instead (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
         allow_code_execution: Whether generated code may run on this machine.
@@ -194,10 +194,10 @@ class Mbpp(CodeTask):
         number = row.values.get("task_id")
         tests = row.values.get("test_list")
         if not isinstance(number, int):
-            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; correct it.")
+            raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; number it.")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ValueError(
-                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; correct it."
+                f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; list them."
             )
         names = ("text", "code", "test_setup_code")
         text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]

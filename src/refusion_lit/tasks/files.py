@@ -27,6 +27,8 @@ _FIELDS: Mapping[Preset, tuple[str, str]] = {
 class InstructionFiles(Task):
     """Queries with responses from JSON, JSONL (also ``.gz``) or Parquet files, or from a hub data set.
 
+    The ``id`` of a row, text or an integer, is the example's id; a row without one is named by split, file and line.
+
     Attributes:
         train: Training file or files; with ``dataset``, the name of its training split (default ``train``).
         validation: Validation files or split. ``None`` uses the data set's ``validation`` split if it has one, else
@@ -39,7 +41,7 @@ class InstructionFiles(Task):
             chat ``messages`` whose last assistant turn is the response.
         query_field: Name of the query's field, if it differs from the preset's.
         response_field: Name of the response's field, if it differs from the preset's.
-        dataset: Id of a hub data set to use instead of files (``pip install refusion-lit[data]``).
+        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
@@ -117,9 +119,14 @@ class InstructionFiles(Task):
             rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
             examples: list[Example] = []
             num_skipped = 0
+            places: dict[str, str] = {}
             for row, label in rows:
                 try:
-                    examples.append(self._example(row, f"{split}:{label}:{row.line}"))
+                    example = self._example(row, _own_id(row) or f"{split}:{label}:{row.line}")
+                    place = places.setdefault(example.id, row.location)
+                    expected, fix = f"an id of its own, not that of {place}", "make it unique, or rename the field"
+                    require(place == row.location, row.location, expected, example.id, fix)
+                    examples.append(example)
                 except ValueError:
                     if self.malformed == "error":
                         raise
@@ -151,6 +158,12 @@ class InstructionFiles(Task):
                 f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip in the task."
             )
         return Example(id=identity, query=query, response=response)
+
+
+def _own_id(row: Row) -> str | None:
+    """Return a row's own id; ``None`` if it has none that is text or an integer."""
+    value = (row.values or {}).get("id")
+    return unicode_text(row, "id", str(value)) if type(value) in (str, int) else None
 
 
 def _from_messages(row: Row, identity: str, name: str) -> Example:

@@ -88,7 +88,7 @@ def text_field(row: Row, field: str) -> str:
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
     value = row.values[field]
     if not isinstance(value, str):
-        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; correct it.")
+        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; quote it.")
     return unicode_text(row, field, value)
 
 
@@ -96,13 +96,13 @@ def unicode_text(row: Row, field: str, text: str) -> str:
     """Return the text of a field after checking that it can be encoded.
 
     Raises:
-        ValueError: If it has half a surrogate pair, which JSON can contain but no encoding can represent.
+        ValueError: If it has a lone surrogate, which JSON can contain but no encoding can represent.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{row.location}: expected Unicode in field {field!r}, got half a surrogate pair; fix the text."
+            f"{row.location}: expected Unicode in field {field!r}, got a lone surrogate; remove its \\udXXX."
         ) from error
     return text
 
@@ -150,7 +150,7 @@ def _read_parquet(file: str) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ValueError(f"{file}: Parquet needs the package pyarrow; install refusion-lit[data].") from error
+        raise ValueError(f"{file}: Parquet needs the package pyarrow; run pip install pyarrow.") from error
     try:
         rows = parquet.read_table(file).to_pylist()
     except (ArrowException, OSError) as error:
@@ -219,5 +219,5 @@ def _datasets() -> Any:  # noqa: ANN401 - a module
     try:
         import datasets  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
-        raise ValueError("task.dataset: needs the package datasets; install refusion-lit[data].") from error
+        raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
     return datasets

@@ -72,7 +72,7 @@ class Validation:
             batch: PromptBatch = data.sample_prompts(num_samples)
             responses = [row.text for row in self._evaluation.decode(model, decoder, batch.prompts).rows]
         except ValueError as error:  # long prompts, or templates that the decoder cannot keep
-            rank_zero_warn(f"no samples are logged: {error}")
+            rank_zero_warn(f"no samples are logged ({error}); set model.decoding.num_logged_samples to 0.")
             return
         for writer in writers:
             writer.add_text("samples", samples_as_text(batch, responses), trainer.global_step)

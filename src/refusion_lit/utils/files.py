@@ -211,10 +211,10 @@ def read_yaml(path: Path, option: str) -> Options:
         reason = " ".join(str(error).split())
         raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
     if values is None:
-        raise ValueError(f"{option}: expected options by name in {path}, got an empty file; leave it out.")
+        raise ValueError(f"{option}: expected a mapping of options in {path}, got an empty file; leave it out.")
     if not isinstance(values, dict):
         got = type(values).__name__
-        raise ValueError(f"{option}: expected options by name in {path}, got {got}; write them as NAME: VALUE.")
+        raise ValueError(f"{option}: expected a mapping of options in {path}, got {got}; write them as NAME: VALUE.")
     _check_plain(values, f"{option}: {path}", ())
     return values
 
