@@ -6,6 +6,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.growth import plot as draw_growth
+from benchmarks.table import load_memory
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -124,6 +125,9 @@ def _published_runs(*goldens: Result) -> str:
         rows.append([program, len(runs), f"{unmended} of {len(runs)}"])
     head = ["program", "runs, faults mended", "runs that needed no mending"]
     return markdown_table(head, rows)
+
+
+table("load_memory", _path("load_memory"))(load_memory)
 
 
 def growth_costs(results: Result) -> Result:
