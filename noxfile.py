@@ -101,8 +101,9 @@ def bench(session: nox.Session) -> None:
         "training_memory",
         "startup",
     ]
-    for part in (*parts, "table"):
+    for part in parts:
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)
+    session.run("python", "-m", "docs.figures")
 
 
 @nox.session
@@ -138,6 +139,13 @@ def reproduce(session: nox.Session) -> None:
     install(session, ".[eval]" if folder.name == "main_results" else ".", "matplotlib")
     output = Path("runs") / "reproduce" / folder.name
     session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
+
+
+@nox.session
+def figures(session: nox.Session) -> None:
+    """Write every generated table and plot from the committed JSON; `nox -s figures -- --check` lists what differs."""
+    install(session, ".", "matplotlib")
+    session.run("python", "-m", "docs.figures", *session.posargs)
 
 
 @nox.session

@@ -114,7 +114,7 @@ def time_ratio(first: Work, second: Work) -> float:
 def aim(text: str, value: float, bound: float, *, at_least: bool) -> dict[str, Any]:
     """Say whether an aim is met."""
     met = value >= bound if at_least else value <= bound
-    return {"aim": text, "bound": bound, "value": round(value, 3), "met": bool(met)}
+    return {"aim": text, "bound": bound, "at_least": at_least, "value": round(value, 3), "met": bool(met)}
 
 
 SMALL: dict[str, Any] = {

@@ -27,7 +27,7 @@ def machine(result: Result) -> str:
     known = result["environment"]
     hardware, git = known["hardware"], known["git"] or {}
     device = ", ".join(hardware["devices"]) or hardware["processor"] or hardware["machine"]
-    commit = git.get("commit", "unknown")[:10] + (" and changes" if git.get("dirty") else "")
+    commit = git.get("commit", "unknown")[:10] + (" **with uncommitted changes**" if git.get("dirty") else "")
     return (
         f"{device}, {hardware['num_cpus']} cores, {hardware['num_threads']} thread(s), "
         f"torch {known['packages']['torch']}, transformers {known['packages']['transformers']}, commit {commit}"
@@ -238,25 +238,24 @@ def sections(results: dict[str, Result]) -> Iterator[str]:
     order = list(SECTIONS)
     for name in sorted(results, key=lambda name: (order.index(shown[name]) if shown[name] else -1, name)):
         title = name.replace("_", " ").capitalize()
-        yield f"## {title}\n\n{SECTIONS[shown[name]](results[name])}"
+        git = results[name].get("environment", {}).get("git") or {}
+        doubts = ["Measured on a tree **with uncommitted changes**."] * bool(git.get("dirty"))
+        doubts += [f"Note: {note}."] if (note := results[name].get("commit_note")) else []
+        above = " ".join(doubts) + "\n\n" if doubts else ""
+        yield f"## {title}\n\n{above}{SECTIONS[shown[name]](results[name])}"
 
 
-def main(directory: str = str(RESULTS)) -> None:
-    """Write the table.
-
-    Args:
-        directory: Where the JSON is and the table goes.
-    """
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(directory).glob("*.json"))}
+def page(results: dict[str, Result]) -> str:
+    """Return the page of all results."""
     aims = [
-        [entry["aim"], entry["bound"], entry["value"], "yes" if entry["met"] else "no"]
+        [entry["aim"], f"{_direction(entry)} {entry['bound']}", entry["value"], "yes" if entry["met"] else "**no**"]
         for result in results.values()
         for entry in result.get("aims", [])
     ]
     lines = [
         "# Results",
         (
-            "`python -m benchmarks.table` makes this page from the JSON beside it; run `nox -s bench` to measure. "
+            "`nox -s figures` makes this page from the JSON beside it; run `nox -s bench` to measure. "
             "What is compared ran in turns in one process, in a new random order in each round, and a ratio is a "
             "median, unless the part says otherwise; memory is that of a process of its own. Seconds, every repeat, "
             "config and versions are in the JSON."
@@ -269,7 +268,23 @@ def main(directory: str = str(RESULTS)) -> None:
         "## Aims\n\n" + table(["aim", "bound", "measured", "met"], aims),
         *sections(results),
     ]
-    (Path(directory) / "README.md").write_text("\n\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+    return "\n\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _direction(entry: dict[str, Any]) -> str:
+    """Return the sign before an aim's bound; results of before it was recorded tell it by what they met."""
+    at_least = entry.get("at_least", (entry["value"] >= entry["bound"]) == entry["met"])
+    return ">=" if at_least else "<="
+
+
+def main(directory: str = str(RESULTS)) -> None:
+    """Write the page.
+
+    Args:
+        directory: Where the JSON is and the page goes.
+    """
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(directory).glob("*.json"))}
+    (Path(directory) / "README.md").write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

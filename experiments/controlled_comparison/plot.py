@@ -1,11 +1,8 @@
-"""Draw results.json, a panel a task and a colour an objective; write table.md, with more.json.
-
-usage: python experiments/controlled_comparison/plot.py
-"""
+"""The tables and the plot of results.json and more.json; `nox -s figures` writes them."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,7 +12,6 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
 TASKS = ("sheet", "walk", "latin")
 STYLES = {
     "hybrid": ("#00796b", "o"),
@@ -31,11 +27,11 @@ STYLES = {
     "zarya": ("#ea580c", "*"),
 }
 
-
+Run = dict[str, Any]
 Point = tuple[float, float, float, list[float]]
 
 
-def points(runs: list[dict[str, Any]], task: str, objective: str) -> dict[str, Point]:
+def points(runs: list[Run], task: str, objective: str) -> dict[str, Point]:
     """Return for each decoder means over seeds of tokens a forward, positions a token and score; and all scores."""
     same = [run for run in runs if run["budget_factor"] == 1]
     chosen = [run["results"] for run in same if (run["task"], run["objective"]) == (task, objective)]
@@ -52,50 +48,134 @@ def points(runs: list[dict[str, Any]], task: str, objective: str) -> dict[str, P
     }
 
 
-def more_lines() -> list[str]:
-    """Return the table's lines for what more.py has decoded."""
-    path = HERE / "more.json"
-    if not path.exists():
-        return []
-    more = json.loads(path.read_text())
-    return [
-        f"| {more['task']} | {objective}, more.py | `{name}` | {values['score']:.3f} | {values['score']:.3f} | "
-        f"{values['tokens_per_forward']:.2f} | {values['positions_per_token']:.1f} |"
-        for objective, found in more["results"].items()
-        for name, values in found.items()
-    ]
-
-
-def main() -> None:
-    """Write score_vs_tokens_per_forward.png and table.md."""
-    runs = json.loads((HERE / "results.json").read_text())["runs"]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), sharey=True)
+def table(runs: list[Run], more: dict[str, Any]) -> str:
+    """Return every decoder of every model as a Markdown table, those of more.py last."""
     lines = [
         "| task | objective | decoder | score | by seed | tokens/forward | positions/token |",
         "| --- | --- | --- | --: | --- | --: | --: |",
     ]
-    for axis, task in zip(axes, TASKS, strict=True):
-        for objective, (colour, marker) in STYLES.items():
-            found = points(runs, task, objective)
-            if not found:
-                continue
-            axis.scatter(
-                [x for x, _, _, _ in found.values()],
-                [y for _, _, y, _ in found.values()],
-                c=colour, marker=marker, s=42, alpha=0.75, label=objective,
-            )  # fmt: skip
-            for name, (x, positions, y, scores) in found.items():
-                seeds = ", ".join(f"{score:.3f}" for score in scores)
-                lines.append(f"| {task} | {objective} | `{name}` | {y:.3f} | {seeds} | {x:.2f} | {positions:.1f} |")
+    for task in TASKS:
+        for objective in STYLES:
+            for name, (speed, positions, score, scores) in points(runs, task, objective).items():
+                lines.append(_line(task, objective, name, (score, speed, positions), scores))
         for run in runs:
             if run["task"] == task and run["budget_factor"] != 1:
-                for name, values in run["results"].items():
-                    lines.append(
-                        f"| {task} | {run['objective']}, {run['budget_factor']:g} times the budget | `{name}` | "
-                        f"{values['score']:.3f} | {values['score']:.3f} | {values['tokens_per_forward']:.2f} | "
-                        f"{values['positions_per_token']:.1f} |"
-                    )
-        seeds = sorted({run["seed"] for run in runs if run["task"] == task})
+                objective = f"{run['objective']}, {run['budget_factor']:g} times the budget"
+                lines += _single(task, objective, run["results"])
+    for objective, found in more["results"].items():
+        lines += _single(more["task"], f"{objective}, more.py", found)
+    return "\n".join(lines)
+
+
+def _single(task: str, objective: str, found: dict[str, Any]) -> Iterator[str]:
+    for name, values in found.items():
+        cells = tuple(values[key] for key in ("score", "tokens_per_forward", "positions_per_token"))
+        yield _line(task, objective, name, cells, cells[:1])
+
+
+def _line(task: str, objective: str, decoder: str, cells: Sequence[float], scores: Sequence[float]) -> str:
+    score, speed, positions = cells
+    seeds = ", ".join(f"{value:.3f}" for value in scores)
+    return f"| {task} | {objective} | `{decoder}` | {score:.3f} | {seeds} | {speed:.2f} | {positions:.1f} |"
+
+
+FAMILIES = (
+    ("hybrid, ReFusion", "hybrid", "refusion"),
+    ("autoregressive", "autoregressive", ""),
+    ("masked, LLaDA, one token per step", "masked", "llada_1"),
+    ("masked, Fast-dLLM, whole canvas, threshold 0.9", "masked", "fast_dllm_whole_t90"),
+    ("block diffusion", "block", ""),
+)
+"""Rows of the table of families: label, objective, how the names of its decoders begin."""
+SUCCESSORS = (
+    ("hybrid, ReFusion, for comparison", "hybrid", "refusion"),
+    ("soft tail, CARD", "soft_tail", "card_t"),
+    ("diffusion forcing, D2F", "diffusion_forcing", ""),
+    ("staggered sets, set diffusion", "staggered", "sets_16 sets_8"),
+    ("dual stream, WeDLM", "dual_stream", "wedlm_16 wedlm_6 wedlm_32"),
+    ("editable blocks, token editing", "editable", "editing"),
+    ("block diffusion in blocks of 4, SDAR", "sdar", ""),
+    ("hybrid with Zarya's options, ReFusion", "zarya", "refusion"),
+)
+"""Decoders that write one token per forward are left out, as are first hitting and recomputed caches."""
+
+
+def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
+    """Return each family's setting with the highest score: score by seed, tokens per forward, positions per token.
+
+    Of settings with equal scores, the one with the most tokens per forward is taken.
+    """
+    lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
+    for label, objective, prefixes in rows:
+        cells = []
+        for task in tasks:
+            found = points(runs, task, objective)
+            chosen = [name for name in found if name.startswith(tuple(prefixes.split(" ")))]
+            name = max(chosen, key=lambda name: (round(found[name][2], 6), found[name][0]))
+            speed, positions, score, scores = found[name]
+            seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
+            cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+UNTRAINED = (
+    ("hybrid", "`ReFusion`, one serial block", "hybrid", ("refusion_8_t90",)),
+    ("hybrid", "`SlotSearch`, beam of 1 and of 4", "hybrid", ("search_beam_1", "search_beam_4")),
+    ("hybrid", "`FirstHitting`, 8, 16 and 32 steps", "hybrid", tuple(f"first_hitting_{n}" for n in (8, 16, 32))),
+    (
+        "masked", "`LLaDA` without blocks, 1, 2 and 4 tokens per step", "masked",
+        tuple(f"llada_whole_{n}" for n in (1, 2, 4)),
+    ),
+    ("masked", "the same with a kernel of 8, 2 and 4 tokens per step", "masked", ("conv_8_2", "conv_8_4")),
+    ("masked", "with a kernel of 32, 2 and 4 tokens per step", "masked", ("conv_32_2", "conv_32_4")),
+    (
+        "masked, then R2FT", "`LLaDA` without blocks, 2 and 4 tokens per step", "r2ft",
+        ("llada_whole_2", "llada_whole_4"),
+    ),
+    ("masked, then R2FT", "with a kernel of 8, 2 and 4 tokens per step", "r2ft", ("conv_8_2", "conv_8_4")),
+    ("masked, then R2FT", "with a kernel of 32, 2 and 4 tokens per step", "r2ft", ("conv_32_2", "conv_32_4")),
+    (
+        "masked and autoregressive", "`APD`, weights 0.3, 0.5, 0.7, 0.9", "masked",
+        tuple(f"apd_r{n}" for n in (30, 50, 70, 90)),
+    ),
+)  # fmt: skip
+"""Rows of the table of more.json: model and decoder as shown, then where they are found."""
+
+
+def untrained(more: dict[str, Any]) -> str:
+    """Return what more.py has decoded: score, tokens per forward, positions per token of each setting."""
+    lines = ["| model | decoder | |", "| --- | --- | --- |"]
+    for model, decoder, key, names in UNTRAINED:
+        cells = [
+            f"{found['score']:.3f}, {found['tokens_per_forward']:.1f}, {found['positions_per_token']:.1f}"
+            for found in (more["results"][key][name] for name in names)
+        ]
+        lines.append(f"| {model} | {decoder} | {'; '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def drawn(runs: list[Run]) -> dict[str, Any]:
+    """Return what the plot shows: by task its seeds, and each objective's tokens per forward and scores."""
+    shown: dict[str, Any] = {}
+    for task in TASKS:
+        found = {objective: points(runs, task, objective) for objective in STYLES}
+        shown[task] = {
+            "seeds": sorted({run["seed"] for run in runs if run["task"] == task}),
+            "points": {name: [point[::2][:2] for point in value.values()] for name, value in found.items() if value},
+        }
+    return shown
+
+
+def draw(shown: dict[str, Any], path: Path) -> None:
+    """Draw what :func:`drawn` returns, a panel a task and a colour an objective."""
+    figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
+    for axis, (task, values) in zip(axes, shown.items(), strict=True):
+        for objective, found in values["points"].items():
+            colour, marker = STYLES[objective]
+            speeds, scores = zip(*found, strict=True)
+            axis.scatter(speeds, scores, c=colour, marker=marker, s=42, alpha=0.75, label=objective)
+        seeds = values["seeds"]
         axis.set_title(f"{task} ({'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))})")
         axis.set_xscale("log", base=2)
         axis.set_xticks([0.5, 1, 2, 4, 8, 16, 32], ["0.5", "1", "2", "4", "8", "16", "32"])
@@ -105,9 +185,5 @@ def main() -> None:
     axes[0].set_ylim(-0.03, 1.03)
     axes[-1].legend(*axes[1].get_legend_handles_labels(), loc="upper right", fontsize=8)  # walk has all objectives
     figure.tight_layout()
-    figure.savefig(HERE / "score_vs_tokens_per_forward.png", dpi=110)
-    (HERE / "table.md").write_text("\n".join([*lines, *more_lines()]) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

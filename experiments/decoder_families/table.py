@@ -1,15 +1,9 @@
-"""Make table.md from results.json: every decoder on every model, and tokens per second by batch size.
-
-usage: python experiments/decoder_families/table.py
-"""
+"""The table of results.json, every decoder on every model by batch size; `nox -s figures` writes it."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
 TRAINED_FOR = {
     "hybrid": ("refusion",),
     "autoregressive": ("autoregressive",),
@@ -23,9 +17,12 @@ def batch_size_of(row: dict[str, Any]) -> int:
     return row.get("model.decoding.batch_size", row.get("model.decoding.max_batch_size"))
 
 
-def main() -> None:
-    """Write the table."""
-    rows = json.loads((HERE / "results.json").read_text(encoding="utf-8"))["rows"]
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return every decoder on every model as a Markdown table.
+
+    Raises:
+        ValueError: If a decoder's score or forwards differ between batch sizes.
+    """
     lines = [
         "| model | decoder | score | tokens/forward | positions/token | tokens/s, batch 1 | batch 4 | batch 16 |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
@@ -48,9 +45,6 @@ def main() -> None:
     same = {(r["ckpt_path"], r["decoder"]): set() for r in rows}
     for row in rows:
         same[row["ckpt_path"], row["decoder"]].add((row["score"], row["num_forwards"]))
-    assert all(len(values) == 1 for values in same.values()), "a batch size changed a text"
-    (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    if changed := [key for key, values in same.items() if len(values) > 1]:
+        raise ValueError(f"rows: expected the same score and forwards at every batch size, got others for {changed}.")
+    return "\n".join(lines)

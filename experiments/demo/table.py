@@ -1,4 +1,4 @@
-"""Print the README's table from results.json, or from another file of the same form.
+"""Print the table of results.json, or from another file of the same form.
 
 usage: python experiments/demo/table.py [RESULTS.json]
 """
@@ -19,11 +19,9 @@ def class_name(component: str | dict[str, Any]) -> str:
     return component if isinstance(component, str) else component["class_path"]
 
 
-def table(results: Path = RESULTS) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: each decoder on the model of its own family, then mismatches."""
-    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-    for row in rows:
-        row["objective"] = class_name(row["model.objective"])
+    rows = [{**row, "objective": class_name(row["model.objective"])} for row in rows]
     rows.sort(key=lambda row: (bool(row["mismatch"]), ORDER.index(row["objective"])))
     lines = [
         "| trained with | decoder | score | tokens/forward | forwards | positions/token |",
@@ -39,4 +37,5 @@ def table(results: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
-    print(table(*map(Path, sys.argv[1:])))
+    results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
+    print(table(json.loads(results.read_text(encoding="utf-8"))["rows"]))

@@ -18,7 +18,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from dependency import dependency_curve
 
 import refusion_lit
 from refusion_lit import tasks
@@ -43,6 +42,8 @@ def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tupl
 
 def main() -> None:
     """Measure every model and draw all curves."""
+    from dependency import dependency_curve  # in this folder; `nox -s figures` imports this module from elsewhere
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--num_samples", type=int, default=200)
@@ -84,6 +85,7 @@ def plot(curves: dict[str, Any], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

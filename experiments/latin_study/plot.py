@@ -1,19 +1,18 @@
-"""Draws results.json: the scores of each variant; and writes them to table.md.
+"""The table and the plot of results.json; `nox -s figures` writes them.
 
-usage: python experiments/latin_study/plot.py
+A row is a training, a column a way of decoding.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
 DECODERS = {
     "one at a time": "#00796b",
     "almost sure": "#ca8a04",
@@ -26,23 +25,33 @@ DECODERS = {
 }
 
 
-def main() -> None:
-    """Write scores.png and table.md."""
-    results = json.loads((HERE / "results.json").read_text())["results"]
-    names = list(results)
+def table(results: dict[str, Any]) -> str:
+    """Return the scores of each variant as a Markdown table."""
     lines = [
         f"| training | {' | '.join(DECODERS)} | tokens/forward, almost sure |",
         "| --- |" + " --: |" * (len(DECODERS) + 1),
     ]
-    figure, axis = plt.subplots(figsize=(9, 0.42 * len(names) + 1.2))
-    for row, name in enumerate(names):
-        found = results[name]
+    for name, found in results["results"].items():
         scores = [f"{found[decoder]['score']:.2f}" if decoder in found else "" for decoder in DECODERS]
         lines.append(f"| {name} | {' | '.join(scores)} | {found['almost sure']['tokens_per_forward']:.2f} |")
-        for decoder, colour in DECODERS.items():
-            if decoder in found:
-                axis.plot(found[decoder]["score"], row, "o", color=colour)
-    axis.set_yticks(range(len(names)), names)
+    return "\n".join(lines)
+
+
+def points(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the scores of each variant by the name of the decoding."""
+    return {
+        name: {decoder: found[decoder]["score"] for decoder in DECODERS if decoder in found}
+        for name, found in results["results"].items()
+    }
+
+
+def draw(scores: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw what :func:`points` returns, a row a variant and a colour a decoding."""
+    figure, axis = plt.subplots(figsize=(9, 0.42 * len(scores) + 1.2))
+    for row, found in enumerate(scores.values()):
+        for decoder, score in found.items():
+            axis.plot(score, row, "o", color=DECODERS[decoder])
+    axis.set_yticks(range(len(scores)), list(scores))
     axis.invert_yaxis()
     axis.set_xlim(-0.02, 1.02)
     axis.set_xlabel("share of 200 Latin squares that is completed")
@@ -51,9 +60,5 @@ def main() -> None:
         axis.plot([], [], "o", color=colour, label=decoder)
     axis.legend(loc="upper right", fontsize=8)
     figure.tight_layout()
-    figure.savefig(HERE / "scores.png", dpi=110)
-    (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -20,7 +20,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from table import BASE, HERE, read_prompts
 
 import refusion_lit
 from refusion_lit.decoding import SelfSpeculative, decode
@@ -30,6 +29,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 
+HERE = Path(__file__).parent
 DECODER = SelfSpeculative(layout="two_forwards")
 
 
@@ -108,6 +108,8 @@ def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure at each temperature, and write the result."""
+    from table import BASE, read_prompts  # in this folder; `nox -s figures` imports this module from elsewhere
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draft", type=Path, default=HERE / "drafter")
     parser.add_argument("--prompts", default=f"{HERE / 'own.jsonl'}@12", metavar="FILE@NUMBER")

@@ -63,9 +63,8 @@ def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str)
     return {"metric": f"{values['native']['data.task']}: pass@1", **{key: found[key] for key in kept}}
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+def table(found: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) -> str:
     """Return a Markdown table: published models by benchmark, then this run."""
-    published = json.loads((HERE / "published.json").read_text(encoding="utf-8"))
     names = published["benchmarks"]
     own = [name for name in found if name not in names]
     lines = ["| model | " + " | ".join([*names, *own]) + " |", "|---" * (1 + len(names) + len(own)) + "|"]
@@ -107,7 +106,8 @@ def main() -> None:
         found[name] = json.loads(done.read_text(encoding="utf-8"))
     summary = {"settings": settings, "results": found, "environment": environment(0, sys.argv)}
     (args.output / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (args.output / "table.md").write_text(table(found), encoding="utf-8")
+    published = json.loads((HERE / "published.json").read_text(encoding="utf-8"))
+    (args.output / "table.md").write_text(table(found, published), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
-"""Writes table.md and the curves from results.json and longer.json.
-
-usage: python experiments/real_conversion/table.py
-"""
+"""The table and the curves of results.json and longer.json; `nox -s figures` writes them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from refusion_lit.reports.plots import curves_plot, standalone
 
-HERE = Path(__file__).parent
 HEAD = (
     "training", "decoder", "problems", "score in %", "annotations right in %", "annotations/answer",
     "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s over `generate`",
@@ -84,13 +79,12 @@ def followed(results: dict[str, Any], figure: str) -> dict[str, list[tuple[float
     return curves
 
 
-def read_results() -> dict[str, Any]:
+def joined(results: dict[str, Any], longer: dict[str, Any]) -> dict[str, Any]:
     """Return results.json with the trainings of longer.json beside its own."""
-    results, longer = (json.loads((HERE / f"{name}.json").read_text()) for name in ("results", "longer"))
-    results["trainings"] |= {f"{name}, longer": training for name, training in longer["trainings"].items()}
-    for row, speed in longer["speed"]["rows"].items():
-        results["speed"]["rows"][row.replace("/", ", longer/")] = speed
-    return results
+    later = {f"{name}, longer": training for name, training in longer["trainings"].items()}
+    speeds = {row.replace("/", ", longer/"): speed for row, speed in longer["speed"]["rows"].items()}
+    speed = {**results["speed"], "rows": results["speed"]["rows"] | speeds}
+    return {**results, "trainings": results["trainings"] | later, "speed": speed}
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -99,17 +93,13 @@ def markdown(results: dict[str, Any]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def main() -> None:
-    """Write table.md, losses.svg, and a plot for each figure that is followed over the trainings."""
-    results = read_results()
-    (HERE / "table.md").write_text(markdown(results), encoding="utf-8")
-    x_name = "thousands of positions computed"
-    plots = {"losses": (loss_curves(results), "loss in nats")}
-    plots |= {name: (followed(results, name), label) for name, label in FIGURES.items()}
-    for name, (curves, label) in plots.items():
-        if curves:
-            (HERE / f"{name}.svg").write_text(standalone(curves_plot(curves, x_name, label)), encoding="utf-8")
+def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return the curves of each picture that has any, by its name."""
+    plots = {"losses": loss_curves(results), **{name: followed(results, name) for name in FIGURES}}
+    return {name: found for name, found in plots.items() if found}
 
 
-if __name__ == "__main__":
-    main()
+def draw(name: str, found: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    """Draw the curves of a picture, ``losses`` or one of :data:`FIGURES`."""
+    label = FIGURES.get(name, "loss in nats")
+    path.write_text(standalone(curves_plot(found, "thousands of positions computed", label)), encoding="utf-8")

@@ -43,20 +43,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]
         sys.modules.pop(name)
 
 
-def test_the_tables_are_those_of_the_results(programs: dict[str, ModuleType]) -> None:
-    runs = json.loads((FOLDER / "results.json").read_text())["runs"]
-    table = programs["table"]
-    runs = [run for run in runs if run["part"] in ("text", "speed")]
-    for page, expected in (
-        ("experiments/lossless/README.md", table.markdown(runs)),
-        ("README.md", table.summary(runs)),
-    ):
-        assert expected.count("\n") > 4
-        assert expected in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have:\n{expected}"
-    coupling = json.loads((FOLDER / "coupling.json").read_text())["temperatures"]
-    assert programs["coupling"].markdown(coupling) in (FOLDER / "README.md").read_text(encoding="utf-8")
-
-
 def test_finished_parts_are_known_by_type_and_threads(
     programs: dict[str, ModuleType],
     tmp_path: Path,

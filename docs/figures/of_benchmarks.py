@@ -1,0 +1,150 @@
+"""Tables of README and docs that show benchmarks, reference outputs of published programs, and random tests."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+from typing import Any
+
+from benchmarks.growth import plot as draw_growth
+from benchmarks.table import load_memory
+from benchmarks.table import table as markdown_table
+from docs.figures.registry import PLOTS, Plot, table
+
+Result = dict[str, Any]
+
+
+def _path(benchmark: str) -> str:
+    return f"benchmarks/results/{benchmark}.json"
+
+
+FUSED, UNFUSED = "refusion / plain", "refusion on transformers' body / plain"
+"""Ratios of decode.json: a plain ReFusion against ours, with our fused forward and with transformers' in both."""
+
+
+def mean_ratio(results: Result, ratio: str) -> str:
+    """Return a ratio of decode.json as its geometric mean over the six settings of the reference outputs."""
+    cases = (case for case in results["cases"] if case["case"].startswith("additions-clean, setting"))
+    golden = [case["ratios"][ratio] for case in cases if case["case"].endswith(", batch 1")]
+    return f"{geometric_mean(golden):.2f}"
+
+
+@table("decode summary", _path("decode"))
+def _decode_summary(results: Result) -> str:
+    rows = [
+        ["a plain ReFusion, same text, our fused forward", "tokens/s : tokens/s", mean_ratio(results, FUSED)],
+        [
+            "a plain ReFusion, same text, transformers' forward in both", "tokens/s : tokens/s",
+            mean_ratio(results, UNFUSED),
+        ],
+        [
+            "transformers' `generate`, other texts", "speed-up : tokens per forward",
+            mean_ratio(results, "tokens/s over generate's, divided by tokens per forward"),
+        ],
+    ]  # fmt: skip
+    return markdown_table(["ReFusion compared with", "ratio", "mean of six settings"], rows)
+
+
+@table("batches", _path("batches"))
+def _batches(results: Result) -> str:
+    names = {"refusion": "ReFusion", "autoregressive": "`Autoregressive`", "generate": "`generate`"}
+    rows = []
+    for size, case in results["cases"].items():
+        runs = case["runs"]
+        prompts = [f"{runs[name]['num_prompts'] / runs[name]['median_seconds']:.0f}" for name in names]
+        lengths = [f"{runs[name]['num_tokens'] / runs[name]['num_prompts']:.0f}" for name in names]
+        rows.append([size, *prompts, *(case["tokens_per_second"][name] for name in names), ", ".join(lengths)])
+    head = ["batch size", *(f"{label} (prompts/s)" for label in names.values())]
+    return markdown_table([*head, *(f"{label} (tokens/s)" for label in names.values()), "tokens per prompt"], rows)
+
+
+@table("threads", _path("decode"))
+def _threads(results: Result) -> str:
+    one, two = (
+        next(case["runs"] for case in results["cases"] if case["case"].endswith(f"batch sizes, {threads}"))
+        for threads in ("1 thread", "2 threads")
+    )
+    rows = []
+    for size in (1, 4, 16, 64):
+        speeds = [runs[f"refusion, batch {size}"]["tokens_per_second"] for runs in (one, two)]
+        rows.append([size, *(f"{speed:.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"])
+    return markdown_table(["batch size", "one thread (tokens/s)", "two threads", "two : one"], rows)
+
+
+@table("shared_prefixes", _path("shared_prefixes"))
+def _shared_prefixes(results: Result) -> str:
+    rows = [[case, values["times_the_prompts"]] for case, values in results["cases"].items()]
+    return markdown_table(["decoder, batch size", "prompts/s shared : not shared"], rows)
+
+
+@table("training_memory", _path("training_memory"))
+def _training_memory(results: Result) -> str:
+    rows = []
+    for name, case in results["cases"].items():
+        shared = case["ways"]["ranges"].keys() & case["ways"]["matrix"].keys()
+        longest = max(shared, key=int)
+        ranges, matrix = (case["ways"][way][longest]["extra_megabytes"] for way in ("ranges", "matrix"))
+        rows.append([name, f"{case['bytes_a_token'] / 1000:.0f}", f"{matrix / ranges:.1f}"])
+    return markdown_table(["objective", "KB per token", "memory with the matrix : without, 4096 tokens"], rows)
+
+
+@table("head times", _path("head_candidates"))
+def _head_times(results: Result) -> str:
+    found = {(row["head"], row["positions"]): row for row in results["times"]}
+    positions = (1, 4, 16)
+    rows = []
+    for head in ("float32", "bfloat16", "int8", "rank 64", "rank 256"):
+        cells = (found[head, number] for number in positions)
+        rows.append([head, *(f"{cell['milliseconds']:.0f} ms, {cell['ratio']:.2f}" for cell in cells)])
+    return markdown_table(["head", *(f"{n} position{'s' * (n > 1)}" for n in positions)], rows)
+
+
+@table("positions per token", "experiments/demo/results.json")
+def _positions_per_token(results: Result) -> str:
+    size = 4096 * 2  # bytes of a position's hidden state: 4096 values in bfloat16
+    rows = []
+    for row in results["rows"]:
+        if row["decoder"] in ("autoregressive", "refusion", "llada") and not row["mismatch"]:
+            positions, trips = row["positions_per_token"], 1 / row["tokens_per_forward"]
+            rows.append([f"`{row['decoder']}`", f"{positions:.1f}", f"{trips:.2f}", f"{positions * size / 1000:.0f}"])
+    head = ["decoder", "positions per token", "round trips per token", "kilobytes per token (4096 values, bfloat16)"]
+    return markdown_table(head, rows)
+
+
+_PUBLISHED = {
+    "LLaDA": "llada_generate", "Fast-dLLM on LLaDA": "fast_dllm_v1_llada", "Dream": "dream_generate",
+    "Fast-dLLM on Dream": "fast_dllm_v1_dream", "Fast-dLLM v2": "fast_dllm_v2_generate",
+}  # fmt: skip
+
+
+@table("published runs", *(f"tests/goldens/published/{name}.json" for name in _PUBLISHED.values()))
+def _published_runs(*goldens: Result) -> str:
+    rows = []
+    for program, golden in zip(_PUBLISHED, goldens, strict=True):
+        runs = golden["runs"]
+        unmended = sum(run.get("released_program_output") is None for run in runs)
+        rows.append([program, len(runs), f"{unmended} of {len(runs)}"])
+    head = ["program", "runs, faults mended", "runs that needed no mending"]
+    return markdown_table(head, rows)
+
+
+table("load_memory", _path("load_memory"))(load_memory)
+
+
+def growth_costs(results: Result) -> Result:
+    """Return seconds per token by decoder and answer length."""
+    return {name: case["seconds_a_token"] for name, case in results["cases"].items()}
+
+
+PLOTS[_path("growth").replace(".json", ".png")] = Plot(
+    growth_costs,
+    lambda costs, path: draw_growth({k: {int(n): s for n, s in v.items()} for k, v in costs.items()}, path),
+    (_path("growth"),),
+)
+
+
+@table("random_decodes", "experiments/hard_tests/random_decodes.json")
+def _random_decodes(found: Result) -> str:
+    cases = found["decoders"]
+    fewest = min(case["decodes"] for case in cases.values())
+    rows = [[len(cases), found["num_decodes"], found["num_prompts"], fewest, found["num_failures"]]]
+    return markdown_table(["decoders", "decodes", "prompts", "fewest decodes of a decoder", "failures"], rows)

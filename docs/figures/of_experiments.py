@@ -1,0 +1,242 @@
+"""Tables and plots of the experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import table as markdown_table
+from docs.figures.registry import PLOTS, Plot, table
+from experiments.controlled_comparison import plot as controlled
+from experiments.decoder_families import table as decoder_families
+from experiments.demo import table as demo
+from experiments.dependency_study import run as dependency
+from experiments.latin_study import plot as latin
+from experiments.lossless import coupling
+from experiments.lossless import table as lossless
+from experiments.main_results import run as main_results
+from experiments.real_conversion import table as conversion
+
+from refusion_lit.reports import wilson
+
+Result = dict[str, Any]
+
+
+def _path(experiment: str, name: str = "results.json") -> str:
+    return f"experiments/{experiment}/{name}"
+
+
+@table("demo", _path("demo"))
+def _demo(results: Result) -> str:
+    return demo.table(results["rows"])
+
+
+@table("lossless summary", _path("lossless"))
+def _lossless_summary(results: Result) -> str:
+    return lossless.summary(results["runs"])
+
+
+@table("lossless", _path("lossless"))
+def _lossless(results: Result) -> str:
+    return lossless.markdown([run for run in results["runs"] if run["part"] in lossless.COLUMNS])
+
+
+@table("lossless coupling", _path("lossless", "coupling.json"))
+def _coupling(results: Result) -> str:
+    return coupling.markdown(results["temperatures"])
+
+
+@table("lossless proof", _path("lossless", "proof.json"))
+def _proof(found: Result) -> str:
+    names = {
+        "num_prompts": "prompts", "num_equal": "with the same text", "num_hybrid": "of hybrid models",
+        "num_greedy": "greedy", "num_ended": "ended by a token", "num_stopped": "ended by a stop string",
+    }  # fmt: skip
+    length = found["num_tokens"] / found["num_prompts"]
+    rows = [[*(found[key] for key in names), f"{length:.1f}", f"{found['tokens_per_forward']:.2f}"]]
+    return markdown_table([*names.values(), "tokens per text", "tokens/forward"], rows)
+
+
+_CONTROLLED, _MORE = _path("controlled_comparison"), _path("controlled_comparison", "more.json")
+
+
+@table("controlled_comparison", _CONTROLLED, _MORE, file=_path("controlled_comparison", "table.md"))
+def _controlled(results: Result, more: Result) -> str:
+    return controlled.table(results["runs"], more)
+
+
+@table("controlled_comparison families", _CONTROLLED)
+def _families(results: Result) -> str:
+    return controlled.best(results["runs"], controlled.FAMILIES, controlled.TASKS)
+
+
+@table("controlled_comparison successors", _CONTROLLED)
+def _successors(results: Result) -> str:
+    first = [run for run in results["runs"] if run["seed"] == 0]
+    return controlled.best(first, controlled.SUCCESSORS, ("sheet", "walk"))
+
+
+@table("controlled_comparison untrained", _MORE)
+def _untrained(more: Result) -> str:
+    return controlled.untrained(more)
+
+
+@table("decoder_families", _path("decoder_families"), file=_path("decoder_families", "table.md"))
+def _decoder_families(results: Result) -> str:
+    return decoder_families.table(results["rows"])
+
+
+@table("hard_tests mutation", _path("hard_tests", "mutation_seed1.json"))
+def _mutation(found: Result) -> str:
+    later = sum(mutant["num_tests"] is None and mutant["status"] == "killed" for mutant in found["mutants"])
+    killed, total = found["all"]["num_killed"], found["all"]["num_mutants"]
+    labels = {
+        "first pass: at most 8 hypothesis examples, and the shortest tests up to 40 seconds per mutant": killed - later,
+        f"with new tests for {later} survivors (`num_tests: null` in the JSON)": killed,
+    }
+    rows = []
+    for label, count in labels.items():
+        found_in = wilson(count, total)
+        interval = f"{100 * found_in.low:.0f} to {100 * found_in.high:.0f} %"
+        rows.append([label, f"{count} of {total}", f"{100 * count / total:.0f} %", interval])
+    return markdown_table(["tests", "killed", "share", "95 % interval (Wilson)"], rows)
+
+
+@table("infilling", _path("infilling"))
+def _infilling(results: Result) -> str:
+    found = {(row["task"], row["test"], row["mask_pattern"], row["decoder"]): row for row in results["rows"]}
+    decoders = ("one_token", "one_slot", "certain", "less_certain")
+    rows = []
+    for task, test in (("additions", "holes"), ("records", "holes"), ("records", "plain")):
+        for pattern in ("independent", "grouped"):
+            cells = (found[task, test, pattern, decoder] for decoder in decoders)
+            figures = [f"{cell['score']:.2f}, {cell['tokens_per_forward']:.1f}" for cell in cells]
+            rows.append([f"{task}, {test}", f"`{pattern}`", *figures])
+    return markdown_table(["test", "trained with", *(f"`{name}`" for name in decoders)], rows)
+
+
+@table("latin_study", _path("latin_study"), file=_path("latin_study", "table.md"))
+def _latin(results: Result) -> str:
+    return latin.table(results)
+
+
+@table(
+    "main_results",
+    _path("main_results"),
+    _path("main_results", "published.json"),
+    file=_path("main_results", "table.md"),
+)
+def _main_results(results: Result, published: Result) -> str:
+    return main_results.table(results["results"], published)
+
+
+@table("objective", _path("objective"))
+def _objective(results: Result) -> str:
+    found: dict[tuple[float, float], dict[str, Result]] = {}
+    for row in results["rows"]:
+        weights = tuple(row[f"model.objective.init_args.{name}_weight"] for name in ("ar", "mdm"))
+        found.setdefault(weights, {})[row["decoder"]] = row
+    rows = []
+    for (next_token, masked), by_decoder in found.items():
+        cells = (by_decoder[name] for name in ("refusion", "refusion_bold"))
+        figures = [text for cell in cells for text in (f"{cell['score']:.3f}", f"{cell['tokens_per_forward']:.2f}")]
+        rows.append([f"{next_token:g}", f"{masked:g}", *figures])
+    head = ["AR weight", "MDM weight (lambda)"]
+    head += [text for threshold in (0.9, 0.3) for text in (f"score, thresholds {threshold}", "tokens/forward")]
+    return markdown_table(head, rows)
+
+
+@table("precision", _path("precision"))
+def _precision(results: Result) -> str:
+    rows = [
+        [
+            f"{run['learning_rate']:.0e}".replace("e-0", "e-"), f"`{run['precision']}`", run["weights"],
+            f"{run['val_loss_before']:.2f}", f"{run['val_loss']:.2f}", f"{100 * run['unchanged_weights']:.0f} %",
+        ]
+        for run in results["runs"].values()
+    ]  # fmt: skip
+    head = ["learning rate", "`precision`", "weights", "loss before", "loss after", "unchanged weights"]
+    return markdown_table(head, rows)
+
+
+_ORDERS = {
+    "sequential": "sequential", "random": "random", "confidence": "most certain slot",
+    "best next (beam of 1)": "best next slot (beam of 1)", "beam of 4": "beam of 4",
+    "tree search, 8 simulations": "tree search, 8 simulations",
+    "ReFusion, all certain slots": "`ReFusion`, all certain slots", "from the known end": "from the known end",
+}  # fmt: skip
+"""Orders of slots as they are named in slot_order's JSON, and in its table."""
+
+
+@table("slot_order", _path("slot_order"))
+def _slot_order(results: Result) -> str:
+    found, rows = results["results"], []
+    for name, label in _ORDERS.items():
+        walk = found["walk"][name]
+        row = [label, f"{walk['score_forwards']:.2f}", f"{walk['score_backwards']:.2f}"]
+        for task in ("latin", "sudoku"):
+            one = found[task].get(name)
+            row += (
+                [f"{one['score']:.2f}", f"{one['tokens_per_forward']:.2f}", f"{one['positions_per_token']:.0f}"]
+                if one
+                else [""] * 3
+            )
+        latin_squares = found["latin"].get(name)
+        rows.append([*row, f"{latin_squares['share_in_text_order']:.2f}" if latin_squares else ""])
+    head = ["order", "walk, known first", "walk, known last", "latin", "t/f", "p/t", "sudoku", "t/f", "p/t"]
+    return markdown_table([*head, "in text order"], rows)
+
+
+_CONVERSION = (_path("real_conversion"), _path("real_conversion", "longer.json"))
+
+
+@table("real_conversion", *_CONVERSION, file=_path("real_conversion", "table.md"))
+def _conversion(results: Result, longer: Result) -> str:
+    return conversion.markdown(conversion.joined(results, longer))
+
+
+@table("real_conversion cost", *_CONVERSION)
+def _conversion_cost(results: Result, longer: Result) -> str:
+    trainings = conversion.joined(results, longer)["trainings"]
+    rows = [
+        [f"`{name}`", training["num_positions"], f"{training['positions_per_processor_second']:.0f}",
+         f"{training['cost_since_last_start']['peak_memory_gb']:.1f}"]
+        for name, training in trainings.items()
+    ]  # fmt: skip
+    return markdown_table(["training", "positions", "positions per processor second", "peak memory (GB)"], rows)
+
+
+def _nothing(_: Result) -> str:
+    """Return no text: ``refusion-lit report`` made the table beside, from predictions that are not committed."""
+    return ""
+
+
+for _name in ("kv_reuse", "serial_blocks", "slot_certainty", "slot_size", "thresholds", "gsm8k_small"):
+    table(f"{_name} source", _path(_name))(_nothing)
+table("dependency_study source", _path("dependency_study"))(_nothing)
+
+
+def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[Any, Path], None]) -> None:
+    PLOTS[_path(experiment, name)] = Plot(data, draw, (_path(experiment),))
+
+
+_plot("latin_study", "scores.png", latin.points, latin.draw)
+_plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
+_plot(
+    "controlled_comparison",
+    "score_vs_tokens_per_forward.png",
+    lambda results: controlled.drawn(results["runs"]),
+    controlled.draw,
+)
+
+
+def _curves(name: str, results: Result, longer: Result) -> Any:  # noqa: ANN401 - JSON
+    return conversion.curves(conversion.joined(results, longer))[name]
+
+
+for _name in ("losses", *conversion.FIGURES):
+    PLOTS[_path("real_conversion", f"{_name}.svg")] = Plot(
+        partial(_curves, _name), partial(conversion.draw, _name), _CONVERSION
+    )

@@ -1,0 +1,169 @@
+"""Tables and plots of README, docs and experiments are what the committed JSON gives, and say what they are of."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REPORTED = ("kv_reuse", "serial_blocks", "slot_certainty", "slot_size", "thresholds")
+"""Experiments whose table.md and plot `refusion-lit report` makes, from predictions that are not committed."""
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the registry, filled."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from docs.figures import (
+        pages,  # noqa: F401 # pyright: ignore[reportMissingImports,reportUnusedImport]
+        registry,  # pyright: ignore[reportMissingImports]
+    )
+
+    return registry
+
+
+def test_every_page_and_plot_is_what_the_json_gives() -> None:
+    program = [sys.executable, "-m", "docs.figures", "--check"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def test_another_figure_in_the_json_makes_another_page_and_plot(
+    registry: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, page = registry.read, (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def changed(source: str) -> Any:
+        return json.loads(re.sub(r'("score": \d\.\d*)', r"\g<1>1", json.dumps(read(source)).replace("0.984", "0.784")))
+
+    plots = {name: plot for name, plot in registry.PLOTS.items() if "controlled" in name or "latin" in name}
+    assert len(plots) == 2
+    before = {name: registry.digest(plot.values()) for name, plot in plots.items()}
+    monkeypatch.setattr(registry, "read", changed)
+    filled = registry.fill(page, "README.md")
+    assert "| 0.784 |" in filled
+    assert "| 0.784 |" not in page
+    assert all(registry.digest(plot.values()) != before[name] for name, plot in plots.items())
+
+
+def test_each_table_is_shown_and_each_readme_names_its_source(registry: ModuleType) -> None:
+    from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
+
+    texts = {path: path.read_text(encoding="utf-8") for path in pages()}
+    shown = {name for text in texts.values() for name in registry.names_in(text)} | set(registry.FILES.values())
+    assert shown == set(registry.TABLES)
+    for folder in sorted((ROOT / "experiments").glob("*/results.json")):
+        page = folder.parent / "README.md"
+        neighbours = page.parent.glob("*.md")
+        source = f"`experiments/{folder.parent.name}/results.json` ("
+        assert any(source in path.read_text(encoding="utf-8") for path in neighbours), f"{page} names no source"
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- figures: demo -->\nno end", "expected <!-- end --> after each"),
+        ("<!-- figures: demo -->\n<!-- figures: demo -->\n<!-- end -->", "expected <!-- end --> after each"),
+        ("<!-- figures: dmo -->\n<!-- end -->", "expected <!-- figures: NAME --> with .*demo.*, got dmo"),
+    ],
+)
+def test_a_wrong_marker_is_refused(registry: ModuleType, page: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"docs/a.md: {message}"):
+        registry.fill(page, "docs/a.md")
+
+
+def test_uncommitted_changes_show_in_the_table(registry: ModuleType) -> None:
+    clean, dirty, gone = (letter * 40 for letter in "abc")
+    result: dict[str, Any] = {"git": {"commit": clean, "dirty": False}}
+    assert registry.provenance(result) == "commit aaaaaaaaaa"
+    result["runs"] = [{"git": {"commit": dirty, "dirty": True}}, {"git": {"commit": gone, "dirty": False}}]
+    result["commit_note"] = f"commit {gone[:10]} is not in the repository's history"
+    text = "commit aaaaaaaaaa; **with uncommitted changes** to commit bbbbbbbbbb; "
+    assert registry.provenance(result) == text + "commit cccccccccc is not in the repository's history"
+    assert registry.provenance({"parts": []}) == "no commit recorded"
+    page = (ROOT / "experiments" / "objective" / "README.md").read_text(encoding="utf-8")
+    committed = registry.read("experiments/objective/results.json")["environment"]["git"]
+    assert ("**with uncommitted changes**" in page) == committed["dirty"]
+
+
+def test_a_picture_says_what_it_was_drawn_from(registry: ModuleType, tmp_path: Path) -> None:
+    for name in ("experiments/latin_study/scores.png", "experiments/real_conversion/losses.svg"):
+        plot, path = registry.PLOTS[name], tmp_path / Path(name).name
+        assert registry.drawn_from(path) is None
+        plot.draw(plot.values(), path)
+        assert registry.drawn_from(path) is None, "a script that draws alone says nothing"
+        registry.draw(plot, path)
+        assert registry.drawn_from(path) == registry.digest(plot.values())
+        registry.draw(plot, path)
+        assert path.read_text(errors="ignore").count("<!-- data: ") == (path.suffix == ".svg")
+
+
+def _git(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(registry: ModuleType) -> None:
+    if shutil.which("git") is None or _git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the whole history of the repository")
+    listed = _git("ls-files", "benchmarks/*.json", "experiments/*.json").stdout.split()
+    assert len(listed) > 40
+    num_stamps = 0
+    for name in listed:
+        values = registry.read(name)
+        note = values.get("commit_note", "")
+        for commit in {commit for commit, _ in registry.stamps(values)}:
+            num_stamps += 1
+            is_kept = _git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+            assert is_kept != (commit[:10] in note), (
+                f"{name}: commit {commit} is {'' if is_kept else 'not '}an ancestor of HEAD; "
+                f"measure again on a commit, or say so in commit_note, got {note!r}"
+            )
+    assert num_stamps > 40
+
+
+def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
+    from docs.figures import of_benchmarks  # pyright: ignore[reportMissingImports]
+
+    decode = registry.read("benchmarks/results/decode.json")
+    first, longer = (registry.read(f"experiments/real_conversion/{name}.json") for name in ("results", "longer"))
+    runs = [
+        result["trainings"]["hybrid"]["decoders"]["refusion_8_t60"]["tokens_per_forward"] for result in (first, longer)
+    ]
+    speeds = [result["speed"]["rows"]["hybrid/refusion_8_t60"]["ratio"] for result in (first, longer)]
+    baseline = first["speed"]["rows"]["autoregressive/autoregressive"]["ratio"]
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"ReFusion decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.FUSED)} times as fast as a plain",
+        f"and {of_benchmarks.mean_ratio(decode, of_benchmarks.UNFUSED)} times with transformers'",
+        f"makes {runs[0]:.2f} to {runs[1]:.2f} tokens per forward pass",
+        f"{speeds[0]:.2f} to {speeds[1]:.2f} times the speed of `generate`",
+        f"`Autoregressive` reaches {baseline:.2f}",
+    ):
+        assert sentence in page, sentence
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_report_of_an_experiment_is_of_its_results(name: str) -> None:
+    folder = ROOT / "experiments" / name
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
+    shown = {}
+    for line in (folder / "table.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip().replace("\\", "") for cell in line.strip("|").split("|")]
+        if cells[0] in results:
+            shown[cells[0]] = cells[1].partition(" ")[0], cells[2].partition(" ")[0]
+    expected = {
+        row: (f"{100 * figures['score']:.1f}", f"{figures['tokens_per_forward']:.2f}")
+        for row, figures in results.items()
+    }
+    assert shown == expected
+    picture = (folder / "tradeoff.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r"(\w+)[^<>\n]*: score ([\d.]+) %[^<>\n]*?, ([\d.]+) tokens per forward", picture)
+    assert {row: (score, speed) for row, score, speed in drawn} == expected
