@@ -42,7 +42,7 @@ def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kw
     """
     ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     asked = _settings(model, generation_config, kwargs)
-    limit = _limit(asked, 0 if ids is None else ids.shape[-1])
+    limit = _limit(asked, getattr(ids, "shape", (0,))[-1])
     _check(model, ids, limit, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     if {*options} - {*OPTIONS, "vocab_size"} or min(options["slot_size"], options["num_serial_blocks"]) < 1:
@@ -98,7 +98,7 @@ def _ends(model: Any, asked: dict[str, Any]) -> set[int]:
     """Return the tokens that end a response."""
     eos = asked.get("eos_token_id")
     eos = model.config.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos])
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 class _Decoding:

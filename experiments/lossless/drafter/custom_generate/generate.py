@@ -50,7 +50,7 @@ def generate(
     """
     ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     asked = _settings(model, generation_config, kwargs)
-    limit = _limit(asked, 0 if ids is None else ids.shape[-1])
+    limit = _limit(asked, getattr(ids, "shape", (0,))[-1])
     _check(model, ids, limit, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
     streamer = kwargs.get("streamer")
@@ -107,7 +107,7 @@ def _ends(model: Any, asked: dict[str, Any]) -> set[int]:
     """Return the tokens that end a response."""
     eos = asked.get("eos_token_id")
     eos = model.config.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos])
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 class _Drafter:
@@ -118,7 +118,7 @@ class _Drafter:
                  for name in ("drafter.json", "drafter.safetensors")]  # fmt: skip
         if None in files:
             raise ValueError(f"draft: expected a drafter, got {directory}, which has none; pass draft=DIRECTORY.")
-        description = json.loads(Path(files[0]).read_text(encoding="utf-8"))
+        description = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
         options = description["options"]
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
@@ -126,7 +126,7 @@ class _Drafter:
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
-        weights = {name: one.to(model.device, model.dtype) for name, one in load_file(files[1]).items()}
+        weights = {name: one.to(model.device, model.dtype) for name, one in load_file(str(files[1])).items()}
         self.masks = weights["masks"]
         self.scale = options["alpha"] / options["rank"]
         self.num_masks = 0
