@@ -185,7 +185,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a broken JSON line in a data file": lambda p: p.data('{"query": "a", "response": "b"}\n{"query"'),
     "a data file in another encoding": lambda p: p.data('{"query": "é", "response": "b"}', encoding="latin-1"),
     "only samples longer than the limit": lambda p: p.data('{"query": "aaaa", "response": "b"}', "--data.max_length=4"),
-    "a generated sample longer than the limit": lambda p: p.fit("--data.task.num_train=30000", "--data.max_length=60"),
+    "a generated sample longer than the limit": lambda p: p.fit("--data.task.num_train=30000", "--data.max_length=40"),
     "an unknown command": lambda p: ["trian"],
     "an unknown decoder": lambda p: p.generate(MODEL, "--decoder=ReFuson"),
     "an unknown option of a decoder": lambda p: p.generate(MODEL, "--decoder.slot_sise=3"),
