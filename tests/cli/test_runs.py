@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import shutil
@@ -286,3 +287,11 @@ def test_predict_and_validate_print_where_and_what(
     shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert shown.keys() == {"val/loss", "val/ar", "val/mdm"}
     assert float(shown["val/loss"]) == pytest.approx(float(shown["val/ar"]) + float(shown["val/mdm"]), rel=1e-4)
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_is_kept_beside_the_last(trained: Path) -> None:
+    with (trained / "metrics.csv").open() as file:
+        losses = {int(row["step"]) + 1: float(row["val/loss"]) for row in csv.DictReader(file) if row.get("val/loss")}
+    best = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    assert len(losses) > 1
+    assert best["global_step"] == min(losses, key=losses.__getitem__)

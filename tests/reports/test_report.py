@@ -66,6 +66,13 @@ def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     assert field in collection.notes[0]
 
 
+def test_names_of_metrics_are_a_list(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": "letters"}))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: metrics: expected a list of names, got 'letters'")):
+        write_report([path.parent], bootstrap=QUICK)
+
+
 def test_fields_may_be_null(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {"a": predictions([1.0])}) / "results.json"
     nothing = dict.fromkeys(("mismatches", "batch_size", "sampling", "environment", "config"))
