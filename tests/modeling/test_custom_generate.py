@@ -85,8 +85,8 @@ def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path, kind: st
         ({"slot_sizes": 4}, "slot_sizes: expected none"),
         ({"attention_mask": torch.tensor([[0, 1]])}, "attention_mask: expected ones, got zeros"),
         ({"max_new_tokens": 600}, "max_new_tokens: expected at most 510, got 600"),
-        ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "input_ids: expected one prompt"),
-        ({"inputs": torch.zeros(2, 3, dtype=torch.long)}, "input_ids: expected one prompt"),
+        ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "input_ids: expected the shape \\[1, token\\] of one prompt"),
+        ({"inputs": torch.zeros(2, 3, dtype=torch.long)}, "input_ids: expected the shape \\[1, token\\] of one prompt"),
     ],
 )
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
