@@ -43,6 +43,38 @@ def picture(name: str, width: int, height: int, title: str, parts: list[str]) ->
     (TARGET / name).write_text(head + "".join(parts) + "</svg>\n", encoding="utf-8")
 
 
+def glossary() -> None:
+    """Draw a response cut into slots and serial blocks, with places and positions."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    slots = [
+        ("known", ["a@3", "b@4", "c@5"]),
+        ("draft", ["d@6", "e@7", "f@8"]),
+        ("mask", ["M@9", "M@10", "M@11"]),
+        ("mask", ["M@12", "M@13", "M@14"]),
+    ]
+    parts = [row(70, "text, with positions", [prompt, *slots])]
+    start = 250.0 + 3 * CELL + 8
+    width = 3 * CELL + 8
+
+    def brace(x: float, length: float, y: float, words: str) -> str:
+        line = f'<path d="M{x} {y + 6} V{y} H{x + length} V{y + 6}" fill="none" stroke="#555"/>'
+        return line + text(x + length / 2, y - 5, words, 12, "middle")
+
+    starts = [start + i * width for i in range(4)]
+    parts += [
+        brace(250.0, 3 * CELL, 60, "prompt"),
+        *[brace(x, 3 * CELL, 60, f"slot {i + 1}") for i, x in enumerate(starts)],
+        brace(starts[0], 2 * width - 8, 30, "serial block 1"),
+        brace(starts[2], 2 * width - 8, 30, "serial block 2"),
+        text(8, 130, "Place of a token in the response: its position minus the prompt's length. Token a: position 3, "
+                     "place 0.", 12),
+        text(8, 148, "Grey: prompt. Green: committed, in the KV cache. Yellow: drafts that a plan proposed, which a "
+                     "verification scores.", 12),
+        text(8, 166, "Dashed: masks. Serial block 2 begins when all slots of serial block 1 are full.", 12),
+    ]  # fmt: skip
+    picture("glossary.svg", int(starts[3] + width + 8), 180, "Slots, serial blocks, places and positions", parts)
+
+
 def decoding() -> None:
     """Draw one round of ReFusion with three slots of three tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -285,6 +317,7 @@ def preference() -> None:
 if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
     decoding()
+    glossary()
     window()
     search()
     groups()

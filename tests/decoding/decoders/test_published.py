@@ -157,9 +157,6 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
                 assert float(found) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token
-        assert canvas.count(mask) == run["left_masks"]
-        finals = [(place, token) for place, token in enumerate(canvas) if token != mask]
-        assert all(run["output"][place] == token for place, token in finals)
 
 
 @pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
