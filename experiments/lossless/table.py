@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import bootstrap
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
@@ -72,10 +73,12 @@ def compared(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_token
 
 
 def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
-    """Decode prompts one by one with all decoders and transformers' generate in turn; return tokens a second."""
+    """Decode prompts one by one with all decoders and transformers' generate in turn; return tokens per second."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     names = [*DECODERS, LIBRARY]
-    tokens, forwards, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    forwards: dict[str, list[int]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     texts: dict[str, list[Any]] = {name: [] for name in DECODERS}
     for number, prompt in enumerate(prompts):
         for name in names:
@@ -87,22 +90,32 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
             else:
                 count = num_forwards = library_generate(model, prompt, max_new_tokens)
             if number:  # the first prompt warms up
-                seconds[name] += time.perf_counter() - started
-                tokens[name] += count
-                forwards[name] += num_forwards
-    speed = {name: tokens[name] / seconds[name] for name in names}
-    result = {
-        name: {
-            "tokens_per_forward": round(tokens[name] / forwards[name], 3),
-            "tokens_per_second": round(value, 2),
-            "speed_over_autoregressive": round(value / speed[REFERENCE], 3),
-            "speed_over_generate": round(value / speed[LIBRARY], 3),
+                seconds[name].append(time.perf_counter() - started)
+                tokens[name].append(count)
+                forwards[name].append(num_forwards)
+    result: dict[str, dict[str, Any]] = {}
+    for name in names:
+        result[name] = {
+            "tokens_per_forward": round(sum(tokens[name]) / sum(forwards[name]), 3),
+            "tokens_per_second": round(sum(tokens[name]) / sum(seconds[name]), 2),
         }
-        for name, value in speed.items()
-    }
+        for title, other in (("autoregressive", REFERENCE), ("generate", LIBRARY)):
+            data = (tokens[name], seconds[name], tokens[other], seconds[other])
+            result[name][f"speed_over_{title}"] = round(_ratio(*data), 3)
+            if len(prompts) > 8:  # fewer say nothing of the spread
+                found = bootstrap(
+                    data, _ratio, paired=True, vectorized=False, n_resamples=2000, rng=0, method="percentile"
+                )
+                ends = found.confidence_interval
+                result[name][f"speed_over_{title}_95"] = [round(float(ends.low), 3), round(float(ends.high), 3)]
     for name, found in texts.items():
         result[name]["identical"] = sum(a == b for a, b in zip(found, texts[REFERENCE], strict=True))
     return result
+
+
+def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> float:
+    """Return tokens per second over those of another decoder."""
+    return float(sum(tokens) / sum(seconds) * sum(other_seconds) / sum(other_tokens))
 
 
 def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
@@ -218,18 +231,32 @@ def markdown(runs: list[dict[str, Any]]) -> str:
 def summary(runs: list[dict[str, Any]]) -> str:
     """Return the README's table: GSM8K questions, in the types whose texts are all the same."""
     found = {(run["dtype"], run["part"]): run for run in runs if run["prompts"] == "GSM8K" and "decoders" in run}
+    titles = ("decoder", "type", "in batches of 16: same text", "tokens/forward", "alone: same text", "tokens/forward")
     lines = [
-        "| decoder | type | same text, in batches | same text, alone | tokens/forward | tokens/s over `generate` |",
-        "| --- | --- | --- | --- | --: | --: |",
+        f"| {' | '.join(titles)} | tokens/s over `generate` | over `Autoregressive` |",
+        "| --- | --- | --- | --: | --- | --: | --: | --: |",
     ]
     for dtype, name in (*(("float32", name) for name in DECODERS), ("bfloat16, batch-invariant", "auto")):
-        decoder = f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, `layout: {name}`"
+        named = "the default" if name == "auto" else f"`layout: {name}`"
+        decoder = f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, {named}"
+        alone = found[dtype, "speed"]
+        speeds = [f"speed_over_{other}" for other in ("generate", "autoregressive")]
         cells = [
-            *_cells(found[dtype, "text"], name, ()),
-            *_cells(found[dtype, "speed"], name, ("tokens_per_forward", "speed_over_generate")),
+            *_cells(found[dtype, "text"], name, ("tokens_per_forward",)),
+            *_cells(alone, name, ("tokens_per_forward",)),
+            *(
+                _with_interval(alone["decoders"][name], f"speed_over_{other}")
+                for other in ("generate", "autoregressive")
+            ),
         ]
         lines.append(f"| {decoder} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _with_interval(figures: dict[str, Any], key: str) -> str:
+    """Return a figure with its 95 % interval over prompts, if it has one."""
+    ends = figures.get(f"{key}_95")
+    return f"{figures[key]:.2f}" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends and ends[0] < ends[1] else "")
 
 
 def _cells(run: dict[str, Any], name: str, keys: Sequence[str]) -> list[str]:
