@@ -244,10 +244,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
         cells = [
             *_cells(found[dtype, "text"], name, ("tokens_per_forward",)),
             *_cells(alone, name, ("tokens_per_forward",)),
-            *(
-                _with_interval(alone["decoders"][name], f"speed_over_{other}")
-                for other in ("generate", "autoregressive")
-            ),
+            *(_with_interval(alone["decoders"][name], speed) for speed in speeds),
         ]
         lines.append(f"| {decoder} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
