@@ -48,14 +48,21 @@ def _coupling(results: Result) -> str:
     return coupling.markdown(results["temperatures"])
 
 
-@table("lossless proof", _path("lossless", "proof.json"))
-def _proof(found: Result) -> str:
+@table("lossless random texts", _path("lossless", "random_texts.json"))
+def _random_texts(found: Result) -> str:
     names = {
-        "num_prompts": "prompts", "num_equal": "with the same text", "num_hybrid": "of hybrid models",
-        "num_greedy": "greedy", "num_ended": "ended by a token", "num_stopped": "ended by a stop string",
+        "vocab_size": "vocabulary", "num_prompts": "prompts", "num_equal": "with the same text",
+        "num_hybrid": "of hybrid models", "num_greedy": "greedy", "num_ended": "ended by a token",
+        "num_stopped": "ended by a stop string",
     }  # fmt: skip
-    length = found["num_tokens"] / found["num_prompts"]
-    rows = [[*(found[key] for key in names), f"{length:.1f}", f"{found['tokens_per_forward']:.2f}"]]
+    rows = [
+        [
+            *(run[key] for key in names),
+            f"{run['num_tokens'] / run['num_prompts']:.1f}",
+            f"{run['tokens_per_forward']:.2f}",
+        ]
+        for run in found["runs"]
+    ]
     return markdown_table([*names.values(), "tokens per text", "tokens/forward"], rows)
 
 

@@ -30,14 +30,14 @@ FOLDER = ROOT / "experiments" / "lossless"
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Return coupling.py, prepare.py, proof.py and table.py as modules."""
+    """Return coupling.py, prepare.py, random_texts.py and table.py as modules."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import coupling  # pyright: ignore[reportMissingImports]
     import prepare  # pyright: ignore[reportMissingImports]
-    import proof  # pyright: ignore[reportMissingImports]
+    import random_texts  # pyright: ignore[reportMissingImports]
     import table  # pyright: ignore[reportMissingImports]
 
-    modules = {"coupling": coupling, "prepare": prepare, "proof": proof, "table": table}
+    modules = {"coupling": coupling, "prepare": prepare, "random_texts": random_texts, "table": table}
     yield modules
     for name in modules:
         sys.modules.pop(name)
@@ -176,21 +176,24 @@ def test_each_part_is_trained_on_other_questions_and_from_the_last_drafter(
     assert not commands
 
 
-def test_the_proof_compares_texts(programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = programs["proof"]
-    monkeypatch.setattr(proof, "GROUP", 6)
-    for decode in (proof.hybrid_group, proof.group):
-        found = decode(6)
+@pytest.mark.parametrize("vocab_size", [8, 1000])
+def test_texts_of_random_models_are_compared(
+    vocab_size: int, programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_texts = programs["random_texts"]
+    monkeypatch.setattr(random_texts, "GROUP", 6)
+    for decode in (random_texts.hybrid_group, random_texts.group):
+        found = decode(6, vocab_size)
         assert found["num_equal"] == 6
         assert found["num_forwards"] < found["num_tokens"]
     rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]
-    assert proof.counted([([2], "eos")], rows)["num_equal"] == 0
+    assert random_texts.counted([([2], "eos")], rows)["num_equal"] == 0
 
 
 def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, ModuleType]) -> None:
-    proof = programs["proof"]
-    model = proof.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
-    proof.attach_drafter(model, num_masks=3)
+    random_texts = programs["random_texts"]
+    model = random_texts.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
+    random_texts.attach_drafter(model, num_masks=3)
     prompts = [Prompt(token_ids=(1, 2, 3), id=str(i)) for i in range(400)]
     found = programs["coupling"].coupling(model, prompts, SamplingParams(max_new_tokens=24, temperature=1.0))
     optimum, error = found["rejection_sampling"], 4 * (0.25 / found["num_drafts"]) ** 0.5

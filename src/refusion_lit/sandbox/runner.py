@@ -142,7 +142,9 @@ class Sandbox:
             try:
                 applied = (*([name] if name else []), *process.layers())
                 if applied != expected:
-                    raise ValueError(f"isolation: expected {expected}, got {applied}: nothing was run; run the command again.")
+                    raise ValueError(
+                        f"isolation: expected {expected}, got {applied}: nothing was run; run the command again."
+                    )
                 return process.run(program, tests)
             finally:
                 process.kill()

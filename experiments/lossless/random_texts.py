@@ -1,6 +1,6 @@
-"""Does SelfSpeculative write the model's own text? 10 000 random prompts on tiny models in float64, token by token.
+"""Does SelfSpeculative write the model's own text? Random prompts on random models in float64, token by token.
 
-usage: python experiments/lossless/proof.py [--num_prompts 10000] [--output FILE]
+usage: python experiments/lossless/random_texts.py [--vocab_sizes 8 1000] [--num_prompts 10000] [--output FILE]
 
 Every group of 100 prompts has its own random model, drafter, layout, batch size, length limit, temperature and stop
 strings; the reference is Autoregressive. One group in five has a hybrid model, decoded greedily; its reference is
@@ -11,11 +11,11 @@ between two tokens here, so a single different token is an error.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,33 @@ from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.reports.results import environment
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
-GROUP, VOCAB = 100, 8
-MASK, PAD, EOS = VOCAB - 1, VOCAB - 2, 0
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import write_json
+
+GROUP = 100
+"""Prompts per random model."""
+VOCAB_SIZES = (8, 1000)
+EOS = 0
 HYBRID_EVERY = 5
 LAYOUTS = (None, "single_forward", "two_forwards")
 SIZES = (1, 7, 32, GROUP)
 
 
-def tiny_model(seed: int, traits: ModelTraits) -> Backbone:
-    """Make a random model; of so few tokens, chance drafts many rightly."""
+def tiny_model(seed: int, traits: ModelTraits, vocab_size: int = VOCAB_SIZES[0]) -> Backbone:
+    """Make a random model in which chance drafts many tokens rightly: of 8 tokens, or with all embeddings alike."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=128,
     )  # fmt: skip
     model = LlamaForCausalLM(config).double().eval()  # pyright: ignore
     model.lm_head.weight.data *= 10
-    special = SpecialTokens(mask_token_id=MASK, pad_token_id=PAD, eos_token_ids=(EOS,), vocab_size=VOCAB)
+    if vocab_size > VOCAB_SIZES[0]:
+        model.model.embed_tokens.weight.data += 0.06 * torch.randn(config.hidden_size)
+    special = SpecialTokens(
+        mask_token_id=vocab_size - 1, pad_token_id=vocab_size - 2, eos_token_ids=(EOS,), vocab_size=vocab_size
+    )
     return Backbone(model, traits, special).eval()
 
 
@@ -58,30 +68,31 @@ def attach_drafter(backbone: Backbone, num_masks: int) -> None:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """Return a letter a token."""
-    return "".join("abcdefgh"[token] for token in token_ids)
+    """Return one character per token."""
+    return "".join(chr(ord("a") + token) for token in token_ids)
 
 
 def slot_by_slot(backbone: Backbone, prompt: Prompt, slot_size: int, length: int) -> tuple[list[int], str]:
     """Decode one prompt of a hybrid model: a slot's first token is read at its mask, each other at the one before."""
     tokens: list[int] = []
     model: Any = backbone.model
+    mask, pad = backbone.special_tokens.mask_token_id, backbone.special_tokens.pad_token_id
     while len(tokens) < length:
-        ids = [*prompt.token_ids, *tokens, *[MASK] * (len(tokens) % slot_size == 0)]
+        ids = [*prompt.token_ids, *tokens, *[mask] * (len(tokens) % slot_size == 0)]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
-        logits[[MASK, PAD]] = -torch.inf
+        logits[[mask, pad]] = -torch.inf
         tokens.append(int(logits.argmax()))
         if tokens[-1] == EOS:
             return tokens, "eos"
     return tokens, "length"
 
 
-def hybrid_group(seed: int) -> dict[str, int]:
+def hybrid_group(seed: int, vocab_size: int) -> dict[str, int]:
     """Decode 100 prompts of a hybrid model both ways; return how many texts are equal, and counts."""
     rng = random.Random(seed)
-    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot")))
-    prompts, length, slot_size = random_prompts(rng), rng.randint(1, 40), rng.randint(1, 5)
+    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot")), vocab_size)
+    prompts, length, slot_size = random_prompts(rng, vocab_size), rng.randint(1, 40), rng.randint(1, 5)
     decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(LAYOUTS), forward_cost=rng.choice([0, 4, 32]))
     sampling, size = SamplingParams(max_new_tokens=length), rng.choice(SIZES)
     own = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
@@ -90,15 +101,15 @@ def hybrid_group(seed: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def group(seed: int) -> dict[str, int]:
+def group(seed: int, vocab_size: int) -> dict[str, int]:
     """Decode 100 prompts of a model with a drafter both ways; return how many texts are equal, and counts."""
     rng = random.Random(seed)
-    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("next_token",)))
+    model = tiny_model(seed, ModelTraits(attention="causal", predictions=("next_token",)), vocab_size)
     attach_drafter(model, num_masks := rng.randint(1, 5))
-    prompts = random_prompts(rng)
+    prompts = random_prompts(rng, vocab_size)
     sampling = SamplingParams(
         max_new_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]),
-        seed=seed, stop=rng.choice([(), (), ("bc",), ("d", "efe")]),
+        seed=seed,
     )  # fmt: skip
     decoder = SelfSpeculative(
         layout=rng.choice(LAYOUTS), num_drafts=rng.randint(1, num_masks), forward_cost=rng.choice([0, 4, 32])
@@ -107,15 +118,20 @@ def group(seed: int) -> dict[str, int]:
     def rows(way: Decoder, size: int) -> list[Any]:
         return decode(model, way, prompts, sampling, batch_size=size, detokenize=text_of).rows
 
+    if rng.random() < 0.5:  # stop strings of one and two tokens that do occur
+        text = text_of(rows(Autoregressive(), GROUP)[0].token_ids)
+        stop = {text[len(text) // 3 :][:1], text[len(text) // 2 :][:2]} - {""}
+        sampling = replace(sampling, stop=tuple(sorted(stop)))
+
     own = [(row.token_ids, row.finish_reason) for row in rows(Autoregressive(), GROUP)]
     found = counted(own, rows(decoder, rng.choice(SIZES)))
     return found | {"num_greedy": GROUP * (sampling.temperature == 0), "num_hybrid": 0}
 
 
-def random_prompts(rng: random.Random) -> list[Prompt]:
+def random_prompts(rng: random.Random, vocab_size: int) -> list[Prompt]:
     """Return 100 prompts of 1 to 24 tokens."""
     return [
-        Prompt(token_ids=tuple(rng.randrange(1, VOCAB - 2) for _ in range(rng.randint(1, 24))), id=str(i))
+        Prompt(token_ids=tuple(rng.randrange(1, vocab_size - 2) for _ in range(rng.randint(1, 24))), id=str(i))
         for i in range(GROUP)
     ]
 
@@ -131,30 +147,31 @@ def counted(own: list[tuple[list[int], str]], drafted: list[Any]) -> dict[str, i
     }
 
 
-def main() -> None:
-    """Decode all groups and write what was found; exit with 1 if a text differs."""
-    parser = argparse.ArgumentParser(description="Compare texts with and without drafts.")
-    parser.add_argument("--num_prompts", type=int, default=10_000)
-    parser.add_argument("--output", type=Path, default=Path("runs/lossless_proof.json"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def run(vocab_size: int, num_prompts: int) -> dict[str, Any]:
+    """Decode all groups of one vocabulary size; return counts."""
     started = time.perf_counter()
     counts: dict[str, int] = {"num_prompts": 0}
-    for seed in range(args.num_prompts // GROUP):
+    for seed in range(num_prompts // GROUP):
         counts["num_prompts"] += GROUP
-        for name, value in (hybrid_group if seed % HYBRID_EVERY == 0 else group)(seed).items():
+        for name, value in (hybrid_group if seed % HYBRID_EVERY == 0 else group)(seed, vocab_size).items():
             counts[name] = counts.get(name, 0) + value
-        if seed % 10 == 9:
-            print(counts, flush=True)
-    result = {
-        **counts,
-        "tokens_per_forward": round(counts["num_tokens"] / counts["num_forwards"], 3),
-        "seconds": round(time.perf_counter() - started, 1),
-        "environment": environment(0, sys.argv),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sys.exit(int(counts["num_equal"] != counts["num_prompts"]))
+    tokens_per_forward = round(counts["num_tokens"] / counts["num_forwards"], 3)
+    seconds = round(time.perf_counter() - started, 1)
+    print(found := {"vocab_size": vocab_size, **counts, "tokens_per_forward": tokens_per_forward, "seconds": seconds})
+    return found
+
+
+def main() -> None:
+    """Decode with models of all vocabulary sizes and write what was found; exit with 1 if a text differs."""
+    parser = argparse.ArgumentParser(description="Compare texts with and without drafts.")
+    parser.add_argument("--vocab_sizes", type=int, nargs="+", default=VOCAB_SIZES)
+    parser.add_argument("--num_prompts", type=int, default=10_000, help="per vocabulary size")
+    parser.add_argument("--output", type=Path, default=Path("runs/lossless_random_texts.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = [run(vocab_size, args.num_prompts) for vocab_size in args.vocab_sizes]
+    write_json(args.output, {"runs": runs, "environment": environment(0, sys.argv)})
+    sys.exit(int(any(found["num_equal"] != found["num_prompts"] for found in runs)))
 
 
 if __name__ == "__main__":
