@@ -304,8 +304,10 @@ def num_forwards(decoder: Decoder, case: Case) -> int | None:
 
 
 def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
-    if decoder.selection == "random" or (decoder.infill == "bonus" and decoder.fused):
-        return None  # the cost of a forward decides when a plan rides along, or how much is decoded after an end depends on the order
+    if decoder.infill == "bonus" and decoder.fused:
+        return None  # the cost of a forward decides when a plan rides along
+    if decoder.selection == "random":
+        return None  # how much is decoded after an end depends on the order
     size = decoder.slot_size
     per_block = ceil(ceil(case.budget / size) / (decoder.num_serial_blocks or min(2, ceil(case.budget / size))))
     certainty = case.certainty**size if decoder.certainty == "product" else case.certainty
