@@ -116,6 +116,9 @@ class SlowReFusion:
     def round(self) -> None:
         size = self.options.slot_size
         chosen, drafts = self.plan()
+        if self.options.infill == "bonus":
+            self.bonus([Row(slot, drafts[slot], 1) for slot in chosen])
+            return
         row = [token for slot in chosen for token in self.placed(slot, drafts[slot])]
         logits = self.forward(row)
         self.shapes.append((1, len(row)))
@@ -136,6 +139,33 @@ class SlowReFusion:
         else:
             prefixes = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
             self.infill([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
+
+    def bonus(self, rows: list[Row]) -> None:
+        """Fill slots that do not see each other; a round ends with the model's own token. Shapes are not recorded."""
+        size = self.options.slot_size
+        while True:
+            for i, row in enumerate(rows):
+                end = next((j for j in range(row.num_accepted) if row.tokens[j] in self.special.eos_token_ids), None)
+                if end is not None:
+                    row.num_accepted, row.ends = end + 1, True
+                    rows = rows[: i + 1]
+                    break
+            unfilled = [row for row in rows if not row.ends and row.num_accepted < size]
+            if not unfilled:
+                break
+            for row in unfilled:
+                logits = self.forward(self.placed(row.slot, row.tokens))
+                own = [0, *(self.best(values) for values in logits[:-1])]
+                while row.num_accepted < size:
+                    j = row.num_accepted
+                    row.num_accepted += 1
+                    if not self.probability(logits[j - 1], row.tokens[j]) > self.options.token_threshold:
+                        is_own = row.tokens[j] == own[j]
+                        row.tokens[j] = own[j]
+                        if not is_own:
+                            row.tokens[j + 1 :] = own[j + 1 :]
+                            break
+        self.finish_infill(rows)
 
     def accept(self, row: list[Token]) -> None:
         self.extend(row)

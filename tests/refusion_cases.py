@@ -20,7 +20,9 @@ def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
 def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped", "sequential"]))
-    return draw(st.sampled_from([ReFusion, RecomputeKV]))(
+    cls = draw(st.sampled_from([ReFusion, RecomputeKV]))
+    infills = ["mask", "mask", "autoregressive", *["bonus"] * (cls is ReFusion)]
+    return cls(
         slot_size=size,
         num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
         slot_threshold=draw(THRESHOLDS),
@@ -28,7 +30,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
         certainty=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
         selection=selection,
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
-        infill=draw(st.sampled_from(["mask", "mask", "autoregressive"])),
+        infill=draw(st.sampled_from(infills)),
         fused=False,
         infill_layout="reference",
     )

@@ -304,6 +304,8 @@ def num_forwards(decoder: Decoder, case: Case) -> int | None:
 
 
 def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
+    if decoder.infill == "bonus" and decoder.fused:
+        return None  # the cost of a forward decides when a plan rides along
     if decoder.selection == "random":
         return None  # how much is decoded after an end depends on the order
     size = decoder.slot_size
@@ -322,6 +324,8 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     while slot < num_slots:
         chosen = min(at_once, per_block - slot % per_block)
         infill = infill_forwards(decoder, case, None if end is None else end - slot * size)
+        if decoder.infill == "bonus":  # an oracle's drafts are its own choice: accepted, but for first tokens
+            infill = -(size == 1 or end == slot * size)
         num += 2 - planned + infill
         slot += chosen
         planned = decoder.fused and (infill == 0 or isinstance(decoder, RecomputeKV))

@@ -44,7 +44,9 @@ class ReFusion(Decoder):
             ignore certainty; they are baselines for the decoding order.
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
-        infill: How rejected tails are filled: by ``mask`` predictions (the paper), or ``autoregressive``.
+        infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
+            chosen slots are verified side by side, and where a draft is rejected, the model's own next token of the
+            same forward takes its place (the bonus token of speculative decoding). So every forward commits a token.
         fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
             no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
             text.
@@ -66,7 +68,7 @@ class ReFusion(Decoder):
     certainty: Literal["first", "mean", "min", "product"] = "first"
     selection: Selection = "threshold"
     k: int | None = None
-    infill: Literal["mask", "autoregressive"] = "mask"
+    infill: Literal["mask", "autoregressive", "bonus"] = "mask"
     fused: bool = True
     infill_layout: Literal["packed", "reference"] = "packed"
 
@@ -78,7 +80,7 @@ class ReFusion(Decoder):
         require_probability("token_threshold", self.token_threshold)
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, get_args(Selection))
-        require_choice("infill", self.infill, ("mask", "autoregressive"))
+        require_choice("infill", self.infill, ("mask", "autoregressive", "bonus"))
         require_choice("fused", self.fused, (True, False))
         require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
         takes_k = self.selection != "threshold"
@@ -107,6 +109,8 @@ class ReFusion(Decoder):
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
+        if state.infill is not None and (yield from self._continue(state, state.infill)):
+            return
         if not state.remaining:
             state.remaining = state.upcoming_block()
             state.next_block += 1
@@ -115,12 +119,14 @@ class ReFusion(Decoder):
         if plan is None:
             plan = yield from self._plan(state)
         chosen, tokens = yield from self._choose(state, plan)
+        if self.infill == "bonus":
+            self._close(state, self._open(state, chosen, tokens))
+            return
         passes = yield from self._verify(state, chosen, tokens)
         if not self._accept_prefix(state, chosen, tokens, passes):
             state.planned = None
             yield from self._fill(state, chosen, tokens, passes)
-        is_last = state.next_block == len(state.blocks)
-        state.finished = not state.remaining and (is_last or state.prefix_ends)
+        state.finished = state.is_filled
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:
         """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
@@ -219,15 +225,80 @@ class ReFusion(Decoder):
             cached = prefix if packed and index == 0 else 0
             start = state.prompt_length + state.slots[slot].start
             slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
-        infill = SlotInfill(state, slots, state.context_length, packed=packed)
+        infill = SlotInfill(state, slots, state.context_length, chosen, packed=packed)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
         yield from fill(infill, self.token_threshold, state.num_forwards)
-        taken = [chosen[slot.index] for slot in infill.slots]
+        taken = infill.taken
         yield from self._store(state, infill, state.upcoming(taken, ends=infill.found_eos))
         for slot in infill.slots:
             first = slot.start - state.prompt_length
             state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
         state.remaining = state.left(taken, ends=infill.found_eos)
+
+    def _open(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> SlotInfill:
+        """Open the chosen slots: commit their first tokens, all others are drafts."""
+        slots = []
+        for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
+            start = state.prompt_length + state.slots[slot].start
+            slots.append(OpenSlot(start, index, tokens[slice(*bounds)], num_accepted=1))
+        infill = SlotInfill(state, slots, state.context_length, chosen, packed=True)
+        infill.commit([0] * len(slots))
+        state.remaining = [slot for slot in state.remaining if slot not in chosen]
+        return infill
+
+    def _continue(self, state: ReFusionState, infill: SlotInfill) -> Steps[int]:
+        """Verify all drafts of the open slots, replace the first rejected one of each, and plan where it may pay.
+
+        Returns:
+            How many drafts were verified; with none, it only planned.
+        """
+        fed = [slot for slot in infill.slots if slot.num_cached < slot.num_fed]
+        branches = [infill.bonus_branch(slot) for slot in fed]
+        upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
+        num_drafts = sum(slot.num_fed - slot.num_accepted for slot in infill.slots)
+        plans = bool(upcoming) and self._pays(state, num_drafts, state.bounds(upcoming)[-1])
+        masks = self._masks(state, upcoming, num_seen=infill.end, write_at=infill.end)
+        if plans:
+            # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
+            branches.append(replace(masks, draft_at=()) if num_drafts else masks)
+        phase = "plan" if not num_drafts else "verify+plan" if plans else "verify"
+        draw = Draw(sampling=state.sampling.greedy(), with_probability=False) if num_drafts else self._draw(state)
+        readings = yield Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
+        before = [slot.num_accepted for slot in infill.slots]
+        had_eos = infill.found_eos
+        for slot, reading in zip(fed, readings, strict=False):
+            tested, accepted = slot.replace_rejected(reading, self.token_threshold)
+            state.num_tested += tested
+            state.num_accepted += accepted
+        infill.drop_after_end()
+        infill.commit(before)
+        is_cached = all(slot.num_cached == slot.num_accepted for slot in infill.slots)
+        if plans and infill.is_done and is_cached and infill.found_eos == had_eos:
+            if num_drafts:
+                draft_at = (*[()] * len(fed), masks.draft_at)
+                readings = yield MoreDrafts(draft_at=draft_at, draw=self._draw(state))
+            state.planned = Plan(upcoming, 0, len(branches), readings[-1])
+        self._close(state, infill)
+        return num_drafts
+
+    def _pays(self, state: ReFusionState, num_drafts: int, num_masks: int) -> bool:
+        """Whether to append the masks of a plan to the verification of drafts: it counts if all are accepted."""
+        if not num_drafts:
+            return True
+        chance = float(self.fused) * ((state.num_accepted + 2) / (state.num_tested + 4)) ** num_drafts
+        return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
+
+    def _close(self, state: ReFusionState, infill: SlotInfill) -> None:
+        """Close the open slots once all are complete and cached; the next plan feeds what is not cached yet."""
+        taken = infill.taken
+        state.remaining = state.left(taken, ends=infill.found_eos)
+        is_cached = all(slot.num_cached == slot.num_accepted for slot in infill.slots)
+        is_last = infill.is_done and not state.upcoming(taken, ends=infill.found_eos)
+        state.infill = infill
+        if is_last or (infill.is_done and is_cached):
+            state.context_length = infill.end
+            state.infill = None
+        state.finished = state.infill is None and state.is_filled
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""
@@ -278,6 +349,12 @@ class RecomputeKV(ReFusion):
 
     In the recomputed keys and values, slots filled in parallel see each other: the paper's ablation of key/value reuse.
     """
+
+    def __post_init__(self) -> None:
+        """Refuse ``infill: bonus``, after which all slots' entries are kept as they are."""
+        super().__post_init__()
+        fix = "use ReFusion for bonus tokens"
+        require(self.infill != "bonus", "infill", "mask or autoregressive", self.infill, fix)
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:
         branch = Branch(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from refusion_lit.engine.decoder import RowState, max_length
 from refusion_lit.engine.requests import Compaction, Reading
+from refusion_lit.refusion.infill import SlotInfill
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -90,6 +91,9 @@ class ReFusionState(SlotState):
         keep: Pending compaction of the cache by the next forward.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
+        infill: The open slots of ``infill: bonus``, which stay open over several steps.
+        num_tested: Drafts that ``infill: bonus`` compared with the model's own token so far.
+        num_accepted: Drafts that it accepted.
     """
 
     remaining: list[int] = field(default_factory=list)
@@ -97,6 +101,14 @@ class ReFusionState(SlotState):
     keep: Compaction | None = None
     num_plans: int = 0
     planned: Plan | None = None
+    infill: SlotInfill | None = None
+    num_tested: int = 0
+    num_accepted: int = 0
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether no slot is left of the last serial block, or of the response up to an EOS."""
+        return not self.remaining and (self.next_block == len(self.blocks) or self.prefix_ends)
 
     @property
     def has_eos(self) -> bool:

@@ -179,7 +179,7 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
         ({"token_threshold": float("nan")}, "^token_threshold: expected a probability"),
         ({"certainty": "median"}, "^certainty: expected one of first, mean, min, product, got 'median'"),
         ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, sequential, random, got 'best'"),
-        ({"infill": "none"}, "^infill: expected one of mask, autoregressive, got 'none'"),
+        ({"infill": "none"}, "^infill: expected one of mask, autoregressive, bonus, got 'none'"),
         ({"selection": "top_k"}, "^k: expected an integer of at least 1 .*, got None"),
         ({"selection": "capped", "k": 0}, "^k: expected an integer of at least 1 .*, got 0"),
         ({"k": 3}, "^k: expected null, got 3"),

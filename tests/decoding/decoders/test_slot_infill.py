@@ -17,6 +17,7 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
     return SlotInfill(
         slots=[OpenSlot(100 + SIZE * i, i, list(tokens), prefix) for i, (tokens, prefix) in enumerate(slots)],
         context_length=CONTEXT,
+        chosen=range(len(slots)),
         state=RowState.blank(Prompt(token_ids=(3,), id="p"), SamplingParams(temperature=0.7), SPECIAL),
     )
 
