@@ -66,6 +66,23 @@ def _random_texts(found: Result) -> str:
     return markdown_table([*names.values(), "tokens per text", "tokens/forward"], rows)
 
 
+@table("refusion_pays small models", _path("refusion_pays", "small_models.json"))
+def _bonus(found: Result) -> str:
+    titles = ("model", "`infill`", "forward cost", "right answers", "tokens/forward", "positions/token")
+    rows = [
+        [
+            f"`additions-{row['model']}`",
+            f"`{row['infill']}`",
+            f"{row['forward_cost']:.0f}" if row["infill"] == "bonus" else "",
+            f"{row['num_right']} of {row['num_prompts']}",
+            f"{row['num_tokens'] / row['num_forwards']:.2f}",
+            f"{row['num_positions'] / row['num_tokens']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    return markdown_table(titles, rows)
+
+
 _CONTROLLED, _MORE = _path("controlled_comparison"), _path("controlled_comparison", "more.json")
 
 

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 29,
-    "command to text: lines": 5370,
+    "command to text: lines": 5400,
     "token ids to text: files": 24,
-    "token ids to text: lines": 4820,
+    "token ids to text: lines": 4860,
     "examples to loss: files": 19,
     "examples to loss: lines": 3300,
     "test: files": 65,
-    "test: lines": 12_930,
-    "package: files": 170,
-    "package: lines": 25_950,
-    "package: lines of code": 16_300,
+    "test: lines": 12_960,
+    "package: files": 171,
+    "package: lines": 26_130,
+    "package: lines of code": 16_400,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

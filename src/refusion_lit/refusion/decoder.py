@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -109,7 +110,7 @@ class ReFusion(Decoder):
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
-        if state.infill is not None and (yield from self._continue(state, state.infill)):
+        if state.infill is not None and (yield from self._advance(state, state.infill)):
             return
         if not state.remaining:
             state.remaining = state.upcoming_block()
@@ -120,7 +121,7 @@ class ReFusion(Decoder):
             plan = yield from self._plan(state)
         chosen, tokens = yield from self._choose(state, plan)
         if self.infill == "bonus":
-            self._close(state, self._open(state, chosen, tokens))
+            bonus.open_slots(state, chosen, tokens)
             return
         passes = yield from self._verify(state, chosen, tokens)
         if not self._accept_prefix(state, chosen, tokens, passes):
@@ -235,70 +236,13 @@ class ReFusion(Decoder):
             state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
         state.remaining = state.left(taken, ends=infill.found_eos)
 
-    def _open(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> SlotInfill:
-        """Open the chosen slots: commit their first tokens, all others are drafts."""
-        slots = []
-        for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
-            start = state.prompt_length + state.slots[slot].start
-            slots.append(OpenSlot(start, index, tokens[slice(*bounds)], num_accepted=1))
-        infill = SlotInfill(state, slots, state.context_length, chosen, packed=True)
-        infill.commit([0] * len(slots))
-        state.remaining = [slot for slot in state.remaining if slot not in chosen]
-        return infill
-
-    def _continue(self, state: ReFusionState, infill: SlotInfill) -> Steps[int]:
-        """Verify all drafts of the open slots, replace the first rejected one of each, and plan where it may pay.
-
-        Returns:
-            How many drafts were verified; with none, it only planned.
-        """
-        fed = [slot for slot in infill.slots if slot.num_cached < slot.num_fed]
-        branches = [infill.bonus_branch(slot) for slot in fed]
+    def _advance(self, state: ReFusionState, infill: SlotInfill) -> Steps[int]:
+        """Run one forward of ``infill: bonus``; return how many drafts it verified."""
         upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
-        num_drafts = sum(slot.num_fed - slot.num_accepted for slot in infill.slots)
-        plans = bool(upcoming) and self._pays(state, num_drafts, state.bounds(upcoming)[-1])
-        masks = self._masks(state, upcoming, num_seen=infill.end, write_at=infill.end)
-        if plans:
-            # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
-            branches.append(replace(masks, draft_at=()) if num_drafts else masks)
-        phase = "plan" if not num_drafts else "verify+plan" if plans else "verify"
-        draw = Draw(sampling=state.sampling.greedy(), with_probability=False) if num_drafts else self._draw(state)
-        readings = yield Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
-        before = [slot.num_accepted for slot in infill.slots]
-        had_eos = infill.found_eos
-        for slot, reading in zip(fed, readings, strict=False):
-            tested, accepted = slot.replace_rejected(reading, self.token_threshold)
-            state.num_tested += tested
-            state.num_accepted += accepted
-        infill.drop_after_end()
-        infill.commit(before)
-        is_cached = all(slot.num_cached == slot.num_accepted for slot in infill.slots)
-        if plans and infill.is_done and is_cached and infill.found_eos == had_eos:
-            if num_drafts:
-                draft_at = (*[()] * len(fed), masks.draft_at)
-                readings = yield MoreDrafts(draft_at=draft_at, draw=self._draw(state))
-            state.planned = Plan(upcoming, 0, len(branches), readings[-1])
-        self._close(state, infill)
-        return num_drafts
-
-    def _pays(self, state: ReFusionState, num_drafts: int, num_masks: int) -> bool:
-        """Whether to append the masks of a plan to the verification of drafts: it counts if all are accepted."""
-        if not num_drafts:
-            return True
-        chance = float(self.fused) * ((state.num_accepted + 2) / (state.num_tested + 4)) ** num_drafts
-        return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
-
-    def _close(self, state: ReFusionState, infill: SlotInfill) -> None:
-        """Close the open slots once all are complete and cached; the next plan feeds what is not cached yet."""
-        taken = infill.taken
-        state.remaining = state.left(taken, ends=infill.found_eos)
-        is_cached = all(slot.num_cached == slot.num_accepted for slot in infill.slots)
-        is_last = infill.is_done and not state.upcoming(taken, ends=infill.found_eos)
-        state.infill = infill
-        if is_last or (infill.is_done and is_cached):
-            state.context_length = infill.end
-            state.infill = None
-        state.finished = state.infill is None and state.is_filled
+        end = bonus.cache_end(infill)
+        masks = self._masks(state, upcoming, num_seen=end, write_at=end)
+        draw = self._draw(state)
+        return (yield from bonus.advance(state, infill, masks, upcoming, self.token_threshold, draw, fused=self.fused))
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 
 
 @dataclass(slots=True)
@@ -36,42 +36,9 @@ class OpenSlot:
     num_cached: int = 0
 
     @property
-    def num_fed(self) -> int:
-        """Tokens that are fed, if not cached: all drafts of an incomplete slot, and what was accepted of others."""
-        return self.num_accepted if self.is_complete else len(self.tokens)
-
-    @property
     def is_complete(self) -> bool:
         """Whether nothing is left to accept."""
         return self.ends or self.num_accepted == len(self.tokens)
-
-    def replace_rejected(self, reading: Reading, threshold: float) -> tuple[int, int]:
-        """Accept drafts up to the first rejected one, and put the model's own next token in its place.
-
-        A draft is accepted if its probability is above the threshold, or if it is the model's own choice. After the
-        replaced token, the model's choices after the rejected drafts are the next drafts, as in Jacobi decoding.
-
-        Args:
-            reading: Choice and probability of the draft for each token that is not accepted.
-            threshold: Drafts above it are accepted.
-
-        Returns:
-            How many drafts were tested, and how many of them were accepted.
-        """
-        drafts = self.tokens[self.num_accepted : self.num_fed]
-        if not drafts:  # what was accepted is cached now
-            self.num_cached = self.num_accepted
-            return 0, 0
-        agrees = [
-            score > threshold or token == draft
-            for draft, token, score in zip(drafts, reading.tokens, reading.scores, strict=True)
-        ]
-        accepted = [*agrees, False].index(False)
-        first = self.num_accepted + accepted
-        self.num_cached = first
-        self.tokens[first:] = reading.tokens[accepted:]
-        self.num_accepted = min(first + 1, len(self.tokens))
-        return min(accepted + 1, len(drafts)), accepted
 
     def accept(self, scores: Sequence[float], threshold: float) -> None:
         """Extend the accepted prefix by one token, then while the probability of proposals is above the threshold.
@@ -137,28 +104,10 @@ class SlotInfill:
             score_at=score_at,
         )
 
-    def bonus_branch(self, slot: OpenSlot) -> Branch:
-        """Return the branch that feeds a slot's last accepted token and its drafts, and reads what follows each."""
-        tokens = slot.tokens[slot.num_cached : slot.num_fed]
-        offsets = [place - 1 - slot.num_cached for place in range(slot.num_accepted, slot.num_fed)]
-        scores = [(offset, tokens[offset + 1]) for offset in offsets]
-        return self.branch(slot, tokens, draft_at=offsets, score_at=scores, shift=1)
-
-    @property
-    def end(self) -> int:
-        """Cache index after the open slots, which lie one after the other; what follows an EOS is not kept."""
-        return self.cache_index(self.slots[-1]) + self.slots[-1].num_fed
-
     @property
     def taken(self) -> list[int]:
         """The open slots' numbers among those of the response."""
         return [self.chosen[slot.index] for slot in self.slots]
-
-    def commit(self, before: Sequence[int]) -> None:
-        """Commit what was accepted of each slot since it had ``before`` accepted tokens."""
-        for slot, start in zip(self.slots, before, strict=False):  # dropped slots are the last ones
-            first = slot.start - self.state.prompt_length
-            self.state.commit(range(first + start, first + slot.num_accepted), slot.tokens[start : slot.num_accepted])
 
     def close_round(self) -> None:
         """Look for an EOS, drop the slots after it, and update the number of final cache entries."""
