@@ -2,8 +2,8 @@
 
 usage: python experiments/refusion_pays/small_models.py [--output FILE]
 
-Decodes the prompts of ReFusion's reference outputs, in the same settings, with each `infill`, alone and greedily, on the
-two models of the reference outputs. Counts only: no figure here depends on the machine.
+Decodes the prompts of ReFusion's reference outputs, in the same settings, with each `infill`, alone and greedily, on
+the two models of the reference outputs. Counts only: no figure here depends on the machine.
 """
 
 from __future__ import annotations
