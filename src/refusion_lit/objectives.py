@@ -10,6 +10,7 @@ from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
 from refusion_lit.refusion.objective import Hybrid
+from refusion_lit.refusion.serial import SerialHybrid
 from refusion_lit.refusion.zarya import Zarya
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Hybrid",
     "Masked",
     "Objective",
+    "SerialHybrid",
     "SoftTail",
     "StaggeredSets",
     "Zarya",

@@ -150,6 +150,7 @@ def corrupt_slots(
     slot_sizes: Int[Tensor, " batch"],
     mask_token_id: int,
     masked_order: Int[Tensor, "batch slot"] | None = None,
+    block: tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]] | None = None,
 ) -> SlotLayout:
     """Mask slots, then move the clean ones, in random order, before the masked ones.
 
@@ -161,6 +162,8 @@ def corrupt_slots(
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
         masked_order: Numbers by which masked slots are sorted, at least 0; ``None`` for text order.
+        block: First slot of each row's serial block and the slot after it: slots before it stay in text order, slots
+            after it become padding, as a decoder feeds no more. ``None``: the whole response is one block.
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]
@@ -170,22 +173,30 @@ def corrupt_slots(
 
     masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, noise.bits("slot_order", num_slots))
+    following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
+    labels = _next_in_slot(batch, in_response, offsets, slot_sizes)
+    if block is not None:
+        first, end = (bound[:, None] for bound in block)
+        numbers = torch.arange(num_slots, device=slots.device)
+        slot_keys = torch.where(numbers < first, numbers - num_slots, slot_keys)
+        following = following | (in_response & (slots >= end))
+        in_response = in_response & ~following
+        labels = labels.masked_fill(following, IGNORE_INDEX)
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 
     is_masked = slot_is_masked.gather(1, slots) & in_response
-    labels = torch.where(is_masked, batch.input_ids, _next_in_slot(batch, in_response, offsets, slot_sizes))
+    labels = torch.where(is_masked, batch.input_ids, labels)
     input_ids = batch.input_ids.masked_fill(is_masked, mask_token_id)
 
     # One sort key per token: prompt, then the response by rank of its slot, then padding, each in text order.
-    is_padding = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
-    group = torch.where(in_response, 1 + slot_ranks.gather(1, slots), is_padding.long() * (num_slots + 1))
+    group = torch.where(in_response, 1 + slot_ranks.gather(1, slots), following.long() * (num_slots + 1))
     order = (group * num_tokens + positions).argsort(dim=1)
     return SlotLayout(
         input_ids=input_ids.gather(1, order),
         position_ids=order,
         labels=labels.gather(1, order),
         is_masked=is_masked.gather(1, order),
-        is_real=~is_padding,  # padding is not moved
+        is_real=~following,  # padding is not moved
     )
 
 

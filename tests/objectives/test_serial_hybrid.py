@@ -1,0 +1,96 @@
+"""``SerialHybrid``: a complete prefix, then one serial block with masked slots, and nothing after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import Hybrid, SerialHybrid
+from refusion_lit.types import SpecialTokens
+
+MASK, PAD = 1, 0
+SPECIAL = SpecialTokens(mask_token_id=MASK, pad_token_id=PAD, eos_token_ids=(2,), vocab_size=1000)
+
+
+def batch_of(sizes: list[tuple[int, int]], seed: int) -> ResponseBatch:
+    """Return a batch in which every token is another one."""
+    width = max(prompt + response for prompt, response in sizes)
+    ids = torch.full((len(sizes), width), PAD)
+    for row, (prompt, response) in enumerate(sizes):
+        ids[row, : prompt + response] = 10 + 100 * row + torch.arange(prompt + response)
+    prompts, responses = torch.tensor(sizes).T
+    return ResponseBatch(
+        input_ids=ids, prompt_lengths=prompts, response_lengths=responses, sample_keys=torch.arange(len(sizes)) + seed
+    )
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=4),
+    slot_size=st.integers(1, 6),
+    block_size=st.integers(1, 20),
+    seed=st.integers(0, 10_000),
+)
+def test_a_row_is_a_prefix_and_a_block(
+    sizes: list[tuple[int, int]], slot_size: int, block_size: int, seed: int
+) -> None:
+    batch = batch_of(sizes, seed)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    found = SerialHybrid(slot_sizes=(slot_size,), block_size=block_size).corrupt(batch, noise, SPECIAL)
+    assert found.is_real is not None
+    assert found.is_masked is not None
+    longest = max(block_size // slot_size, 1)
+    for row, (prompt, response) in enumerate(sizes):
+        length = int(found.is_real[row].sum())
+        assert found.is_real[row, :length].all()
+        positions = found.position_ids[row, :length]
+        assert sorted(positions.tolist()) == list(range(length)), "what is fed has no gaps"
+        assert length == prompt + response or (length - prompt) % slot_size == 0
+        tokens, masked, labels = (values[row, :length] for values in (found.input_ids, found.is_masked, found.labels))
+        own = batch.input_ids[row][positions]
+        assert torch.equal(tokens, torch.where(masked, MASK, own))
+        assert torch.equal(labels[masked], own[masked])
+        assert (found.labels[row, length:] == IGNORE_INDEX).all()
+        # Slots that are masked, or stand before none in sequence order but after a later one, are of the block.
+        slots = (positions[prompt:] - prompt) // slot_size
+        num_slots = -(-(length - prompt) // slot_size)
+        block = range(max(num_slots - longest, 0), num_slots)
+        assert {int(slot) for slot in slots[masked[prompt:]]} <= {*block}
+        before = [int(slot) for slot in slots if slot < block.start]
+        assert before == sorted(before), "the prefix is in text order"
+        assert slots[: len(before)].tolist() == before
+
+
+def test_positions_beyond_the_block_are_saved() -> None:
+    batch = batch_of([(4, 200)] * 16, 3)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    found = SerialHybrid(slot_sizes=(4,), block_size=16).corrupt(batch, noise, SPECIAL)
+    assert found.is_real is not None
+    share = float(found.is_real.sum()) / (16 * 204)
+    assert 0.3 < share < 0.8  # half of the response in the mean, and prompt and block
+
+
+def test_a_given_ratio_masks_as_hybrid_does() -> None:
+    batch = batch_of([(4, 30), (2, 17)], 5)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    ratio = torch.tensor([0.4, 0.9])
+    own, plain = (
+        cls(slot_sizes=(4,)).corrupt(batch, noise, SPECIAL, mask_ratio=ratio) for cls in (SerialHybrid, Hybrid)
+    )
+    assert torch.equal(own.input_ids, plain.input_ids)
+    assert torch.equal(own.weights, plain.weights)
+
+
+def test_blocks_grow_with_training() -> None:
+    objective = SerialHybrid(block_size=8, final_block_size=32)
+    assert [objective.at(progress).block_size for progress in (0.0, 0.5, 1.0)] == [8, 20, 32]
+    assert SerialHybrid(block_size=8).at(0.7) == SerialHybrid(block_size=8)
+
+
+@pytest.mark.parametrize("option", ["block_size", "final_block_size"])
+def test_sizes_below_one_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=rf"^objective\.{option}: expected an integer of at least 1, got 0"):
+        SerialHybrid(**{option: 0})
