@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 24,
     "token ids to text: lines": 4860,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3300,
+    "examples to loss: lines": 3310,
     "test: files": 65,
-    "test: lines": 12_960,
-    "package: files": 171,
-    "package: lines": 26_130,
-    "package: lines of code": 16_400,
+    "test: lines": 12_970,
+    "package: files": 172,
+    "package: lines": 26_230,
+    "package: lines of code": 16_470,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
