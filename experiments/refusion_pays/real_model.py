@@ -1,0 +1,136 @@
+"""How many tokens per forward does a converted SmolLM2 make with each decoder, and what are its texts worth?
+
+usage: python experiments/refusion_pays/real_model.py --prompts GSM8K_TEST.jsonl@24 NAME=CHECKPOINT ... [--output FILE]
+
+NAME is that of a training (own_answers, own_answers_serial). Each prompt is decoded alone by every decoder in turn, so
+that other work on the machine meets all of them; times are processor time of one thread. The reference is the base's
+own answer, decoded by `Autoregressive`. Perplexity is that of the texts under the base. What the output holds already
+is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refusion_lit
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
+from refusion_lit.reports.results import environment
+from refusion_lit.types import Prompt, SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import write_json
+from experiments.lossless.table import BASE, read_prompts
+
+BLOCK = 32
+"""Tokens per serial block, as in serial.yaml."""
+
+
+def decoders(max_new_tokens: int) -> dict[str, Decoder]:
+    """Return what is compared."""
+    blocks = max(max_new_tokens // BLOCK, 1)
+
+    def refusion(infill: Any, threshold: float, **options: Any) -> ReFusion:
+        return ReFusion(
+            slot_size=8, num_serial_blocks=blocks, slot_threshold=threshold, token_threshold=threshold, infill=infill,
+            **options,
+        )  # fmt: skip
+
+    return {
+        "SelfSpeculative": SelfSpeculative(slot_size=8),
+        "ReFusion, mask, 0.6": refusion("mask", 0.6),
+        "ReFusion, autoregressive, 0.6": refusion("autoregressive", 0.6),
+        "ReFusion, bonus, 0.6": refusion("bonus", 0.6),
+        "ReFusion, bonus, 0.9": refusion("bonus", 0.9),
+        "ReFusion, bonus, left to right": refusion("bonus", 0.9, selection="sequential", k=1),
+    }
+
+
+def perplexity(base: refusion_lit.TextModel, prompt: Prompt, tokens: list[int]) -> tuple[float, int]:
+    """Return the negative log-likelihood of a text under the base, in nats, and its number of tokens."""
+    ids = torch.tensor([[*prompt.token_ids, *tokens]])
+    model: Any = base.backbone.model
+    with torch.no_grad():
+        logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt.token_ids) - 1 : -1]
+    losses = torch.nn.functional.cross_entropy(logits.float(), ids[0, len(prompt.token_ids) :], reduction="sum")
+    return float(losses), len(tokens)
+
+
+def compared(
+    base: refusion_lit.TextModel, model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int
+) -> dict[str, Any]:
+    """Decode all prompts with all decoders in turn; return figures by decoder."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    ways = {"base, Autoregressive": (base, Autoregressive())}
+    ways |= {name: (model, decoder) for name, decoder in decoders(max_new_tokens).items()}
+    rows: dict[str, list[Any]] = {name: [] for name in ways}
+    seconds = dict.fromkeys(ways, 0.0)
+    for prompt in prompts:
+        for name, (own, decoder) in ways.items():
+            own.decode([prompt], decoder, SamplingParams(max_new_tokens=BLOCK * 2)) if not rows[name] else None
+            started = time.process_time()
+            rows[name] += own.decode([prompt], decoder, sampling).rows
+            seconds[name] += time.process_time() - started
+    reference = rows["base, Autoregressive"]
+    result = {}
+    for name, found in rows.items():
+        num_tokens = sum(row.num_tokens for row in found)
+        losses = [perplexity(base, prompt, row.token_ids) for prompt, row in zip(prompts, found, strict=True)]
+        prefixes = [_common(row.token_ids, own.token_ids) for row, own in zip(found, reference, strict=True)]
+        result[name] = {
+            "tokens_per_forward": round(num_tokens / sum(row.num_forwards for row in found), 3),
+            "positions_per_token": round(sum(row.num_positions for row in found) / num_tokens, 2),
+            "tokens_per_second": round(num_tokens / seconds[name], 2),
+            "ended": sum(row.finish_reason == "eos" for row in found),
+            "identical": sum(row.token_ids == own.token_ids for row, own in zip(found, reference, strict=True)),
+            "common_prefix": round(sum(prefixes) / len(prefixes), 1),
+            "perplexity_under_base": round(math.exp(sum(a for a, _ in losses) / sum(b for _, b in losses)), 2),
+            "texts": [model.tokenizer.decode(list(row.token_ids)) for row in found[:3]],
+        }
+    own_speed = result["base, Autoregressive"]["tokens_per_second"]
+    for figures in result.values():
+        figures["speed_over_autoregressive"] = round(figures["tokens_per_second"] / own_speed, 3)
+    return result
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def main() -> None:
+    """Measure all checkpoints and write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoints", nargs="+", metavar="NAME=CHECKPOINT")
+    parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER")
+    parser.add_argument("--max_new_tokens", type=int, default=160)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("real_model.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    base = refusion_lit.load(BASE, device="cpu", dtype="float32")
+    prompts = read_prompts(base, *args.prompts.split("@"))
+    result: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "runs": {}}
+    if args.output.is_file():
+        result = json.loads(args.output.read_text(encoding="utf-8"))
+    for text in args.checkpoints:
+        name, _, checkpoint = text.partition("=")
+        if name in result["runs"]:
+            continue
+        model = refusion_lit.load(checkpoint, device="cpu", dtype="float32")
+        found = compared(base, model, prompts, args.max_new_tokens)
+        result["runs"][name] = {"decoders": found, "environment": environment(0, sys.argv)}
+        write_json(args.output, result)
+        for decoder, figures in found.items():
+            print(name, decoder, {key: value for key, value in figures.items() if key != "texts"}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
