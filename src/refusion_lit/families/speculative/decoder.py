@@ -14,6 +14,7 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
+from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
@@ -23,6 +24,8 @@ Layout = Literal["two_forwards", "single_forward"]
 _FEW_POSITIONS = 16
 """Up to this many positions, a CPU computes logits hardly slower than for one: reading the LM head's weights dominates.
 So masks that may not be needed are read together with everything else."""
+
+_NEXT_TOKEN = Autoregressive()
 
 _ADAPTERS = 0.15
 """Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
@@ -126,6 +129,9 @@ class SelfSpeculative(Decoder):
         """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
         start = state.prompt_length
         place = state.num_committed
+        if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
+            yield from _NEXT_TOKEN.step(state)  # drafting does not pay
+            return
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*state.text(state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
@@ -171,23 +177,19 @@ class SelfSpeculative(Decoder):
 
     def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
         """Return, by number of accepted drafts, the masks that draft the next tokens; they see no other drafts."""
-        masks = state.special_tokens.draft_token_ids
         size = self.slot_size
-        if size is not None:
-            masks = (state.mask_token_id,) * (1 + (size if self.num_drafts is None else self.num_drafts))
-        elif self.num_drafts is not None:
-            masks = masks[: self.num_drafts]
+        masks = state.special_tokens.draft_token_ids
         groups: dict[int, Branch] = {}
         first = state.prompt_length + place
         for j in range(num_drafts + 1):
             # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
-            length = min(len(masks), len(state.tokens) - place - j - (size is None))
+            length = self._most_masks(state, j)
             is_needed = self._starts_slot(place + j)
             length = max(self._num_masks(state, num_drafts, length), int(is_needed))
             if length <= 0:
                 continue
             groups[j] = Branch(
-                tokens=masks[:length],
+                tokens=masks[:length] if size is None else [state.mask_token_id] * length,
                 positions=range(first + j, first + j + length),
                 visible=((0, first + j),),
                 write_at=write_at,
@@ -199,6 +201,14 @@ class SelfSpeculative(Decoder):
         if self._rejects(state) or sum(len(branch.tokens) for branch in groups.values()) > _FEW_POSITIONS:
             return groups
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
+
+    def _most_masks(self, state: SpeculativeState, num_drafts: int) -> int:
+        """Return how many masks there are for the tokens after a number of accepted drafts."""
+        size = self.slot_size
+        num_own = len(state.special_tokens.draft_token_ids) if size is None else size
+        wanted = num_own if self.num_drafts is None else self.num_drafts
+        masks = min(wanted, num_own) if size is None else 1 + wanted  # a hybrid model's first mask drafts nothing
+        return min(masks, len(state.tokens) - state.num_committed - num_drafts - (size is None))
 
     def _num_masks(self, state: SpeculativeState, num_drafts: int, most: int) -> int:
         """Return how many masks to put after a number of accepted drafts, at most ``most``."""
