@@ -120,21 +120,26 @@ def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> 
 
 def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
     """Draft and verify in turn; return milliseconds of the body for six tokens, and for a token and five masks."""
-    first_mask, body = model.backbone.special_tokens.draft_token_ids[0], model.backbone.hidden_states
+    first_mask, make = model.backbone.special_tokens.draft_token_ids[0], model.backbone.runner
     milliseconds: dict[str, list[float]] = {"six tokens": [], "a token and five masks": []}
 
-    def stopped(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        started = time.perf_counter()
-        hidden = body(input_ids, *args)
-        if input_ids.numel() == 6 and (input_ids[0, 0] < first_mask):
-            name = "a token and five masks" if bool((input_ids[0, 1:] >= first_mask).all()) else "six tokens"
-            milliseconds[name].append(1000 * (time.perf_counter() - started))
-        return hidden
+    def stopped() -> Any:
+        body = make()
 
-    model.backbone.hidden_states = stopped  # pyright: ignore[reportAttributeAccessIssue] - takes what the engine gives
+        def run(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+            started = time.perf_counter()
+            hidden = body(input_ids, *args)
+            if input_ids.numel() == 6 and (input_ids[0, 0] < first_mask):
+                name = "a token and five masks" if bool((input_ids[0, 1:] >= first_mask).all()) else "six tokens"
+                milliseconds[name].append(1000 * (time.perf_counter() - started))
+            return hidden
+
+        return run
+
+    model.backbone.runner = stopped  # pyright: ignore[reportAttributeAccessIssue] - the engine takes it at its start
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     model.decode(prompts, DECODERS["two_forwards"], sampling, batch_size=1)
-    del model.backbone.hidden_states
+    del model.backbone.runner
     result = {
         name: {"median_ms": round(statistics.median(values), 1), "best_ms": round(min(values), 1), "count": len(values)}
         for name, values in milliseconds.items()
