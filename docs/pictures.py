@@ -2,45 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-CELL = 34
-COLOURS = {"prompt": "#dfe3ea", "known": "#9fd3c7", "mask": "#ffffff", "draft": "#ffe08a", "rejected": "#f3a6a0"}
-TARGET = Path(__file__).parent / "img"
-
-
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start") -> str:
-    """Return a line of text."""
-    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
-
-
-def cell(x: float, y: float, label: str, kind: str) -> str:
-    """Return one token: its text, and below it its position."""
-    name, _, position = label.partition("@")
-    dashes = ' stroke-dasharray="3 2"' if kind == "mask" else ""
-    box = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{COLOURS[kind]}" stroke="#555"{dashes}/>'
-    middle = x + CELL / 2
-    return box + text(middle, y + 16, name, 13, "middle") + text(middle, y + 29, position, 9, "middle")
-
-
-def row(y: float, caption: str, groups: list[tuple[str, list[str]]]) -> str:
-    """Return a caption and groups of tokens, from left to right in sequence order."""
-    parts, x = [text(8, y + 21, caption)], 250.0
-    for kind, labels in groups:
-        for label in labels:
-            parts.append(cell(x, y, label, kind))
-            x += CELL
-        x += 8
-    return "".join(parts)
-
-
-def picture(name: str, width: int, height: int, title: str, parts: list[str]) -> None:
-    """Write a picture to its file."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}" '
-        f'font-family="system-ui, sans-serif"><rect width="{width}" height="{height}" fill="#fbfbfb"/>'
-    )
-    (TARGET / name).write_text(head + "".join(parts) + "</svg>\n", encoding="utf-8")
+from drawing import CELL, TARGET, picture, row, text
 
 
 def glossary() -> None:
@@ -314,19 +276,134 @@ def preference() -> None:
     picture("r2ft.svg", 700, 234, "A sample of R2FT", parts)
 
 
+def speculation() -> None:
+    """Draw a round of SelfSpeculative in a single forward, with two drafts."""
+    text_so_far = ("prompt", ["Who@0", "is@1", "?@2"])
+    groups = [("mask", [f"M@{i}", f"M@{i + 1}"]) for i in (4, 5, 6)]
+    parts = [
+        row(10, "1  last token, drafts, mask groups", [text_so_far, ("known", ["a@3"]), ("draft", ["b@4", "x@5"]),
+                                                       *groups]),
+        row(62, "2  the model's own next tokens", [text_so_far, ("known", ["a@3", "b@4", "c@5"]),
+                                                   ("rejected", ["x@5"])]),
+        row(114, "3  the group after one accepted draft", [text_so_far, ("known", ["a@3", "b@4", "c@5"]),
+                                                           ("draft", ["d@6", "e@7"])]),
+        text(8, 170, "Group j attends to the text and to the first j drafts only, as if exactly j were accepted. A "
+                     "mask drafts the", 12),
+        text(8, 186, "token after its position. One draft (b) is accepted, the model's own token (c) follows, so the "
+                     "second group's", 12),
+        text(8, 202, "drafts (d, e) are verified by the next forward. Red: rejected. Green: the model's own text.", 12),
+    ]  # fmt: skip
+    picture("self_speculative.svg", 860, 214, "One round of SelfSpeculative", parts)
+
+
+def bonus() -> None:
+    """Draw two forwards of ReFusion with bonus tokens and two open slots of three tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  verify two open slots", [prompt, ("known", ["a@3"]), ("draft", ["x@4", "y@5"]), ("known", ["g@9"]),
+                                             ("draft", ["h@10", "z@11"])]),
+        row(62, "2  the model's own token", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5"]),
+                                             ("known", ["g@9", "h@10", "i@11"])]),
+        row(114, "3  feed what is new, and masks", [prompt, ("known", ["b@4"]), ("draft", ["c@5"]), ("known", ["i@11"]),
+                                                    ("mask", ["M@6", "M@7", "M@8"])]),
+        text(8, 170, "Slots see the prompt and themselves. x is rejected: the model's own token b takes its place, and "
+                     "its choice after x", 12),
+        text(8, 186, "is the next draft. h is accepted, z replaced. In row 3 the next plan rides along: it counts if c "
+                     "is accepted.", 12),
+    ]  # fmt: skip
+    picture("bonus.svg", 760, 198, "Two forwards of ReFusion with bonus tokens", parts)
+
+
+def dual_cache() -> None:
+    """Draw two forwards of Fast-dLLM's dual cache with blocks of three tokens."""
+    prompt = ["Who@0", "is@1", "?@2"]
+    masks = [f"M@{i}" for i in range(3, 9)]
+    parts = [
+        row(10, "1  feed the whole canvas, cache it", [("prompt", prompt), ("mask", masks[:3]), ("mask", masks[3:])]),
+        row(62, "2  unmask above the threshold", [("prompt", prompt), ("draft", ["a@3"]), ("mask", masks[1:2]),
+                                                  ("draft", ["c@5"]), ("mask", masks[3:])]),
+        row(114, "3  feed the block alone", [("draft", ["a@3"]), ("mask", masks[1:2]), ("draft", ["c@5"])]),
+        row(166, "4  the block is full: next block", [("prompt", prompt), ("known", ["a@3", "b@4", "c@5"]),
+                                                      ("mask", masks[3:])]),
+        text(8, 222, "Rows 1, 3 and 4 are forwards, in both directions. In row 3 the block attends to cached entries "
+                     "of all other tokens,", 12),
+        text(8, 238, "which were computed when the block was still masked: an approximation. cache: prefix reuses the "
+                     "left part only.", 12),
+        text(8, 254, "Row 4 renews the cache. Grey: prompt. Dashed: mask. Yellow: unmasked. Green: finished.", 12),
+    ]  # fmt: skip
+    picture("fast_dllm.svg", 700, 266, "One block of Fast-dLLM with the dual cache", parts)
+
+
+def block_diffusion() -> None:
+    """Draw three forwards of block diffusion with blocks of three tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [f"M@{i}" for i in range(3, 9)]
+    parts = [
+        row(10, "1  feed a block of masks", [prompt, ("mask", masks[:3])]),
+        row(62, "2  unmask above the threshold", [prompt, ("draft", ["a@3"]),
+                                                  ("mask", masks[1:2]), ("draft", ["c@5"])]),
+        row(114, "3  feed the block again", [prompt, ("draft", ["a@3", "b@4", "c@5"])]),
+        row(166, "4  feed it clean with the next block", [prompt, ("known", ["a@3", "b@4", "c@5"]),
+                                                        ("mask", masks[3:])]),
+        text(8, 222, "A token attends to its own block, in both directions, and to the KV cache of all blocks before "
+                     "it. Row 4 stores the", 12),
+        text(8, 238, "finished block, exactly, as nothing later changes it. Dashed: mask. Yellow: unmasked. Green: "
+                     "cached.", 12),
+    ]  # fmt: skip
+    picture("block_diffusion.svg", 700, 250, "One block of block diffusion", parts)
+
+
+def objectives() -> None:
+    """Draw the training input of Hybrid, Masked and BlockMasked on one sample, and where the loss is taken."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    clean = ["a@3", "b@4", "c@5", "d@6", "e@7", "f@8"]
+    parts = [
+        row(10, "sample", [prompt, ("known", clean[:2]), ("known", clean[2:4]), ("known", clean[4:])]),
+        row(62, "Hybrid: causal, in this order", [prompt, ("known", clean[4:]), ("known", clean[:2]),
+                                                  ("mask", ["M@5", "M@6"])]),
+        row(98, "  loss", [("prompt", ["", "", ""]), ("draft", ["f", ""]), ("draft", ["b", ""]),
+                            ("draft", ["c", "d"])]),
+        row(150, "Masked: bidirectional", [prompt, ("known", clean[:1]), ("mask", ["M@4", "M@5"]),
+                                           ("known", clean[3:5]),
+                                           ("mask", ["M@8"])]),
+        row(186, "  loss", [("prompt", ["", "", ""]), ("draft", [""]), ("draft", ["b", "c"]), ("draft", ["", ""]),
+                            ("draft", ["f"])]),
+        row(238, "BlockMasked: block-causal", [prompt, ("mask", ["M@3"]), ("known", clean[1:2]),
+                                               ("mask", ["M@5", "M@6"]),
+                                               ("known", clean[4:5]), ("mask", ["M@8"])]),
+        row(274, "  loss", [("prompt", ["", "", ""]), ("draft", ["a"]), ("draft", [""]), ("draft", ["c", "d"]),
+                            ("draft", [""]), ("draft", ["f"])]),
+        text(8, 330, "Hybrid masks whole slots and learns from every token: clean slots by next-token prediction, "
+                     "masked slots by their", 12),
+        text(8, 346, "own tokens. Masked and BlockMasked learn from masked tokens only; for BlockMasked, earlier "
+                     "blocks are clean.", 12),
+    ]  # fmt: skip
+    picture("objectives.svg", 700, 358, "Hybrid, Masked and BlockMasked on one sample", parts)
+
+
+PICTURES = (
+    decoding,
+    glossary,
+    window,
+    search,
+    groups,
+    blocks,
+    pipeline,
+    editing,
+    sets,
+    verification,
+    training,
+    attention,
+    convolution,
+    preference,
+    speculation,
+    bonus,
+    dual_cache,
+    block_diffusion,
+    objectives,
+)
+
 if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
-    decoding()
-    glossary()
-    window()
-    search()
-    groups()
-    blocks()
-    pipeline()
-    editing()
-    sets()
-    verification()
-    training()
-    attention()
-    convolution()
-    preference()
+    for draw in PICTURES:
+        draw()

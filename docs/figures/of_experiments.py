@@ -48,6 +48,22 @@ def _coupling(results: Result) -> str:
     return coupling.markdown(results["temperatures"])
 
 
+@table("lossless default", _path("lossless", "default.json"))
+def _default(found: Result) -> str:
+    rows = [
+        [
+            dtype,
+            row["batch_size"],
+            f"{row['identical']} of {row['num_decodes']}",
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['speed_over_autoregressive']:.3f}",
+        ]
+        for dtype, values in found["types"].items()
+        for row in values["batches"]
+    ]
+    return markdown_table(["type", "batch size", "same text", "tokens/forward", "over `Autoregressive`"], rows)
+
+
 @table("lossless random texts", _path("lossless", "random_texts.json"))
 def _random_texts(found: Result) -> str:
     names = {
