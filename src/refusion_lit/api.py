@@ -80,9 +80,11 @@ class TextModel:
         Raises:
             ValueError: If it has another tokenizer.
         """
-        own, given = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        own = self.tokenizer.get_vocab()
+        given = other.tokenizer.get_vocab()
         differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
-        expected, got = "a model with the same tokenizer", f"one with another id for {differing!r}"
+        expected = "a model with the same tokenizer"
+        got = f"one with another id for {differing!r}"
         require(differing is None, "verifier", expected, got, "load another one")
         self.verifier = other.backbone
 
@@ -212,7 +214,8 @@ class TextModel:
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         decoder = decoder or self.default_decoder.fitted(sampling)
         row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
-        name, slot_size = type(decoder).__name__, getattr(decoder, "slot_size", None) or 1
+        name = type(decoder).__name__
+        slot_size = getattr(decoder, "slot_size", None) or 1
         shown = {"prompt": query, "prompt_length": len(ids), "decoder": name, "slot_size": slot_size}
         return row, trace_of(row, **shown, piece=self.piece)
 
@@ -362,7 +365,8 @@ def load(
 
 def _device(name: str | torch.device) -> torch.device:
     """Return the device of a name, having made sure that this machine has it."""
-    expected, fix = "one that this machine has", "use cpu, or auto"
+    expected = "one that this machine has"
+    fix = "use cpu, or auto"
     require(str(name).partition(":")[0] != "meta", "device", "one that computes", str(name), "use cpu or cuda")
     try:
         device = torch.device(default_device() if name == "auto" else name)

@@ -177,7 +177,8 @@ class PromptBatch:
     """
 
     def __init__(self, *, prompts: list[Prompt], examples: list[Example]) -> None:
-        self.prompts, self.examples = prompts, examples
+        self.prompts = prompts
+        self.examples = examples
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
         """Return the batch itself: it holds no tensors."""
@@ -254,7 +255,8 @@ class SamplingParams:
         holds = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         require_at_least("entropy_window", self.entropy_window, 2)
-        most, least = math.log(self.entropy_window), self.min_entropy
+        most = math.log(self.entropy_window)
+        least = self.min_entropy
         holds = least is None or (is_number(least, Real) and 0 < least <= most)
         require(holds, "min_entropy", f"a number above 0 and at most {most:.2f}, the entropy of {self.entropy_window} "
                 "different tokens, or null", least, "lower it, or raise entropy_window")  # fmt: skip

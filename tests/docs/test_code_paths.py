@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 29,
-    "command to text: lines": 5400,
+    "command to text: lines": 5402,
     "token ids to text: files": 24,
     "token ids to text: lines": 4860,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3310,
+    "examples to loss: lines": 3311,
     "test: files": 65,
-    "test: lines": 12_970,
+    "test: lines": 12_977,
     "package: files": 172,
-    "package: lines": 26_230,
-    "package: lines of code": 16_470,
+    "package: lines": 26_253,
+    "package: lines of code": 16_486,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -162,7 +162,8 @@ class _Pending:
             self.flush()
 
     def flush(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         if lines:
             self._file.write(lines)
         self._written = time.monotonic()
@@ -211,7 +212,8 @@ def _from_json(line: str, where: str, default_id: str) -> _Request:
         raise ValueError(
             f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}; correct the line."
         )
-    reference, template = values.get("reference"), values.get("template")
+    reference = values.get("reference")
+    template = values.get("template")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")
     try:

@@ -184,7 +184,8 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
-        context, room = self.model.model_for(self.decoder).max_positions, self.setup.sampling.max_new_tokens
+        context = self.model.model_for(self.decoder).max_positions
+        room = self.setup.sampling.max_new_tokens
         num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
         kept = num_turns
         ids = self.model.encode(question, self.messages(question, kept))
@@ -216,7 +217,8 @@ class _Watch(GenerationCallback):
     """Shows the canvas as it fills: text by the forward that decoded it, dots where nothing is final."""
 
     def __init__(self, live: Live, piece: Callable[[int], str]) -> None:
-        self._live, self._piece = live, piece
+        self._live = live
+        self._piece = piece
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         text = Text()

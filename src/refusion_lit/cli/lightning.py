@@ -284,7 +284,8 @@ def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str
         values = read_yaml(Path(file), each.name)
         expected = f"a component (class_path and init_args) in {file}"
         require("class_path" in values, each.name, expected, ", ".join(values), "add class_path")
-        content, option = json.dumps(values), f"--{each.name}"
+        content = json.dumps(values)
+        option = f"--{each.name}"
         expanded = [{file: content, f"{option}={file}": f"{option}={content}"}.get(arg, arg) for arg in expanded]
     return expanded
 

@@ -147,7 +147,8 @@ class RunProgress(ProgressBar):
     def _state(self, trainer: L.Trainer) -> str:
         """Return losses, pace and time left."""
         start, first = self._started
-        seconds, steps = time.monotonic() - start, trainer.global_step - first
+        seconds = time.monotonic() - start
+        steps = trainer.global_step - first
         total = _num_steps(trainer)
         parts = [self._losses(trainer), f"{steps / seconds:.2f} steps/s" if steps and seconds else ""]
         if total is not None and steps:

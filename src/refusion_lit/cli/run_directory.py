@@ -213,7 +213,8 @@ class _MetricsWriter(ExperimentWriter):
         with _writing(str(path)):
             if self.metrics and self._first_step is not None:
                 reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-                self.metrics_keys, text = list(reader.fieldnames or ()), io.StringIO()
+                self.metrics_keys = list(reader.fieldnames or ())
+                text = io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
                 writer.writeheader()
                 rows = [row for row in reader if str(row.get("step")).isdigit()]

@@ -125,7 +125,8 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
 def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
     """Refuse predictions for other prompts than the task's, whose ids are the same for every seed and size."""
     for line in lines:
-        got, expected = line.get("prompt"), examples[line["id"]].query
+        got = line.get("prompt")
+        expected = examples[line["id"]].query
         if got is not None and got != expected:
             raise ValueError(
                 f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "

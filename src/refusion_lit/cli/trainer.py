@@ -96,7 +96,8 @@ def _split_resume(args: list[str]) -> tuple[list[str], str | None]:
             continue
         rest = args[place + 1 :]
         if arg == name and rest and not rest[0].startswith("-"):
-            value, rest = rest[0], rest[1:]
+            value = rest[0]
+            rest = rest[1:]
         return [*args[:place], *rest], value
     return args, None
 

@@ -142,7 +142,8 @@ def _within(name: str, value: object, file: str) -> Iterator[Given]:
     """Yield an option and those within its value, or within the file that its value names."""
     yield Given(name, value, file)
     if is_yaml_file(value) and Path(value).is_file():
-        file, value = value, read_yaml(Path(value), name)
+        file = value
+        value = read_yaml(Path(value), name)
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield from _within(name if key == "init_args" else f"{name}.{key}", inner, file)

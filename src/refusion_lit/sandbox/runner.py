@@ -165,7 +165,8 @@ class _SandboxedProcess:
     """A started process, and the caller's end of its control socket."""
 
     def __init__(self, wrapper: Sequence[str], directory: str, limits: Limits, layers: Sequence[str]) -> None:
-        self._limits, self._directory = limits, directory
+        self._limits = limits
+        self._directory = directory
         self._is_measured = False
         self._control, theirs = socket.socketpair()
         self._buffer = b""

@@ -124,7 +124,8 @@ class InstructionFiles(Task):
                 try:
                     example = self._example(row, _own_id(row) or f"{split}:{label}:{row.line}")
                     place = places.setdefault(example.id, row.location)
-                    expected, fix = f"an id of its own, not that of {place}", "make it unique, or rename the field"
+                    expected = f"an id of its own, not that of {place}"
+                    fix = "make it unique, or rename the field"
                     require(place == row.location, row.location, expected, example.id, fix)
                     examples.append(example)
                 except ValueError:
