@@ -308,7 +308,11 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
         for d in range(6)
     }
     layout, num_drafts = chosen
-    assert costs[layout, num_drafts] <= 1.02 * min(costs.values())
+    least = min(costs.values())
+    if least > 0.92 * costs["two_forwards", 0]:
+        assert num_drafts == 0, "drafts save less than a tenth"
+    elif least < 0.88 * costs["two_forwards", 0]:
+        assert costs[layout, num_drafts] <= 1.02 * least
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
