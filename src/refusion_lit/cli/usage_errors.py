@@ -22,6 +22,7 @@ from refusion_lit.utils.require import require
 _ZARYA = "set class_path: Zarya, which has it"
 _SEARCH = "the interval search is gone; set t_min and t_max"
 REMOVED = {
+    **{name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set" for name in ("Latin", "Sudoku", "Walk")},
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
