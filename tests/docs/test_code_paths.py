@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 65,
     "test: lines": 12_977,
     "package: files": 172,
-    "package: lines": 26_253,
-    "package: lines of code": 16_486,
+    "package: lines": 26_256,
+    "package: lines of code": 16_487,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
