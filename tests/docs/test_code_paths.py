@@ -19,11 +19,11 @@ BOUNDS = {
     "token ids to text: lines": 4860,
     "examples to loss: files": 19,
     "examples to loss: lines": 3311,
-    "test: files": 65,
-    "test: lines": 12_977,
-    "package: files": 172,
-    "package: lines": 26_256,
-    "package: lines of code": 16_487,
+    "test: files": 66,
+    "test: lines": 13_211,
+    "package: files": 173,
+    "package: lines": 26_495,
+    "package: lines of code": 16_632,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
