@@ -64,7 +64,10 @@ def test_finished_parts_are_known_by_type_and_threads(
 
     (tmp_path / "config.json").touch()
     results, measured = tmp_path / "results.json", []
-    shutil.copyfile(FOLDER / "results.json", results)
+    missing = ("float32, 2 threads", "own.jsonl", "speed")
+    kept = [run for run, key in zip(committed["runs"], keys, strict=True) if key != missing]
+    assert len(kept) == len(keys) - 1
+    results.write_text(json.dumps(committed | {"runs": kept}))
     figures = next(run["decoders"] for run in committed["runs"] if run["part"] == "speed")
 
     def measure(model: object, prompts: list[Prompt], max_new_tokens: int) -> dict[str, object]:
@@ -77,7 +80,7 @@ def test_finished_parts_are_known_by_type_and_threads(
     monkeypatch.setitem(table.PARTS, "speed", measure)
     num_threads = torch.get_num_threads()
     try:
-        for threads in ("1", "2", "2"):  # own.jsonl is measured with one thread only so far
+        for threads in ("1", "2", "2"):
             monkeypatch.setattr(sys, "argv", ["table.py", "--threads", threads, f"--output={results}"])
             table.main()
     finally:
