@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 19,
     "examples to loss: lines": 3_344,
     "test: files": 66,
-    "test: lines": 13_303,
-    "package: files": 173,
-    "package: lines": 26_597,
-    "package: lines of code": 16_692,
+    "test: lines": 13_312,
+    "package: files": 170,
+    "package: lines": 26_099,
+    "package: lines of code": 16_387,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
