@@ -155,10 +155,13 @@ def test_a_report_of_an_experiment_is_of_its_results(name: str) -> None:
     folder = ROOT / "experiments" / name
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     shown = {}
-    for line in (folder / "table.md").read_text(encoding="utf-8").splitlines():
+    header, _, *lines = (folder / "table.md").read_text(encoding="utf-8").splitlines()
+    titles = [cell.strip() for cell in header.strip("|").split("|")]
+    for line in lines:
         cells = [cell.strip().replace("\\", "") for cell in line.strip("|").split("|")]
         if cells[0] in results:
-            shown[cells[0]] = cells[1].partition(" ")[0], cells[2].partition(" ")[0]
+            figures = (cells[titles.index(title)].partition(" ")[0] for title in ("score %", "tokens/forward"))
+            shown[cells[0]] = tuple(figures)
     expected = {
         row: (f"{100 * figures['score']:.1f}", f"{figures['tokens_per_forward']:.2f}")
         for row, figures in results.items()
