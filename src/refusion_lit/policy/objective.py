@@ -1,0 +1,285 @@
+"""Group-relative policy optimisation, for any model whose answers have a likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, default_chunk_size
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.policy.likelihood import Likelihood, NextToken
+from refusion_lit.policy.reward import Reward
+from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+
+Unit = Literal["token", "slot", "view", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPolicy(Objective):
+    """Raises the rewards of answers that the model itself writes, by clipped ratios of likelihoods (GRPO).
+
+    Each step decodes ``group_size`` answers per prompt with the first decoder of ``model.decoders``, scores them, and
+    weighs the gradients of their log-likelihoods by how much better each is than its group (arXiv 2402.03300). With
+    ratio r = pi / pi_old and advantage A, the loss of a unit is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    The first update on new answers is on-policy: r is 1, and old log-probabilities come from the training forward.
+
+    Terms: ``policy``; ``kl``, an estimate (k2) of the divergence from the frozen base under the adapters. Figures
+    without influence: ``clipped_low`` and ``clipped_high``, shares of units that are clipped with negative and with
+    positive advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence of the trainer's from the
+    engine's probabilities of the drawn tokens (k3), for likelihoods with tokens. On texts that were not rolled out, as
+    in validation, ``policy`` is the negative log-likelihood (or bound) per token.
+
+    Attributes:
+        likelihood: Likelihood of answers; must be defined for the decoder.
+        rewards: Rewards, summed with their weights. Empty: the task's :meth:`~refusion_lit.tasks.base.Task.reward`.
+        group_size: Answers per prompt, at least 2.
+        temperature: Of roll-outs and of the likelihood, above 0. Top-k and top-p are refused: they change the policy.
+        clip_low: Ratios are clipped below 1 - this, in [0, 1].
+        clip_high: Ratios are clipped above 1 + this, at least 0; larger than ``clip_low`` ("clip-higher", DAPO,
+            arXiv 2503.14476) it keeps rare tokens alive.
+        unit: What a ratio is of. ``token``, ``slot`` (mean log-ratio of its tokens) and ``sequence`` (of all, GSPO);
+            ``view``: of each sample of a bound (BGPO).
+        surrogate: ``clipped``, or ``linear``: BGPO's lower bound (arXiv 2510.11683), A (1 + log r) for A >= 0, else
+            A r, which is a sum over samples.
+        normalise: Divide an answer's sum over units by their number in the answer (``response``), or in the longest
+            possible one (``budget``), which does not favour short answers.
+        scale_rewards: Divide advantages by the group's standard deviation; ``False``: leave-one-out, unscaled.
+        kl_weight: Coefficient of ``kl``, at least 0; above 0 it needs ``model.backbone.lora``.
+        num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used.
+        max_resamples: Times that groups with equal rewards, which teach nothing, are decoded again with other noise.
+        overlong_reward: Reward of answers that hit the length limit; ``None``: they are scored like others.
+        reward_seconds: Time limit of a reward for all answers of a step.
+        max_new_tokens: Length limit of answers, EOS included, at least 1, in place of that of ``model.sampling``.
+    """
+
+    likelihood: Likelihood = NextToken()  # noqa: RUF009 - immutable
+    rewards: tuple[Reward, ...] = ()
+    group_size: int = 8
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    unit: Unit = "token"
+    surrogate: Literal["clipped", "linear"] = "clipped"
+    normalise: Literal["response", "budget"] = "budget"
+    scale_rewards: bool = True
+    kl_weight: float = 0.0
+    num_updates: int = 1
+    max_resamples: int = 0
+    overlong_reward: float | None = 0.0
+    reward_seconds: float = 60.0
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        require_at_least("objective.group_size", self.group_size, 2)
+        require_number("objective.temperature", self.temperature, "(0, inf)", "use 1, say")
+        require_number("objective.clip_low", self.clip_low, "[0, 1]")
+        require_at_least("objective.clip_high", self.clip_high, 0.0)
+        require_choice("objective.unit", self.unit, ("token", "slot", "view", "sequence"))
+        require_choice("objective.surrogate", self.surrogate, ("clipped", "linear"))
+        require_choice("objective.normalise", self.normalise, ("response", "budget"))
+        require_at_least("objective.kl_weight", self.kl_weight, 0.0)
+        require_at_least("objective.num_updates", self.num_updates, 1)
+        require_at_least("objective.max_resamples", self.max_resamples, 0)
+        require_at_least("objective.max_new_tokens", self.max_new_tokens, 1)
+        require_number("objective.reward_seconds", self.reward_seconds, "(0, inf)", "use 60, say")
+        name = type(self.likelihood).__name__
+        whole = self.unit in ("sequence", "view") or self.likelihood.has_tokens or self.likelihood.is_exact
+        fix = "use sequence, or a likelihood with tokens"
+        require(whole, "objective.unit", f"sequence or view with {name}, a bound", self.unit, fix)
+        slotted = self.unit != "slot" or getattr(self.likelihood, "slot_size", None) is not None
+        require(slotted, "objective.unit", f"another one with {name}, which has no slots", self.unit, "use token")
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The traits that the likelihood relies on."""
+        return self.likelihood.traits
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The policy term, the divergence from the reference, and figures."""
+        figures = dict.fromkeys(("clipped_low", "clipped_high", "entropy", "engine_kl"), 0.0)
+        return {"policy": 1.0, "kl": self.kl_weight, **figures}
+
+    def check(self, decoder: Decoder, sampling: SamplingParams) -> None:
+        """Refuse roll-outs without a defined likelihood.
+
+        Raises:
+            ValueError: With the reason.
+        """
+        reason = self.likelihood.refusal(decoder)
+        fix = "name another likelihood, or another first decoder"
+        require(reason is None, "objective.likelihood", "one for the first of model.decoders", reason, fix)
+        for option, value, all_of in (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, None)):
+            expected = f"{all_of}, as roll-outs with filters have another likelihood"
+            require(value == all_of, f"model.sampling.{option}", expected, value, "leave it out")
+
+    def corrupt(
+        self,
+        batch: ResponseBatch,
+        noise: KeyedNoise,
+        special_tokens: SpecialTokens,
+        *,
+        mask_ratio: MaskRatio = None,  # noqa: ARG002 - likelihoods draw their own masks
+    ) -> CorruptedBatch:
+        """Lay answers out for their likelihood; see :meth:`Objective.corrupt`. Mask ratios have no effect."""
+        laid = self.likelihood.layout(batch, noise, special_tokens)
+        assert laid.places is not None
+        is_labelled = laid.labels != IGNORE_INDEX
+        allowed = torch.ones(special_tokens.vocab_size, dtype=torch.bool, device=laid.labels.device)
+        for token in special_tokens.banned_token_ids:
+            allowed[token] = False
+        engine = None
+        if batch.engine is not None and self.likelihood.has_tokens:
+            index = (batch.prompt_lengths.repeat(laid.num_views)[:, None] + laid.places).clamp(min=0)
+            drawn = batch.engine.repeat(laid.num_views, 1)
+            engine = drawn.gather(1, index.clamp(max=drawn.shape[1] - 1)).where(is_labelled, torch.nan)
+        lengths = batch.response_lengths
+        targets = replace(laid, lengths=lengths, allowed=allowed, advantages=batch.advantages, engine=engine)
+        num_samples = is_labelled.new_full((), len(batch.response_lengths), dtype=torch.float32)
+        num_units = self._units(targets, is_labelled.float())[1].sum().float()
+        num_drawn = torch.zeros_like(num_samples) if engine is None else engine.isfinite().sum().float()
+        counts = (num_samples, num_samples, num_units, num_units, is_labelled.sum().float(), num_drawn)
+        return replace(targets, counts=torch.stack(counts))
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "batch token hidden"],
+        head: Head,
+        corrupted: CorruptedBatch,
+        teacher: Float[Tensor, "batch token hidden"] | None = None,  # noqa: ARG002 - it never distills
+    ) -> LossOutput:
+        """Compute the loss; see :meth:`Objective.loss`."""
+        values, plain, entropy = self.log_probabilities(hidden, head, corrupted)
+        weights = corrupted.weights.to(values.dtype)
+        zero = values.new_zeros(())
+        sums = dict.fromkeys(self.terms, zero)
+        sums["entropy"] = entropy.sum()
+        assert corrupted.lengths is not None
+        if corrupted.advantages is None:
+            total = rearrange(weights * values, "(view sample) token -> sample (view token)", view=corrupted.num_views)
+            sums["policy"] = -(total.sum(1) / corrupted.lengths).sum()
+            return self._output(sums, corrupted)
+        old = values.detach() if corrupted.old is None else corrupted.old.to(values.dtype)
+        log_ratio, is_unit = self._units(corrupted, weights * (values - old))
+        advantages = corrupted.advantages.to(values.dtype)[:, None]
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        if self.surrogate == "linear":
+            gains = torch.where(advantages >= 0, advantages * (1 + log_ratio), advantages * ratio)
+        else:
+            gains = torch.minimum(ratio * advantages, clipped * advantages)
+        shares = is_unit / self._normaliser(is_unit)
+        sums["policy"] = -(gains * shares).sum()
+        changed = is_unit & (ratio != clipped)
+        sums["clipped_low"] = (changed & (ratio < 1) & (advantages < 0)).sum().to(values.dtype)
+        sums["clipped_high"] = (changed & (ratio > 1) & (advantages > 0)).sum().to(values.dtype)
+        if corrupted.reference is not None:
+            log_ratio, _ = self._units(corrupted, weights * (values - corrupted.reference.to(values.dtype)))
+            sums["kl"] = (log_ratio.square() / 2 * shares).sum()
+        if corrupted.engine is not None:
+            difference = plain - corrupted.engine.to(plain.dtype)
+            sums["engine_kl"] = (difference.exp() - 1 - difference).nan_to_num(nan=0.0).sum()
+        return self._output(sums, corrupted)
+
+    def _output(self, sums: Mapping[str, Tensor], corrupted: CorruptedBatch) -> LossOutput:
+        joined = torch.stack(list(sums.values()))
+        return LossOutput(sums=joined, counts=corrupted.counts.to(joined.dtype), terms=self.terms)
+
+    def log_probabilities(
+        self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch
+    ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
+        """Compute the log-probability of every label, in chunks; zero where there is no label.
+
+        Returns:
+            Log-probabilities under the distribution that a decoder draws from: after temperature, without banned ids.
+            Without gradients: log-probabilities under the plain softmax, and the entropy of the first distribution.
+        """
+        rows, columns = (corrupted.labels != IGNORE_INDEX).nonzero().unbind(1)
+        states = hidden[rows, columns]
+        labels = corrupted.labels[rows, columns]
+        allowed = corrupted.allowed
+        assert allowed is not None
+
+        def chunk(states: Tensor, labels: Tensor) -> Tensor:
+            logits = head(states)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            scaled = logits[:, : len(allowed)].masked_fill(~allowed, -torch.inf) / self.temperature
+            drawn = scaled.log_softmax(-1)
+            with torch.no_grad():
+                plain = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+                entropy = torch.special.entr(drawn.exp()).sum(-1)
+            return torch.stack((drawn.gather(1, labels[:, None])[:, 0], plain, entropy))
+
+        size = self.chunk_size or default_chunk_size(states, head)
+        pairs = list(zip(states.split(size), labels.split(size), strict=True))
+        keeps = len(pairs) == 1 or not torch.is_grad_enabled()
+        found = [chunk(*pair) if keeps else checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs]
+        joined = torch.cat(found, 1)  # type: ignore[arg-type]
+        spread = joined.new_zeros(3, *corrupted.labels.shape)
+        spread[:, rows, columns] = joined
+        return spread[0], spread[1].detach(), spread[2].detach()
+
+    def _units(
+        self, corrupted: CorruptedBatch, values: Float[Tensor, "batch token"]
+    ) -> tuple[Float[Tensor, "sample unit"], Tensor]:
+        """Add values of labels up by unit, as means over tokens; return them and which units exist."""
+        assert corrupted.lengths is not None
+        assert corrupted.places is not None
+        views = corrupted.num_views
+        is_labelled = corrupted.labels != IGNORE_INDEX
+        lengths = corrupted.lengths.to(values.dtype)[:, None]
+        if self.unit in ("sequence", "view"):
+            sums = rearrange(values, "(view sample) token -> sample view token", view=views).sum(-1)
+            sums = sums.sum(-1, keepdim=True) if self.unit == "sequence" else sums * views
+            return sums / lengths, torch.ones_like(sums, dtype=torch.bool)
+        flat, labelled, places = (
+            rearrange(each, "(view sample) token -> sample (view token)", view=views)
+            for each in (values, is_labelled, corrupted.places)
+        )
+        if self.unit == "token":
+            return flat, labelled
+        size: int = getattr(self.likelihood, "slot_size")  # noqa: B009 - checked above
+        slots = torch.arange(-(-corrupted.labels.shape[1] // size), device=flat.device)
+        belongs = (labelled & (places >= 0))[..., None] & (places[..., None] // size == slots)
+        number = belongs.sum(1)
+        return (flat[..., None] * belongs).sum(1) / number.clamp(min=1), number > 0
+
+    def _normaliser(self, is_unit: Tensor) -> Tensor | float:
+        """Return what each answer's sum over units is divided by."""
+        if self.unit in ("sequence", "view"):
+            return float(is_unit.shape[1])
+        if self.normalise == "response":
+            return is_unit.sum(1, keepdim=True).clamp(min=1)
+        size = getattr(self.likelihood, "slot_size", 1) if self.unit == "slot" else 1
+        return float(-(-self.max_new_tokens // size))
+
+
+def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) -> Float[Tensor, "prompt answer"]:
+    """Return how much better each answer is than its group; zero where all rewards are equal, and for NaN.
+
+    Args:
+        rewards: Rewards of each prompt's answers; NaN ones are left out.
+        scale: (r - mean) / (std + 1e-4); otherwise r minus the mean of the others.
+    """
+    is_valid = rewards.isfinite()
+    number = is_valid.sum(1, keepdim=True)
+    values = rewards.where(is_valid, 0.0)
+    centred = (values - values.sum(1, keepdim=True) / number.clamp(min=1)).where(is_valid, 0.0)
+    highest, lowest = rewards.where(is_valid, -torch.inf).amax(1), rewards.where(is_valid, torch.inf).amin(1)
+    # Equal rewards minus their mean need not be zero in floating point, and the scale would blow the rest up.
+    centred = centred.where((highest > lowest)[:, None], 0.0)
+    if scale:
+        return centred / ((centred.square().sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt() + 1e-4)
+    return centred * number / (number - 1).clamp(min=1)
