@@ -197,7 +197,7 @@ def test_generate_and_trace_take_a_drafter(
 def test_a_wrong_base_is_refused(draft: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--ckpt_path", str(ADDITIONS), "--draft", str(draft), "--prompt", "1+2>"]) == 2
     message = capsys.readouterr().err
-    assert "expected the model that" in message
+    assert "expected the model of" in message
     assert str(base) in message
 
 
