@@ -64,7 +64,7 @@ class Sampled(Likelihood):
         if self.coupled:
             masks = torch.cat((masks, candidates & ~masks))
             counts = torch.cat((counts, number - counts))
-        weights = ((number + 1) / counts.clamp(min=1) / len(counts)).where(counts > 0, 0.0)
+        weights = ((number + 1).double() / counts.clamp(min=1) / len(counts)).where(counts > 0, 0.0)
         return masks.flatten(0, 1), weights.flatten()
 
 
@@ -249,7 +249,7 @@ class BlockBound(Likelihood):
             counts.append(count)
             masks.append(random_subset(bits, blocks, count))
         is_masked = rearrange(masks, "level batch block within -> (level batch) (block within)")
-        weights = repeat(torch.stack([number / count for count in counts]) / self.num_levels,
+        weights = repeat(torch.stack([number.double() / count for count in counts]) / self.num_levels,
                          "level batch block -> (level batch) (block within)", within=size)  # fmt: skip
         clean = clean.repeat(self.num_levels, 1)
         half = len(positions)

@@ -180,7 +180,7 @@ class GroupPolicy(Objective):
             gains = torch.where(advantages >= 0, advantages * (1 + log_ratio), advantages * ratio)
         else:
             gains = torch.minimum(ratio * advantages, clipped * advantages)
-        shares = is_unit / self._normaliser(is_unit)
+        shares = is_unit.to(values.dtype) / self._normaliser(is_unit)
         sums["policy"] = -(gains * shares).sum()
         changed = is_unit & (ratio != clipped)
         sums["clipped_low"] = (changed & (ratio < 1) & (advantages < 0)).sum().to(values.dtype)
@@ -189,8 +189,8 @@ class GroupPolicy(Objective):
             log_ratio, _ = self._units(corrupted, weights * (values - corrupted.reference.to(values.dtype)))
             sums["kl"] = (log_ratio.square() / 2 * shares).sum()
         if corrupted.engine is not None:
-            difference = plain - corrupted.engine.to(plain.dtype)
-            sums["engine_kl"] = (difference.exp() - 1 - difference).nan_to_num(nan=0.0).sum()
+            difference = plain.double() - corrupted.engine
+            sums["engine_kl"] = (difference.expm1() - difference).nan_to_num(nan=0.0).sum().to(values.dtype)
         return self._output(sums, corrupted)
 
     def _output(self, sums: Mapping[str, Tensor], corrupted: CorruptedBatch) -> LossOutput:
