@@ -212,4 +212,4 @@ def test_units_add_up_by_slot() -> None:
             inside = [i for i in inside if corrupted.places[row, i] >= 0]
             expected -= advantage * math.exp(float(shift[row, inside].mean())) / math.ceil(128 / 2)
     found = loss_of(model, objective, replace(corrupted, old=old)).sums[0]
-    assert float(found) == pytest.approx(expected)
+    assert float(found.detach()) == pytest.approx(expected)
