@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.data.templates import Template, given_tokens, read_template
+from refusion_lit.data.evaluation import given_tokens
+from refusion_lit.data.templates import Template, read_template
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.types import Example
 

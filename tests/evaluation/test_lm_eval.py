@@ -20,7 +20,6 @@ pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 import refusion_lit  # noqa: E402
@@ -122,14 +121,6 @@ def test_prompts_share_calls_and_nothing_else(data: dict[str, object]) -> None:
     assert 0 < calls[3] < calls[1]
 
 
-def test_by_its_name_in_the_registry(data: dict[str, object], adapter: RefusionLitModel) -> None:
-    arguments = {"pretrained": str(MODEL), "decoder": ReFusion(slot_size=4)}
-    manager = TaskManager(include_defaults=False)
-    found = simple_evaluate("refusion_lit", arguments, [_sums(data)], task_manager=manager, bootstrap_iters=0, limit=2)
-    assert found is not None
-    assert _said(found) == _said(evaluate(adapter, [_sums(data)], limit=2))
-
-
 def test_multiple_choice_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
     task = {**data, "task": "choices", "doc_to_target": 0, "doc_to_choice": "{{choices}}",
             "output_type": "multiple_choice", "target_delimiter": "",
@@ -221,12 +212,8 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
 def test_bad_options(adapter: RefusionLitModel) -> None:
     with pytest.raises(ValueError, match="likelihood: expected one of"):
         RefusionLitModel(adapter.model, likelihood="exact")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"model_args: .* got slot"):
-        RefusionLitModel(adapter.model, slot=3)
     with pytest.raises(ValueError, match="batch_size"):
-        RefusionLitModel(adapter.model, batch_size="auto")
-    with pytest.raises(ValueError, match="decoder: expected an object"):
-        RefusionLitModel(adapter.model, decoder="ReFusion")  # type: ignore[arg-type]
+        RefusionLitModel(adapter.model, batch_size=0)
 
 
 def test_estimates_that_a_model_cannot_give_are_refused() -> None:

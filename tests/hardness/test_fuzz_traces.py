@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
 from parsed_page import ParsedPage
-from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, trace_statistics, write_trace
+from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, write_trace
 from traces.samples import random_trace
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -35,7 +35,7 @@ def check_shown(trace: Trace, folder: Path) -> None:
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, width=80, height=20)
         animate(trace, console=console, sleep=lambda _: None)
-        print_statistics(trace_statistics(trace), console=console)
+        print_statistics(trace, console=console)
         shown = screen.getvalue()
         if not is_terminal:
             assert not {c for c in shown if c < " " or "\x7f" <= c < "\xa0"} - {"\n"}, "a control character"
@@ -44,7 +44,7 @@ def check_shown(trace: Trace, folder: Path) -> None:
     text.encode()
     found = ParsedPage(text)
     assert found.markup == MARKUP_OF_PAGE, "text of the model became markup"
-    assert json.loads(found.contents("script")[0])["num_tokens"] == len(trace.token_ids)
+    assert json.loads(found.contents("script")[0])["statistics"]["tokens"] == str(len(trace.token_ids))
 
 
 @FUZZ

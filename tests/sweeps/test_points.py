@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.sweeps import Sweep, plan, short
+from refusion_lit.reports.results import short
+from refusion_lit.sweeps import Sweep, plan
 from refusion_lit.sweeps.points import overlay, set_option
 from sweeps.conftest import resolve
 

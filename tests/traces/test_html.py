@@ -59,4 +59,4 @@ def test_the_data_are_the_timeline() -> None:
         assert [(c[0], data["pieces"][c[1]], c[2], c[3], c[4]) for c in written] == [
             (c.index, trace.pieces[c.token or 0], c.probability, c.status[0], c.num_drafts) for c in changes
         ]
-    assert data["statistics"]["phases"] == [[phase, 2, explain(phase)] for phase in ("plan", "verify")]
+    assert data["phases"] == [[phase, 2, explain(phase)] for phase in ("plan", "verify")]

@@ -4,51 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from refusion_lit.traces import TraceStatistics, trace_statistics
+from refusion_lit.traces import trace_statistics
 from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
 
 
 def test_by_hand() -> None:
     found = trace_statistics(plan_and_verify())
-    assert found == TraceStatistics(
-        num_tokens=4,
-        num_forwards=4,
-        acceptance_lengths=(2, 2),
-        slots_per_round=(1, 1),
-        num_slots=2,
-        num_slots_out_of_order=1,
-        num_drafts=8,
-        num_replanned=2,
-        forwards_by_phase={"plan": 2, "verify": 2},
-    )
-    assert found.share_out_of_order == 0.5
-    assert found.tokens_per_forward == 1.0
-    assert found.mean_acceptance_length == 2.0
+    assert found == {
+        "tokens": "4",
+        "forwards": "4",
+        "tokens per forward": "1.00",
+        "tokens accepted at a time": "2.00",
+        "slots filled at a time": "1.00",
+        "slots out of order": "1 of 2 (50 %)",
+        "drafts": "8",
+        "drafts rejected and drafted again": "2",
+    }
 
 
 def test_left_to_right_is_never_out_of_order() -> None:
     rounds = [entry("prefill", {0: 1}, [0]), entry("decode", {1: 2}, [1]), entry("decode", {2: 3}, [2])]
     found = trace_statistics(make_trace(rounds, token_ids=(1, 2, 3)))
-    assert (found.num_slots, found.num_slots_out_of_order, found.mean_slots_per_round) == (3, 0, 1.0)
+    assert found["tokens out of order"] == "0 of 3 (0 %)"
+    assert "slots filled at a time" not in found
 
 
 def test_slots_accepted_together_are_in_order_and_a_slot_after_an_open_one_is_not() -> None:
     together = make_trace([entry("a", {0: 1, 1: 2}, [0, 1])], token_ids=(1, 2))
     hole = make_trace([entry("a", {0: 1, 1: 2}, [1])])
-    assert trace_statistics(together).num_slots_out_of_order == 0
-    assert trace_statistics(hole).num_slots_out_of_order == 1
+    found = [trace_statistics(each)["tokens out of order"] for each in (together, hole)]
+    assert found == ["0 of 2 (0 %)", "1 of 1 (100 %)"]
 
 
 @pytest.mark.parametrize("seed", range(90))
 def test_against_plain_loops(seed: int) -> None:
     trace = random_trace(seed)
     found = trace_statistics(trace)
-    lengths, slots, phases = [], [], {}
+    lengths = []
+    slots = []
     num_slots = out_of_order = num_drafts = num_replanned = 0
     final_at: dict[int, int] = {}
     drafted: dict[int, int] = {}
     for number, row in enumerate(trace.rounds):
-        phases[row.phase] = phases.get(row.phase, 0) + 1
         for position in row.positions:
             if position not in final_at:
                 drafted[position] = drafted.get(position, 0) + 1
@@ -67,9 +64,12 @@ def test_against_plain_loops(seed: int) -> None:
         num_slots += 1
         before = range(PROMPT_LENGTH, PROMPT_LENGTH + slot * trace.slot_size)
         out_of_order += any(p not in final_at or final_at[p] > number for p in before)
-    assert found.acceptance_lengths == tuple(lengths)
-    assert found.slots_per_round == tuple(slots)
-    assert dict(found.forwards_by_phase) == phases
-    assert (found.num_slots, found.num_slots_out_of_order) == (num_slots, out_of_order)
-    assert (found.num_drafts, found.num_replanned) == (num_drafts, num_replanned)
-    assert found.num_forwards == len(trace.rounds)
+    of_slots = trace.slot_size > 1
+    assert found["tokens accepted at a time"] == f"{sum(lengths) / max(len(lengths), 1):.2f}"
+    assert found.get("slots filled at a time") == (f"{sum(slots) / max(len(slots), 1):.2f}" if of_slots else None)
+    share = f"({100 * out_of_order / max(num_slots, 1):.0f} %)"
+    assert (
+        found["slots out of order" if of_slots else "tokens out of order"] == f"{out_of_order} of {num_slots} {share}"
+    )
+    assert (found["drafts"], found["drafts rejected and drafted again"]) == (str(num_drafts), str(num_replanned))
+    assert found["forwards"] == str(len(trace.rounds))

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from refusion_lit.traces import animate, print_statistics, trace_statistics
+from refusion_lit.traces import animate, print_statistics
 from traces.samples import plan_and_verify
 
 PLAIN = """\
@@ -55,6 +55,6 @@ def test_text_cannot_control_the_terminal() -> None:
 
 def test_statistics_are_printed() -> None:
     file = io.StringIO()
-    print_statistics(trace_statistics(plan_and_verify()), console=Console(file=file, width=80))
+    print_statistics(plan_and_verify(), console=Console(file=file, width=80))
     cells = {tuple(cell.strip() for cell in line.split("│")[1:3]) for line in file.getvalue().splitlines()}
-    assert {("tokens", "4"), ("slots out of order", "1/2"), ("forwards: verify", "2")} <= cells
+    assert {("tokens", "4"), ("slots out of order", "1 of 2 (50 %)"), ("forwards: verify", "2")} <= cells

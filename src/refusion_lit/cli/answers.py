@@ -18,8 +18,13 @@ from refusion_lit.cli.parser import Setup, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
-from refusion_lit.evaluation.fingerprints import predictions_fingerprint
-from refusion_lit.evaluation.predictions import PredictionsFile, as_line, check_writable, prediction
+from refusion_lit.evaluation.predictions import (
+    PredictionsFile,
+    as_line,
+    check_writable,
+    prediction,
+    predictions_fingerprint,
+)
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.fingerprint import Fingerprint

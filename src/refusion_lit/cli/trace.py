@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, trace_statistics
+from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace
 from refusion_lit.traces import write_trace as write_json
 from refusion_lit.utils.files import write_atomically
 
@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
     animate(trace, console=console, seconds_per_forward=options.seconds_per_forward)
-    print_statistics(trace_statistics(trace), console=console)
+    print_statistics(trace, console=console)
     if kind == "json":
         write_json(trace, output)
     else:

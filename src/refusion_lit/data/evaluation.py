@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt
+from refusion_lit.data.encoding import encode_prompt, encode_text
 from refusion_lit.data.examples import BatchDataset
-from refusion_lit.data.templates import given_tokens
 from refusion_lit.types import Example, Prompt, PromptBatch
 from refusion_lit.utils.require import require
 
@@ -42,6 +41,27 @@ def encode_prompts(
         prompt = Prompt(token_ids=tuple(token_ids), id=example.id, given=given_tokens(tokenizer, example))
         pairs.append((prompt, example))
     return pairs
+
+
+def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
+    """Return an example's response with ``None`` for the tokens of its holes; empty if it has no holes.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
+    if not example.holes:
+        return ()
+    tokens: list[int | None] = []
+    end = 0
+    for start, stop in (*example.holes, (len(example.response),) * 2):
+        tokens += _encoded(tokenizer, example.response[end:start])
+        tokens += [None] * len(_encoded(tokenizer, example.response[start:stop]))
+        end = stop
+    return (*tokens, int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
+    return encode_text(tokenizer, text) if text else ()
 
 
 def collate_prompts(samples: Sequence[tuple[Prompt, Example]]) -> PromptBatch:

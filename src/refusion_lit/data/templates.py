@@ -16,7 +16,7 @@ from operator import index
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.types import Example, Prompt
+from refusion_lit.types import Prompt
 from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
@@ -132,24 +132,3 @@ def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokeni
         return [prompt]
     require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
     return [replace(prompt, given=given) for given in Template.parse(template).encode(tokenizer)]
-
-
-def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
-    """Return an example's response with ``None`` for the tokens of its holes; empty if it has no holes.
-
-    Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
-    """
-    if not example.holes:
-        return ()
-    tokens: list[int | None] = []
-    end = 0
-    for start, stop in (*example.holes, (len(example.response),) * 2):
-        tokens += _encoded(tokenizer, example.response[end:start])
-        tokens += [None] * len(_encoded(tokenizer, example.response[start:stop]))
-        end = stop
-    return (*tokens, int(tokenizer.eos_token_id))  # type: ignore[arg-type]
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
-    return encode_text(tokenizer, text) if text else ()

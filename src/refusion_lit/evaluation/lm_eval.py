@@ -1,26 +1,23 @@
-"""The model ``refusion_lit`` of EleutherAI's lm-evaluation-harness (``pip install lm-eval``)."""
+"""A model for EleutherAI's lm-evaluation-harness (``pip install lm-eval``)."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import TextModel
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
-from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require, require_choice
+from refusion_lit.utils.require import require_at_least, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
@@ -29,7 +26,7 @@ class RefusionLitModel(LM):
     """Answers the harness's requests.
 
     Args:
-        pretrained: Checkpoint, Hugging Face directory or hub id; or a loaded model.
+        model: The model.
         decoder: The strategy; by default the model's own (``TextModel.default_decoder``).
         likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
             token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
@@ -37,62 +34,32 @@ class RefusionLitModel(LM):
         batch_size: Prompts (or drawn states) that share a forward. Changes no token.
         max_gen_toks: Tokens a response at most, where the task does not say.
         seed: Seeds sampling and the draws.
-        device: Where the model is put, for example ``cuda:0``; ``auto``: a GPU if there is one.
-        dtype: Type of the weights, or ``auto`` as in :func:`~refusion_lit.load`.
         allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
-        attention: Attention pattern of a directory that does not name its own.
-        block_size: Tokens a block, with ``block_causal``.
-        revision: Pinned revision of a hub id.
-        trust_remote_code: Let the source run its own Python code on this machine.
 
     Raises:
-        ValueError: If an option is unknown or impossible, or the model cannot be loaded.
+        ValueError: If an option is impossible.
     """
 
     def __init__(
         self,
-        pretrained: str | Path | TextModel,
+        model: TextModel,
         decoder: Decoder | None = None,
         likelihood: Likelihood = "autoregressive",
         num_draws: int = 128,
-        batch_size: int | str = 1,
+        batch_size: int = 1,
         max_gen_toks: int = 256,
         seed: int = 0,
-        device: str = "auto",
-        dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto",
         allow_mismatch: bool = False,
-        attention: Literal["causal", "bidirectional", "block_causal"] | None = None,
-        block_size: int | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        **unused: object,
     ) -> None:
         super().__init__()
-        left = {name: value for name, value in unused.items() if name != "max_batch_size" and value is not None}
-        if left:
-            raise ValueError(f"model_args: expected options of refusion_lit, got {', '.join(left)}; remove them.")
         require_choice("likelihood", likelihood, get_args(Likelihood))
-        for name, value in (("batch_size", batch_size), ("num_draws", num_draws)):
-            is_count = str(value).isdecimal() and int(value) >= 1
-            require(is_count, name, "an integer of at least 1", value, f"set it as in {name}=16")
-        if decoder is not None and not isinstance(decoder, Decoder):
-            raise ValueError(f"decoder: expected an object such as ReFusion(slot_size=8), got {decoder!r}; make one.")
-        if isinstance(pretrained, TextModel):
-            self.model = pretrained
-        else:
-            overrides = BackboneConfig(source=str(pretrained), attention=attention, block_size=block_size)
-            self.model = load(
-                pretrained,
-                dtype=dtype,
-                device=device,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                overrides=overrides,
-            )
+        require_at_least("batch_size", batch_size, 1)
+        require_at_least("num_draws", num_draws, 1)
+        self.model = model
         self.decoder = decoder
         self.likelihood: Likelihood = likelihood
         self.num_draws = num_draws
-        self.batch_size = int(batch_size)
+        self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
         self.seed = seed
         self.allow_mismatch = allow_mismatch
@@ -243,9 +210,6 @@ class RefusionLitModel(LM):
         options = {"num_draws": self.num_draws, "batch_size": self.batch_size, "seed": self.seed}
         estimate = likelihood.monte_carlo_masked(backbone, known, text, **options)
         return estimate, likelihood.is_greedy_text(backbone, known, text)
-
-
-register_model("refusion_lit")(RefusionLitModel)
 
 
 def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401

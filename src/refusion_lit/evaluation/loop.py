@@ -15,8 +15,7 @@ from refusion_lit.api import TextModel, load
 from refusion_lit.data.evaluation import collate_prompts
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
-from refusion_lit.evaluation.fingerprints import described, predictions_fingerprint
-from refusion_lit.evaluation.predictions import PredictionsFile, prediction
+from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment

@@ -10,10 +10,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from refusion_lit.decoding import Generation
+from refusion_lit.api import TextModel
+from refusion_lit.decoding import Decoder, Generation
+from refusion_lit.modeling.weights import weights_digest
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Lock,
@@ -24,8 +28,47 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
-from refusion_lit.utils.fingerprint import Fingerprint, check_fingerprint, meta_path, read_fingerprint
+from refusion_lit.utils.fingerprint import (
+    Fingerprint,
+    check_fingerprint,
+    meta_path,
+    prompts_fingerprint,
+    read_fingerprint,
+)
 from refusion_lit.utils.require import require
+
+
+def predictions_fingerprint(
+    model: TextModel,
+    decoder: Decoder,
+    sampling: SamplingParams,
+    prompts: Iterable[tuple[str, object]],
+) -> Fingerprint:
+    """Return what a decoder's predictions depend on.
+
+    Args:
+        model: The model.
+        decoder: The decoder.
+        sampling: How much to generate and how tokens are drawn.
+        prompts: Id and content of each prompt.
+    """
+    backbone = model.backbone
+    verifier = model.verifier if "verifier" in decoder.requirements().predictions else None
+    return {
+        "prompts": prompts_fingerprint(prompts),
+        "decoder": described(decoder),
+        "sampling": asdict(sampling),
+        "weights": weights_digest(backbone),
+        **({} if verifier is None else {"verifier": weights_digest(verifier)}),
+        "dtype": str(next(backbone.parameters()).dtype).removeprefix("torch."),
+        "traits": backbone.traits.to_dict(),
+    }
+
+
+def described(part: object) -> dict[str, Any]:
+    """Return the class of a decoder or task and its options."""
+    options = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
+    return {"class": type(part).__name__, **options}
 
 
 def prediction(

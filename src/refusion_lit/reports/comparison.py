@@ -19,8 +19,7 @@ class MeasuredRow:
         tokens_per_forward: Total tokens divided by total forwards.
         has_intervals: ``False`` without predictions, where low and high equal the estimate.
         num_prompts: Number of prompts that the score is a mean over.
-        num_expected: Number of prompts of the largest test. A row with less than half of them is shown, but takes no
-            part in the Pareto front: few prompts give extreme scores by chance.
+        num_expected: Number of prompts of the largest test.
         on_front: Whether the row is on the Pareto front.
     """
 
@@ -31,11 +30,6 @@ class MeasuredRow:
     num_prompts: int
     num_expected: int
     on_front: bool = False
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the row has less than half of the prompts of the largest test."""
-        return 2 * self.num_prompts < self.num_expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +94,8 @@ def compare(collection: Collection, baseline: str | None = None, bootstrap: Boot
     rows = collection.rows
     num_expected = max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows)
     measured = [_measure(row, num_expected, bootstrap) for row in rows]
-    complete = [m for m in measured if not m.is_partial]
-    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in complete]):
-        complete[index].on_front = True
+    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]):
+        measured[index].on_front = True
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(

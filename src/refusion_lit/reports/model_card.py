@@ -15,7 +15,14 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
-from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
+from refusion_lit.reports.results import (
+    RESULTS,
+    described_environment,
+    read_config,
+    read_environment,
+    read_results,
+    written,
+)
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
@@ -204,11 +211,8 @@ def _shown(decoder: Mapping[str, Any]) -> str:
 
 
 def _component(part: object) -> str:
-    """Return a component of a config as ``Class(option=value)``; file lists are left out."""
-    if not isinstance(part, Mapping):
-        return "default" if part is None else str(part)
-    options = [f"{k}={v}" for k, v in (part.get("init_args") or {}).items() if v is not None and k != "files"]
-    return f"{_class_name(part)}({', '.join(options)})"
+    """Return a component of a config as ``Class(option=value)``."""
+    return "default" if part is None else written(_without_unset(part))
 
 
 def _class_name(part: object) -> str | None:

@@ -23,7 +23,6 @@ _LEGEND_LINE = 20
 _CHARACTER_WIDTH = 7
 _MAX_LEGEND_ENTRIES = 24
 _MAX_NAME_LENGTH = 60
-_MAX_LABEL_LENGTH = 28
 
 # Methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers.
 _MARKERS = "os^DvPX*p"  # one more than colours, so that 72 methods differ
@@ -49,7 +48,6 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ .plot {{ {_variables(_DARK)} }} }}
 .plot * {{ stroke-linejoin: round; stroke-linecap: butt; }}
 .plot text {{ pointer-events: none; }}
-.plot .label text {{ stroke: var(--paper); stroke-width: 3; paint-order: stroke; }}
 .plot .paper {{ fill: var(--paper); }}
 .plot .point:hover use {{ fill: var(--ink) !important; fill-opacity: .14 !important; }}
 """
@@ -89,7 +87,6 @@ def tradeoff_plot(comparison: Comparison) -> str:
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, -2), min(high, 102))
-        _draw_labels(figure, ax, comparison.measured)
         title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; the table has the values"
         return _svg(figure, title, titles)
 
@@ -138,32 +135,11 @@ def standalone(picture: str) -> str:
 def _draw_point(ax: Axes, m: MeasuredRow, number: int) -> None:
     """Draw a row's intervals and its marker, which is hollow if the model was not trained for the decoder."""
     x, y = _place(m)
-    style: dict[str, Any] = {"color": _colour(number), "alpha": 0.5 if m.is_partial else None, "clip_on": False}
+    style: dict[str, Any] = {"color": _colour(number), "clip_on": False}
     ax.plot([m.tokens_per_forward.low, m.tokens_per_forward.high], [y, y], linewidth=1, **style)
     ax.plot([x, x], [m.score.low, m.score.high], linewidth=1, **style)
     inside = _LIGHT["paper"] if m.row.mismatches else _colour(number)
     ax.plot(x, y, _MARKERS[number % len(_MARKERS)], markersize=9, markerfacecolor=inside, gid="marker", **style)
-
-
-def _draw_labels(figure: Figure, ax: Axes, rows: Sequence[MeasuredRow]) -> None:
-    """Label each point that has room for it beside, above or below with its options, else with its name."""
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # lays out the axes
-    figure.set_layout_engine("none")  # labels must not move what they were placed by
-    pixels = {id(m): ax.transData.transform(_place(m)) for m in rows}
-    taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in pixels.values()]
-    for m in sorted(rows, key=lambda m: not m.on_front):
-        text = _shown(", ".join(m.row.options.values()) or m.row.name, _MAX_LABEL_LENGTH)
-        width = _CHARACTER_WIDTH * len(text)
-        for dx, dy in ((14, -4), (-14 - width, -4), (-width / 2, 13), (-width / 2, -23)):
-            x, y = pixels[id(m)]
-            box = Bbox.from_bounds(x + dx, y + dy, width, 14)
-            is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
-            if is_inside and not box.count_overlaps(taken):
-                taken.append(box)
-                ax.annotate(text, _place(m), (dx, dy), textcoords="offset points", color=_LIGHT["soft"], gid="label")
-                break
 
 
 @contextmanager
@@ -210,7 +186,7 @@ def _svg(figure: Figure, description: str, titles: Mapping[str, str]) -> str:
                 title.text = _printable(titles[gid])
                 element.insert(0, title)
                 element.set("class", "point")
-            elif gid in ("marker", "label"):
+            elif gid == "marker":
                 element.set("class", gid)
         if style := element.get("style"):
             for name, colour in _LIGHT.items():
@@ -232,9 +208,9 @@ def _colour(number: int) -> str:
     return _LIGHT[f"c{number % _NUM_COLOURS}"]
 
 
-def _shown(text: str, max_length: int = _MAX_NAME_LENGTH) -> str:
+def _shown(text: str) -> str:
     text = _printable(text)
-    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
+    return text if len(text) <= _MAX_NAME_LENGTH else f"{text[: _MAX_NAME_LENGTH - 1]}…"
 
 
 def _printable(text: str) -> str:

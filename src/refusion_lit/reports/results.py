@@ -96,6 +96,29 @@ def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
     return value
 
 
+def short(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return the value of an option as :func:`written`, cut to 40 characters."""
+    text = written(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def written(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return the value of an option as one text; a component is written ``Class(option=value)``."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
+        name = str(value["class_path"]).rpartition(".")[2]
+        return f"{name}({arguments})" if arguments else name
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {written(inner)}' for name, inner in value.items())}}}"
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, default=str)
+    )
+
+
 def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
     """Return the environment of this process as JSON values.
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from refusion_lit.reports.results import RESULTS, read_results
+from refusion_lit.reports.results import RESULTS, read_results, short
 from refusion_lit.utils.files import read_json
 from refusion_lit.utils.fingerprint import read_fingerprint
 
-_MAX_OPTION_LENGTH = 40
 _SCORED = ".scored.jsonl"
-_Key = list[tuple[tuple[int, int, str], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class Collection:
     """Runs and rows to compare.
 
     Attributes:
-        runs: The runs: those of a sweep in its order, others in the natural order of their paths.
+        runs: The runs: those of a sweep in its order, others in the order of their paths.
         rows: The decoders of all runs.
         notes: Remarks for the reader: unreadable files, missing predictions, failed points.
     """
@@ -127,13 +125,13 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     for source, argument, folder in zip(sources, arguments, folders, strict=True):
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
-        files = [argument] if argument.is_file() else sorted(folder.rglob(RESULTS), key=_sweep_order(folder))
+        files = [argument] if argument.is_file() else _result_files(folder)
         found = []
         errors = []
         for path in files:
             try:
-                run = _read_run(path, folder, source)
-                found += [] if run is None else [run]
+                results = read_results(path)
+                found += [] if results is None else [_run(path.parent, folder, source, results)]
             except ValueError as error:
                 errors.append(error)
                 reason = str(error).removeprefix(f"{path}: ")
@@ -151,41 +149,25 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
     return Collection(runs=list(runs.values()), rows=_rows(list(runs.values()), notes), notes=notes)
 
 
-def varied_options(runs: Sequence[Run]) -> list[str]:
+def _varied_options(runs: Sequence[Run]) -> list[str]:
     """Return the names of the options that differ between the points of a sweep."""
     runs = [run for run in runs if run.options]
     names = dict.fromkeys(name for run in runs for name in run.options)
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
 
 
-def option_text(value: object) -> str:
-    """Return the value of an option in short: a component by its class, other values as JSON."""
-    if isinstance(value, Mapping) and "class_path" in value:
-        value = str(value["class_path"]).rsplit(".", 1)[-1]
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= _MAX_OPTION_LENGTH else f"{text[: _MAX_OPTION_LENGTH - 1]}…"
-
-
-def _sweep_order(folder: Path) -> Callable[[Path], _Key]:
-    """Return the sort key of the paths below a directory: a sweep's points have their numbers instead of their ids."""
+def _result_files(folder: Path) -> list[Path]:
+    """Return the results below a directory in the order of their paths; the points of a sweep are in its own order."""
     numbers = {
-        path.parent / "points" / str(identity): str(number)
+        path.parent / "points" / str(identity): f"{number:09d}"
         for path in folder.rglob("sweep.json")
         for number, identity in enumerate(_read_object(path).get("points") or [])
     }
 
-    def key(path: Path) -> _Key:
-        ancestors = [parent for parent in path.parents if parent.is_relative_to(folder)]
-        return [_natural_key(numbers.get(ancestor, ancestor.name)) for ancestor in reversed(ancestors)]
+    def key(path: Path) -> list[str]:
+        return [numbers.get(parent, parent.name) for parent in reversed(path.parents)]
 
-    return key
-
-
-def _read_run(path: Path, argument: Path, source: str) -> Run | None:
-    results = read_results(path)
-    if results is None:
-        return None
-    return _run(path.parent, argument, source, results)
+    return sorted(folder.rglob(RESULTS), key=key)
 
 
 def run_of(
@@ -250,11 +232,11 @@ def _failed_points(argument: Path) -> list[str]:
 
 
 def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
-    varied = {run.source: varied_options([r for r in runs if r.source == run.source]) for run in runs}
+    varied = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
     for run in runs:
         names = varied[run.source] if run.options else []
-        options = {name: option_text(run.options.get(name)) for name in names}
+        options = {name: short(run.options.get(name)) for name in names}
         for decoder, figures in run.results["results"].items():
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
             predictions = read_scores(run.path, decoder, notes) if run.predictions is None else run.predictions[decoder]
@@ -289,7 +271,7 @@ def _make_labels_unique(rows: Sequence[Row]) -> None:
 
 
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return a decoder's predictions by prompt id in natural order, from the files of all processes.
+    """Return a decoder's predictions by prompt id, from the files of all processes.
 
     Scores that ``refusion-lit score`` wrote later for these very predictions take precedence over those of the test.
     A prompt that a distributed sampler repeated counts once.
@@ -317,16 +299,12 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                     notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                     continue
                 predictions.setdefault(identity, prediction)
-    return _in_order(predictions)
+    return predictions
 
 
 def scores_of(predictions: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
-    """Return predictions by prompt id in natural order, from the values that were written as lines."""
-    return _in_order(dict(map(_parse, predictions)))
-
-
-def _in_order(predictions: Mapping[str, ScoredPrediction]) -> dict[str, ScoredPrediction]:
-    return dict(sorted(predictions.items(), key=lambda item: _natural_key(item[0])))
+    """Return predictions by prompt id, from the values that were written as lines."""
+    return dict(map(_parse, predictions))
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
@@ -353,10 +331,3 @@ def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
 def _read_object(path: Path) -> dict[str, Any]:
     values = read_json(path)
     return values if isinstance(values, dict) else {}
-
-
-def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key under which runs of digits compare by value: ``test-2`` comes before ``test-10``."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", text)
-    # Lengths compare numbers of any size: converting long ones to integers raises an error.
-    return tuple((0, len(p.lstrip("0")), p.lstrip("0")) if "0" <= p[0] <= "9" else (1, 0, p) for p in parts)

@@ -133,7 +133,6 @@ def html_report(comparison: Comparison, plot: str) -> str:
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         tradeoff=Markup(plot),
         plot_style=STYLE,
-        any_partial=any(m.is_partial for m in comparison.measured),
         runs=[(run, _facts(run)) for run in runs],
         examples=_examples(comparison),
         hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from refusion_lit.reports.results import short
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -21,9 +22,6 @@ Resolve = Callable[[str, Config], Config]
 
 # Options that say where a run is stored; they do not change what it computes.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
-
-_SHORT = 40
-"""Characters of a value in a name or a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,22 +202,6 @@ def _resolve_path(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an opti
     return str((directory / value).resolve()) if is_path else copy.deepcopy(value)
 
 
-def short(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as one short text; a component is written ``Class(option=value)``."""
-    text = _written(value)
-    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
-
-
 def _format(options: Config, separator: str) -> str:
     """Return options as ``name=value``; a sweep without swept options has the one point ``base``."""
     return separator.join(f"{name}={short(value)}" for name, value in options.items()) or "base"
-
-
-def _written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    if isinstance(value, dict) and "class_path" in value:
-        arguments = ", ".join(f"{name}={_written(inner)}" for name, inner in (value.get("init_args") or {}).items())
-        name = str(value["class_path"]).rpartition(".")[2]
-        return f"{name}({arguments})" if arguments else name
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_written(inner)}' for name, inner in value.items())}}}"
-    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

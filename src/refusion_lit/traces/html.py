@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -59,8 +60,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
-    statistics = trace_statistics(trace)
-    phases = [[visible(phase), number, explain(phase)] for phase, number in statistics.forwards_by_phase.items()]
+    counts = Counter(entry.phase for entry in trace.rounds)
     rounds = [
         {
             "phase": visible(entry.phase),
@@ -79,8 +79,8 @@ def _data(trace: Trace) -> dict[str, Any]:
         "seconds": round(trace.seconds, 3),
         "slot_size": trace.slot_size,
         "canvas_length": history.canvas_length,
-        "num_tokens": len(trace.token_ids),
         "rounds": rounds,
         "pieces": list(pieces),
-        "statistics": statistics.to_dict() | {"phases": phases},
+        "statistics": trace_statistics(trace),
+        "phases": [[visible(phase), number, explain(phase)] for phase, number in counts.items()],
     }

@@ -29,7 +29,7 @@
   const percent = (p) => (p === null ? "unknown" : `${(100 * p).toFixed(p > 0.9995 ? 2 : 1)} %`);
   const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
-  const explanations = Object.fromEntries(data.statistics.phases.map(([phase, , text]) => [phase, text]));
+  const explanations = Object.fromEntries(data.phases.map(([phase, , text]) => [phase, text]));
   const groups = [], ends = [];
   const cells = Array.from({ length: data.canvas_length }, (_, index) => {
     const cell = document.createElement("span");
@@ -156,7 +156,7 @@
     keys[event.key]();
   });
 
-  get("summary").textContent = `${data.decoder}: ${many(data.num_tokens, "token")} in ${many(count, "forward")} (${data.statistics.tokens_per_forward.toFixed(2)} tokens/forward), ${data.seconds} s, ended by ${data.finish_reason}`;
+  get("summary").textContent = `${data.decoder}: ${many(Number(data.statistics.tokens), "token")} in ${many(count, "forward")} (${data.statistics["tokens per forward"]} tokens/forward), ${data.seconds} s, ended by ${data.finish_reason}`;
   get("prompt").textContent = data.prompt;
   get("response").textContent = data.response;
   get("scale-end").textContent = `forward ${count}`;
@@ -168,14 +168,7 @@
     line.append(head);
     for (const value of values) line.insertCell().textContent = value;
   }
-  const figures = data.statistics;
-  row("statistics", "forwards", figures.num_forwards);
-  row("statistics", "tokens per forward", figures.tokens_per_forward.toFixed(2));
-  row("statistics", "tokens accepted at a time", figures.mean_acceptance_length.toFixed(2));
-  if (data.slot_size > 1) row("statistics", "slots filled at a time", figures.mean_slots_per_round.toFixed(2));
-  row("statistics", data.slot_size > 1 ? "slots out of order" : "tokens out of order", `${figures.num_slots_out_of_order} of ${figures.num_slots} (${(100 * figures.share_out_of_order).toFixed(0)} %)`);
-  row("statistics", "drafts", figures.num_drafts);
-  row("statistics", "drafts rejected and drafted again", figures.num_replanned);
-  for (const [phase, number, text] of figures.phases) row("phases", phase, text, number);
+  for (const [name, value] of Object.entries(data.statistics)) row("statistics", name, value);
+  for (const [phase, number, text] of data.phases) row("phases", phase, text, number);
   show(0);
 })();

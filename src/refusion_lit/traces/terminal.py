@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refusion_lit.traces.document import Trace, explain, visible
-from refusion_lit.traces.timeline import Change, Timeline, TraceStatistics, timeline
+from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
 _RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
@@ -61,24 +62,15 @@ def animate(
                 sleep(seconds_per_forward)
 
 
-def print_statistics(statistics: TraceStatistics, *, console: Console) -> None:
+def print_statistics(trace: Trace, *, console: Console) -> None:
     """Print the statistics of a trace as a table."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    rows: list[tuple[str, object]] = [
-        ("tokens", statistics.num_tokens),
-        ("forwards", statistics.num_forwards),
-        ("tokens/forward", f"{statistics.tokens_per_forward:.2f}"),
-        ("acceptance length (tokens/round)", f"{statistics.mean_acceptance_length:.2f}"),
-        ("slots/round", f"{statistics.mean_slots_per_round:.2f}"),
-        ("slots out of order", f"{statistics.num_slots_out_of_order}/{statistics.num_slots}"),
-        ("drafts", statistics.num_drafts),
-        ("drafts rejected and re-planned", statistics.num_replanned),
-        *((f"forwards: {visible(phase)}", number) for phase, number in statistics.forwards_by_phase.items()),
-    ]
-    for name, value in rows:
-        table.add_row(Text(name), Text(str(value)))
+    phases = Counter(entry.phase for entry in trace.rounds)
+    rows = trace_statistics(trace) | {f"forwards: {visible(phase)}": str(count) for phase, count in phases.items()}
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
     console.print(table)
 
 

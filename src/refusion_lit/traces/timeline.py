@@ -14,11 +14,10 @@ A draft at a position that was drafted before is **re-planned**.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.traces.document import Trace
@@ -144,80 +143,32 @@ def _acceptance(trace: Trace, index: int, drafts: Sequence[_Draft]) -> Change:
     return Change(index=index, token=token, probability=probability, status="accepted", num_drafts=len(drafts))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceStatistics:
-    """Counts of one decode.
+def trace_statistics(trace: Trace) -> dict[str, str]:
+    """Return the figures of a trace by name, as they are shown.
 
-    Attributes:
-        num_tokens: Response tokens.
-        num_forwards: Forwards of the decode.
-        acceptance_lengths: Number of accepted tokens of each forward that accepted any.
-        slots_per_round: Number of slots that contain them, for the same forwards.
-        num_slots: Slots with at least one accepted token.
-        num_slots_out_of_order: Slots whose last token was accepted by a forward after which an earlier position was
-            still open; 0 for left-to-right decoding.
-        num_drafts: Drafted tokens, counted every time.
-        num_replanned: Drafts that were rejected and whose position was drafted again.
-        forwards_by_phase: Number of forwards of each phase, in order of first use.
+    Means are over the forwards that accepted a token. A slot (a token, for decoders without slots) is out of order if
+    its last token was accepted by a forward after which an earlier position was still open; left-to-right decoding has
+    none. Drafts are counted every time.
     """
-
-    num_tokens: int
-    num_forwards: int
-    acceptance_lengths: tuple[int, ...]
-    slots_per_round: tuple[int, ...]
-    num_slots: int
-    num_slots_out_of_order: int
-    num_drafts: int
-    num_replanned: int
-    forwards_by_phase: Mapping[str, int]
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Response tokens per forward."""
-        return _ratio(self.num_tokens, self.num_forwards)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Mean number of accepted tokens over the forwards that accepted any."""
-        return _ratio(sum(self.acceptance_lengths), len(self.acceptance_lengths))
-
-    @property
-    def mean_slots_per_round(self) -> float:
-        """Mean number of slots with accepted tokens over the forwards that accepted any."""
-        return _ratio(sum(self.slots_per_round), len(self.slots_per_round))
-
-    @property
-    def share_out_of_order(self) -> float:
-        """Share of the slots that were not decoded left to right, in [0, 1]."""
-        return _ratio(self.num_slots_out_of_order, self.num_slots)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the counts and ratios as JSON values."""
-        ratios = ("tokens_per_forward", "mean_acceptance_length", "mean_slots_per_round", "share_out_of_order")
-        counts = [name for name in vars(self) if name.startswith("num_")]
-        named = {name: getattr(self, name) for name in (*counts, *ratios)}
-        return {**named, "forwards_by_phase": dict(self.forwards_by_phase)}
-
-
-def trace_statistics(trace: Trace) -> TraceStatistics:
-    """Return the statistics of a trace."""
-    size = trace.slot_size
     history = timeline(trace)
     accepted = [[change.index for change in changes if change.status == "accepted"] for changes in history.changes]
     accepted = [indices for indices in accepted if indices]
+    slots = [{index // trace.slot_size for index in indices} for indices in accepted]
     num_drafts = [change.num_drafts for change in history.final() if change is not None and change.num_drafts]
-    num_slots, num_out_of_order = _count_slots(history.final_forwards(), size)
-    return TraceStatistics(
-        num_tokens=len(trace.token_ids),
-        num_forwards=trace.num_forwards,
-        acceptance_lengths=tuple(map(len, accepted)),
-        slots_per_round=tuple(len({index // size for index in indices}) for indices in accepted),
-        num_slots=num_slots,
-        num_slots_out_of_order=num_out_of_order,
-        num_drafts=sum(num_drafts),
-        num_replanned=sum(num - 1 for num in num_drafts),  # the last draft of a position is not drafted again
-        forwards_by_phase=dict(Counter(entry.phase for entry in trace.rounds)),
-    )
+    num_slots, num_out_of_order = _count_slots(history.final_forwards(), trace.slot_size)
+    share = 100 * num_out_of_order / max(num_slots, 1)
+    has_slots = trace.slot_size > 1
+    return {
+        "tokens": str(len(trace.token_ids)),
+        "forwards": str(trace.num_forwards),
+        "tokens per forward": f"{len(trace.token_ids) / max(trace.num_forwards, 1):.2f}",
+        "tokens accepted at a time": f"{sum(map(len, accepted)) / max(len(accepted), 1):.2f}",
+        **({"slots filled at a time": f"{sum(map(len, slots)) / max(len(slots), 1):.2f}"} if has_slots else {}),
+        f"{'slots' if has_slots else 'tokens'} out of order": f"{num_out_of_order} of {num_slots} ({share:.0f} %)",
+        "drafts": str(sum(num_drafts)),
+        # The last draft of a position is not drafted again.
+        "drafts rejected and drafted again": str(sum(num_drafts) - len(num_drafts)),
+    }
 
 
 def _count_slots(final_forwards: list[int], size: int) -> tuple[int, int]:
@@ -233,7 +184,3 @@ def _count_slots(final_forwards: list[int], size: int) -> tuple[int, int]:
             num_out_of_order += max(accepted) < latest_before
         latest_before = max(latest_before, *(number or never for number in slot))
     return num_slots, num_out_of_order
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
