@@ -17,8 +17,8 @@ from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
-from refusion_lit.evaluation.fingerprints import described
 from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.objectives import GroupPolicy, Reward
 from refusion_lit.policy.objective import group_advantages
