@@ -44,6 +44,8 @@ class Read:
         keys: Key of each draw's noise; empty for greedy draws.
         in_span: Which drafts are tokens of a template's span, where no EOS is drawn; empty: none.
         proposals: The proposal of each draft, ``None`` where there is none; empty if there are none at all.
+        allowed: Which ids each draft may be, bool [vocab], ``None`` where all may; empty: no constraint.
+        contexts: Place and tokens before each draft, as the constraint was asked; empty: no constraint.
         scored: Where probabilities of given tokens are read.
         given: These tokens.
         guide: Distance from each position to that of its unconditional logits, for classifier-free guidance.
@@ -55,6 +57,8 @@ class Read:
     keys: Sequence[int] = ()
     in_span: Sequence[bool] = ()
     proposals: Sequence[Proposal | None] = ()
+    allowed: Sequence[Tensor | None] = ()
+    contexts: Sequence[tuple[int, list[int]]] = ()
     scored: Sequence[int] = ()
     given: Sequence[int] = ()
     guide: int = 0
@@ -105,7 +109,8 @@ class Reader:
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
             if read.drafts or read.scored:
-                groups.setdefault((read.draw.kind, read.guide, bool(read.proposals)), []).append(read)
+                key = (read.draw.kind, read.guide, bool(read.proposals), bool(read.allowed))
+                groups.setdefault(key, []).append(read)
         waiting = [(group, self._draw(hidden, group, careful=not group[0].draw.is_plain)) for group in groups.values()]
         if not waiting:
             return
@@ -144,6 +149,7 @@ class Reader:
         proposals = None
         if draw.proposes or group[0].proposals:
             proposals = [p for read in group for p in read.proposals or [None] * len(read.drafts)]
+        masks = [mask for read in group for mask in read.allowed]
         drawn = _Drawn()
         at = 0
         for logits in self._logit_chunks(hidden, draw, rows, group[0].guide, careful=careful):
@@ -153,7 +159,10 @@ class Reader:
             if size:
                 in_chunk = [row - at for row in in_span if at <= row < at + size]
                 some = None if proposals is None else proposals[at : at + size]
-                tokens = self._choose(logits, size, draw, noise[at : at + size], in_chunk, some, drawn, restore=scored)
+                tokens = self._choose(
+                    logits, size, draw, noise[at : at + size], in_chunk, masks[at : at + size], some, drawn,
+                    restore=scored,
+                )  # fmt: skip
                 chosen = torch.cat((tokens, chosen)) if size < stop - at else tokens
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
@@ -192,12 +201,12 @@ class Reader:
 
     def _choose(
         self, logits: Tensor, num_drafts: int, draw: Draw, keys: Tensor, in_span: Sequence[int],
-        proposals: Sequence[Proposal | None] | None, drawn: _Drawn, *, restore: bool,
+        masks: Sequence[Tensor | None], proposals: Sequence[Proposal | None] | None, drawn: _Drawn, *, restore: bool,
     ) -> Tensor:  # fmt: skip
         """Draw a token from each of the first rows of a chunk; append it, and the statistics, to ``drawn``."""
         rows = logits[:num_drafts]
         banned = self._on_device(self._banned.union(draw.forbidden), logits.device)
-        if draw.is_plain and not in_span:
+        if draw.is_plain and not in_span and not masks:
             kept = rows.index_select(-1, banned) if restore else None
             tokens = first_argmax(rows.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
             if kept is not None:  # probabilities are over all ids
@@ -208,6 +217,9 @@ class Reader:
             if in_span:
                 spans = to_device(in_span, logits.device)
                 allowed[spans[:, None], to_device(self._ends, logits.device)] = -math.inf
+            for row, mask in enumerate(masks):
+                if mask is not None:
+                    allowed[row, : self._vocab_size].masked_fill_(~mask.to(logits.device), -math.inf)
             if proposals is None:
                 tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
             else:
