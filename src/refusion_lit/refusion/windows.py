@@ -111,6 +111,7 @@ class MaskWindows(Objective):
             visible=_ranges(num_text, starts + first, place - first, is_mask),
             is_masked=F.pad(is_mask, (num_text, 0)),
             is_real=torch.cat((is_text, is_mask), 1),
+            draft_offsets=F.pad((place - first).where(is_mask, -1), (num_text, 0), value=-1),
         )
 
     def loss(
@@ -128,9 +129,12 @@ class MaskWindows(Objective):
             replace(corrupted, labels=corrupted.labels.masked_fill(left_out, IGNORE_INDEX))
             for left_out in (has_teacher, ~has_teacher)
         ]
+        assert corrupted.draft_offsets is not None
+        first = torch.arange(source.shape[1], device=source.device) - corrupted.draft_offsets.clamp(min=0)
+        parts[1].draft_offsets = corrupted.draft_offsets.where(has_teacher.gather(1, first), -1)  # of whole windows
         plain = super().loss(hidden, head, parts[0])
         distilled = super().loss(hidden, head, parts[1], hidden.detach().take_along_dim(source[..., None], 1))
-        return replace(plain, sums=plain.sums + distilled.sums)
+        return replace(distilled, sums=plain.sums + distilled.sums)
 
 
 def _ranges(
