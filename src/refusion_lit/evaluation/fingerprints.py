@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder
 from refusion_lit.modeling.weights import weights_digest
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.fingerprint import Fingerprint, prompts_fingerprint
 

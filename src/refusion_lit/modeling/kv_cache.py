@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
-from refusion_lit.modeling.transfer import to_device
+from refusion_lit.modeling.devices import to_device
 
 CHUNK = 128
 """The number of entries in a row's storage is a multiple of this."""
