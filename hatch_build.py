@@ -53,5 +53,6 @@ class CustomMetadataHook(MetadataHookInterface):
         )
         if repository and version:
             text = absolute(text, repository, f"v{version[1]}")
+            text = text.replace("git clone REPOSITORY", f"git clone {repository}")
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = urls(repository)

@@ -20,7 +20,7 @@ IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
-    """Install with pip under constraints: a bare range resolves to torch's newest CUDA build."""
+    """Install with pip under constraints; PIP_EXTRA_INDEX_URL may name the index of torch's builds for CPUs."""
     # Pip applies -c to what it installs but not to the build backend, which gets constraints of its own.
     # Not compiled beforehand: most modules of the large packages are never imported.
     session.install("--no-compile", "-c", constraints, *packages, env={"PIP_BUILD_CONSTRAINT": CONSTRAINTS})

@@ -33,9 +33,10 @@ def _demo(results: Result) -> str:
     return demo.table(results["rows"])
 
 
-@table("lossless summary", _path("lossless"))
-def _lossless_summary(results: Result) -> str:
-    return lossless.summary(results["runs"])
+@table("results", _path("demo"), _path("lossless"))
+def _results(of_demo: Result, of_lossless: Result) -> str:
+    head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
+    return markdown_table(head, [*demo.summary(of_demo["rows"]), *lossless.summary(of_lossless["runs"])])
 
 
 @table("lossless", _path("lossless"))
@@ -61,7 +62,8 @@ def _default(found: Result) -> str:
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
-    return markdown_table(["type", "batch size", "same text", "tokens/forward", "over `Autoregressive`"], rows)
+    head = ["type", "batch size", "same text", "tokens/forward", "tokens/s, times `Autoregressive`"]
+    return markdown_table(head, rows)
 
 
 @table("lossless random texts", _path("lossless", "random_texts.json"))

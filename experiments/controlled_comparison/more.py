@@ -19,12 +19,13 @@ import refusion_lit
 from refusion_lit import TextModel
 from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks import Sheet, Walk
+from refusion_lit.tasks import Sheet
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import argument_parser, command, configs, decode_examples, train, write_json
+from experiments.tasks import Walk
 
 HERE = Path(__file__).parent
 NUM_STEPS = 500

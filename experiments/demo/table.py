@@ -36,6 +36,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", r"\* The model was not trained for this decoder."])
 
 
+def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the README's table: training, decoder, score, tokens per forward."""
+    shown = [{**row, "objective": class_name(row["model.objective"])} for row in rows if not row["mismatch"]]
+    shown.sort(key=lambda row: ORDER.index(row["objective"]))
+    return [
+        [
+            f"small, `{row['objective']}`", f"`{class_name(row['model.decoders'][row['decoder']])}`",
+            f"score: {row['score']:.3f}", f"{row['tokens_per_forward']:.2f}", "",
+        ]
+        for row in shown
+    ]  # fmt: skip
+
+
 if __name__ == "__main__":
     results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
     print(table(json.loads(results.read_text(encoding="utf-8"))["rows"]))

@@ -26,6 +26,10 @@ from refusion_lit.reports.results import environment
 from refusion_lit.types import Example
 from refusion_lit.utils.files import read_json_lines
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.tasks import Latin, Walk
+
 HERE = Path(__file__).parent
 
 
@@ -35,7 +39,8 @@ def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tupl
         lines = read_json_lines(source, texts=("query", "response"))[:count]
         examples = [Example(id=str(i), query=x["query"], response=x["response"]) for i, x in enumerate(lines)]
     else:
-        validation = getattr(tasks, source)(num_validation=count).examples("validation")
+        kinds = {**vars(tasks), "Latin": Latin, "Walk": Walk}
+        validation = kinds[source](num_validation=count).examples("validation")
         examples = [validation[i] for i in range(count)]
     return [encode_example(model.tokenizer, example, model.prompt_template) for example in examples]
 

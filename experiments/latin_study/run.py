@@ -18,13 +18,13 @@ from typing import Any
 import refusion_lit
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks import Latin
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import argument_parser, configs, decode_examples, kept, train, write_json
 from experiments.controlled_comparison.run import positions_a_step
+from experiments.tasks import Latin
 
 HERE = Path(__file__).parent
 COMPARISON = HERE.parent / "controlled_comparison"

@@ -155,8 +155,8 @@ COLUMNS = {
     "speed": {
         "alone: same text": "",
         "alone: tokens/forward": "tokens_per_forward",
-        "over `Autoregressive`": "speed_over_autoregressive",
-        "over `generate`": "speed_over_generate",
+        "tokens/s, times `Autoregressive`": "speed_over_autoregressive",
+        "times `generate`": "speed_over_generate",
     },
 }
 """Titles of each part's columns, and their figures after the share of equal texts."""
@@ -233,26 +233,26 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def summary(runs: list[dict[str, Any]]) -> str:
-    """Return the README's table: GSM8K questions, in the types whose texts are all the same."""
-    found = {(run["dtype"], run["part"]): run for run in runs if run["prompts"] == "GSM8K" and "decoders" in run}
-    titles = ("decoder", "type", "in batches of 16: same text", "tokens/forward", "alone: same text", "tokens/forward")
-    lines = [
-        f"| {' | '.join(titles)} | tokens/s over `generate` | over `Autoregressive` |",
-        "| --- | --- | --- | --: | --- | --: | --: | --: |",
-    ]
-    for dtype, name in (*(("float32", name) for name in DECODERS), ("bfloat16, batch-invariant", "auto")):
-        named = "the default" if name == "auto" else f"`layout: {name}`"
-        decoder = f"`{name}`" if name == REFERENCE else f"`SelfSpeculative`, {named}"
-        alone = found[dtype, "speed"]
-        speeds = [f"speed_over_{other}" for other in ("generate", "autoregressive")]
-        cells = [
-            *_cells(found[dtype, "text"], name, ("tokens_per_forward",)),
-            *_cells(alone, name, ("tokens_per_forward",)),
-            *(_with_interval(alone["decoders"][name], speed) for speed in speeds),
-        ]
-        lines.append(f"| {decoder} | {dtype} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def summary(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the README's table: model, decoder, equal texts, tokens per forward, relative speed."""
+    found = {(run["prompts"], run["part"]): run for run in runs if run["dtype"] == "float32" and "decoders" in run}
+    rows = []
+    for prompts, part, name in (
+        ("GSM8K", "speed", "auto"),
+        ("GSM8K", "speed", "single_forward"),
+        ("own.jsonl", "speed", "auto"),
+        ("HumanEval", "speed", "auto"),
+        ("GSM8K", "text", "auto"),
+    ):
+        run = found[prompts, part]
+        same, tokens = _cells(run, name, ("tokens_per_forward",))
+        key = "speed_over_autoregressive"
+        speed = _with_interval(run["decoders"][name], key) if part == "speed" else ""
+        label = "own prompts" if prompts == "own.jsonl" else prompts
+        how = "alone" if part == "speed" else "batches of 16"
+        decoder = "`SelfSpeculative`" if name == "auto" else f"`SelfSpeculative`, `{name}`"
+        rows.append([f"SmolLM2, {label}, {how}", decoder, f"same text: {same}", tokens, speed])
+    return rows
 
 
 def _with_interval(figures: dict[str, Any], key: str) -> str:

@@ -9,7 +9,7 @@ from refusion_lit.reports.plots import curves_plot, standalone
 
 HEAD = (
     "training", "decoder", "problems", "score in %", "annotations right in %", "annotations/answer",
-    "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s over `generate`",
+    "ends with `#### number` in %", "perplexity", "tokens/forward", "positions/token", "tokens/s, times `generate`",
 )  # fmt: skip
 FIGURES = {
     "score": "problems solved in %",

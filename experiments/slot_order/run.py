@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 import refusion_lit
-from refusion_lit import tasks
 from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState, SlotSearch
 from refusion_lit.reports.results import environment
 from refusion_lit.types import SamplingParams
@@ -26,6 +25,8 @@ from refusion_lit.types import SamplingParams
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import argument_parser, configs, decode_examples, kept, seeds, train, write_json
+
+from experiments import tasks
 
 HERE = Path(__file__).parent
 COMPARISON = HERE.parent / "controlled_comparison"
@@ -98,7 +99,7 @@ def measure(task: str, work: Path, steps: int, num_prompts: int, seed: int) -> d
     model = refusion_lit.load(trained(task, seed, work, steps))
     values = yaml.safe_load(config_of(task).read_text())
     options = values["data"]["task"]
-    test = getattr(tasks, options["class_path"])(**options["init_args"])
+    test = getattr(tasks, options["class_path"].rpartition(".")[2])(**options["init_args"])
     examples = list(test.examples("test"))[:num_prompts]
     sampling = SamplingParams(max_new_tokens=values["model"]["sampling"]["max_new_tokens"], seed=seed)
     decoders = dict(ORDERS)

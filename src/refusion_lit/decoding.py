@@ -7,6 +7,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.engine import decode
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
@@ -52,6 +53,9 @@ __all__ = [
     "Steps",
     "TokenEditing",
     "TraceRound",
+    "Trajectory",
+    "TrajectoryRecorder",
+    "TrajectoryWriter",
     "WeDLM",
     "check_context",
     "check_model",
@@ -60,4 +64,5 @@ __all__ = [
     "decode",
     "default_decoder",
     "most_certain",
+    "read_trajectories",
 ]

@@ -6,7 +6,8 @@ Training's batches and losses are in :mod:`refusion_lit.learning.batch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -146,6 +147,36 @@ class Example:
     holes: tuple[tuple[int, int], ...] = ()
 
 
+class ConstraintState(ABC):
+    """What is known of a constraint while one response is decoded.
+
+    Arguments of both methods: ``place`` counts the tokens of the response; ``before`` are those that the drawn token
+    follows, drafts that are being verified and masks included, if the decoder draws from left to right.
+    """
+
+    @abstractmethod
+    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
+        """Return which tokens may stand at a place, bool [vocab] on the CPU; ``None``: all may."""
+
+    def settle(self, place: int, before: Sequence[int], token: int) -> int:  # noqa: ARG002
+        """Return the token to take in place of a drawn one; by default the drawn one."""
+        return token
+
+
+class Constraint(ABC):
+    """Which responses a prompt may get, token by token; immutable, as it may be shared by several prompts.
+
+    Attributes:
+        left_to_right: Whether it needs the tokens before a place, which only decoders from left to right know.
+    """
+
+    left_to_right: bool
+
+    @abstractmethod
+    def begin(self, max_length: int) -> ConstraintState:
+        """Return the state for a response of at most ``max_length`` tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt to decode.
@@ -158,12 +189,14 @@ class Prompt:
             unless that is an end of sequence. Empty: nothing is given.
         num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill holes of another
             prompt.
+        constraint: Which tokens may be drawn, such as those of a JSON schema; ``None``: all.
     """
 
     token_ids: tuple[int, ...]
     id: str
     given: tuple[int | None, ...] = ()
     num_filled: int = 0
+    constraint: Constraint | None = None
 
     @property
     def num_given(self) -> int:

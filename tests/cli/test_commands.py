@@ -14,7 +14,7 @@ import torch
 import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion
+from refusion_lit.decoding import ReFusion, read_trajectories
 from refusion_lit.evaluation.loop import Evaluation
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -100,6 +100,20 @@ def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: P
     assert main([*args, "--trainer.enable_progress_bar=false"]) == 0
     lines = (tmp_path / "quickstart" / "version_0" / "predictions.jsonl").read_text().splitlines()
     assert all(list(json.loads(line)) == KEYS for line in lines)
+
+
+def test_predict_records_trajectories(checkpoint: str, tmp_path: Path) -> None:
+    args = ["predict", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    options = ["--trainer.enable_progress_bar=false", "--model.decoding.record_trajectories=true"]
+    assert main([*args, *options, "--data.eval_batch_size=5"]) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    lines = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+    found = read_trajectories(run / "trajectories")
+    assert {each.decoder["class"] for each in found} == {"ReFusion"}
+    assert [(each.id, each.response_ids, each.num_forwards) for each in found] == [
+        (line["id"], line["response_ids"], line["num_forwards"]) for line in lines
+    ]
+    assert all(each.slot_size == 8 for each in found)
 
 
 def test_what_a_checkpoint_stores_never_overrides_options(checkpoint: str, tmp_path: Path) -> None:

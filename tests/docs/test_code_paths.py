@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 29,
-    "command to text: lines": 5402,
+    "command to text: lines": 5_494,
     "token ids to text: files": 24,
-    "token ids to text: lines": 4860,
+    "token ids to text: lines": 4_952,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3311,
-    "test: files": 65,
-    "test: lines": 12_977,
-    "package: files": 172,
-    "package: lines": 26_253,
-    "package: lines of code": 16_486,
+    "examples to loss: lines": 3_344,
+    "test: files": 66,
+    "test: lines": 13_312,
+    "package: files": 170,
+    "package: lines": 26_099,
+    "package: lines of code": 16_387,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -49,8 +49,8 @@ def test_another_figure_in_the_json_makes_another_page_and_plot(
     before = {name: registry.digest(plot.values()) for name, plot in plots.items()}
     monkeypatch.setattr(registry, "read", changed)
     filled = registry.fill(page, "README.md")
-    assert "| 0.784 |" in filled
-    assert "| 0.784 |" not in page
+    assert "score: 0.784 |" in filled
+    assert "score: 0.784 |" not in page
     assert all(registry.digest(plot.values()) != before[name] for name, plot in plots.items())
 
 

@@ -18,7 +18,7 @@ from tasks.samples import HUMANEVAL, MBPP, write_jsonl
 
 def _isolated() -> bool:
     try:
-        return Sandbox().isolation.level == "full"
+        return len(Sandbox().applied) > 0
     except ValueError:
         return False
 
@@ -61,7 +61,7 @@ def test_humaneval(tmp_path: Path) -> None:
         "def quarter(x):\n    import os\n    os._exit(0)",
         "    raise SystemExit",
         "    import os\n    for _ in range(1500):\n        os.mkdir('a')\n        os.chdir('a')\n    return x",
-        "    for i in range(90):\n        open(str(i), 'wb').write(bytes(1 << 20))\n    return x / 4",
+        "    open('large', 'wb').write(bytes(20 << 20))\n    return x / 4",
         "    raise ValueError('\\ud800')",
     ]
     assert [task.score(example, text) for text in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)

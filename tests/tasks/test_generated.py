@@ -5,22 +5,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from experiments.tasks import Latin, Sudoku, Walk
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
-from refusion_lit.tasks import (
-    SPLITS,
-    Additions,
-    GeneratedTask,
-    Latin,
-    Records,
-    Sheet,
-    Split,
-    Sudoku,
-    Task,
-    Walk,
-)
+from refusion_lit.tasks import SPLITS, Additions, GeneratedTask, Records, Sheet, Split, Task
 from refusion_lit.utils.keys import permute
 
 TASKS = sorted(GeneratedTask.__subclasses__(), key=lambda task_class: task_class.__name__)
@@ -138,8 +128,11 @@ class TestEveryTask:
     def test_a_config_refers_to_it_by_class_name(self, task_class: type[GeneratedTask]) -> None:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--task", type=Task)
-        parsed = parser.parse_args([f"--task={task_class.__name__}", "--task.num_test=7", "--task.seed=3"])
-        assert parsed.task.class_path == f"refusion_lit.tasks.{task_class.__name__}"
+        own = task_class.__module__.startswith("refusion_lit")
+        path = f"{'refusion_lit' if own else 'experiments'}.tasks.{task_class.__name__}"
+        name = task_class.__name__ if own else path
+        parsed = parser.parse_args([f"--task={name}", "--task.num_test=7", "--task.seed=3"])
+        assert parsed.task.class_path == path
         assert task_class(**parsed.task.init_args) == task_class(num_test=7, seed=3)
 
 

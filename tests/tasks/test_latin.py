@@ -6,10 +6,11 @@ from itertools import islice
 from math import comb
 
 import pytest
+from experiments.tasks import Latin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import SPLITS, Latin
+from refusion_lit.tasks import SPLITS
 from refusion_lit.types import Example
 from tasks.samples import completions
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import re
 
+from experiments.tasks import Sudoku
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import Sudoku
 from tasks.samples import completions
 
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from experiments.tasks import Walk
 from hypothesis import given
 from hypothesis import strategies as st
-
-from refusion_lit.tasks import Walk
 
 
 def stepped(state: int, step: str) -> int:

@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
                 f"allow_code_execution: {type(task).__name__} runs programs that a model wrote on this machine, which "
                 "is off; add --allow_code_execution if you want that."
             )
-        _ = task.sandbox.isolation  # refuses weak isolation, and says what it found, before anything else
+        _ = task.sandbox.applied  # refuses weak isolation, and says what it found, before anything else
     examples = {example.id: example for example in examples_of(task, options.split)}
     lines = read_predictions(source)
     _check_ids(lines, examples, source)

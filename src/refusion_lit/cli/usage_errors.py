@@ -21,7 +21,12 @@ from refusion_lit.utils.require import require
 
 _ZARYA = "set class_path: Zarya, which has it"
 _SEARCH = "the interval search is gone; set t_min and t_max"
+_SANDBOX = "the sandbox limits time, memory and the size of a file; leave it out"
 REMOVED = {
+    **{
+        name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set"
+        for name in ("Latin", "Sudoku", "Walk")
+    },
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
@@ -32,6 +37,10 @@ REMOVED = {
     "forward_cost": "forwards are the same on every machine; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
+    "limits.disk_mb": _SANDBOX,
+    "limits.num_files": _SANDBOX,
+    "limits.num_open_files": _SANDBOX,
+    "limits.num_processes": _SANDBOX,
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
     "max_post_forwards": "TokenEditing makes at most 16; leave it out",
     "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",

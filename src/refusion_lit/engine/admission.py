@@ -77,6 +77,10 @@ class Admission:
         """Append a prompt to the queue."""
         self._waiting.append(waiting)
 
+    def remove(self, index: int) -> None:
+        """Take a prompt out of the queue, if it waits."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.index != index)
+
     def __bool__(self) -> bool:
         """Return whether prompts wait."""
         return bool(self._waiting)

@@ -140,6 +140,10 @@ def check_prompts(
         require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
         if prompt.num_given:
             _check_given(model, decoder, prompt, sampling)
+        if prompt.constraint is not None and prompt.constraint.left_to_right:
+            fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
+            name = type(decoder).__name__
+            require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", name, fix)
     lengths: dict[str, int] = {}
     for prompt in prompts:  # the candidates of a template, for one, have the same id
         lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_uncounted)

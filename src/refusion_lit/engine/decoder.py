@@ -259,6 +259,11 @@ class Decoder(ABC):
     refuses: ClassVar[str | None] = ""
     stop_at_eos: bool = True  # an option of some subclasses
 
+    @property
+    def is_left_to_right(self) -> bool:
+        """Whether every token is drawn after all tokens on its left, which its branch feeds; see ``Constraint``."""
+        return False
+
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""
         return self.requires

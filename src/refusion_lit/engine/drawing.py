@@ -58,6 +58,7 @@ class General:
         self._ends = to_device(sorted(special.eos_token_ids), device)
         self._keys = to_device(keys, device)
         self._proposals = proposals if draw.proposes or reads[0].branch.proposals else None
+        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.draft_at)]
         self._in_span = [
             read.branch.positions[offset] + read.branch.shift < read.spans_end
             for read in reads
@@ -78,6 +79,9 @@ class General:
         allowed = logits.index_fill(-1, self._banned, -math.inf)
         allowed[:, self._vocab_size :] = -math.inf
         self._end_no_span(allowed, in_span)
+        for row, mask in enumerate(self._masks[first:stop]):
+            if mask is not None:
+                allowed[row, : self._vocab_size].masked_fill_(~mask.to(logits.device), -math.inf)
         keys = self._keys[first:stop]
         if self._proposals is None:
             tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)

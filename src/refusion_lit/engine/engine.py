@@ -155,6 +155,17 @@ class Engine:
         """Put a prompt into the queue, under a number that :meth:`step` returns its generation by."""
         self.queue.add(Waiting(index, prompt, sampling))
 
+    def abort(self, index: int) -> None:
+        """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
+
+        A number that is unknown, or of a finished prompt, changes nothing.
+        """
+        self.queue.remove(index)
+        for row in [row for row in self.rows if row.index == index]:
+            row.steps.close()
+            self.rows.remove(row)
+            self.queue.release(row.storage)
+
     @property
     def is_busy(self) -> bool:
         """Whether prompts wait or are in flight."""
@@ -218,6 +229,7 @@ class Engine:
             started=synchronised_time(self.device),
             waiting_since=self.num_calls,
             stopping=Stopping(sampling, self.detokenize) if stops else None,
+            constraint=None if prompt.constraint is None else prompt.constraint.begin(state.max_length),
         )
 
     def _steps(self, state: RowState) -> Steps[None]:
@@ -303,6 +315,9 @@ class Engine:
             first += len(row.states)
         if states is not None:
             self.reader.read(states, [read for own in reads.values() for read in own])
+        for row in rows:
+            if row.constraint is not None:
+                row.constrain(reads[row.index])
         return {index: [read.reading for read in own] for index, own in reads.items()}
 
     def _notify(self, row: InFlight) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.output import Generation, Stopping, TraceRound
-from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Reading, Request, Steps
+from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
+from refusion_lit.types import ConstraintState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class InFlight:
         started: When it was admitted, in seconds.
         waiting_since: Number of the last call that it took part in.
         stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
+        constraint: Which tokens may be drawn; ``None``: all.
         forward: Its last forward.
         hidden: Hidden states of that forward [position, hidden], padding included, for further reads.
         starts: First position of each branch among them.
@@ -46,6 +48,7 @@ class InFlight:
     started: float
     waiting_since: int
     stopping: Stopping | None
+    constraint: ConstraintState | None = None
     forward: Forward | None = None
     hidden: Tensor | None = None
     starts: Sequence[int] = ()
@@ -110,8 +113,24 @@ class InFlight:
             if draw.guidance is not None and draft_at:
                 # The second branch, without the condition, is the next sequence.
                 read.guide = self.length if self.twin is None else self.twin - read.start - draft_at[0]
+            if self.constraint is not None:
+                read.contexts = [self._context(branch, offset) for offset in draft_at]
+                read.allowed = [self.constraint.allowed(*context) for context in read.contexts]
             found.append(read)
         return found
+
+    def _context(self, branch: Branch, offset: int) -> tuple[int, list[int]]:
+        """Return the place of a draw, and the response up to there as a decoder from left to right feeds it."""
+        start = branch.positions[0] - self.state.prompt_length
+        before = [*self.state.tokens[: max(start, 0)], *branch.tokens[max(-start, 0) : offset + 1]]
+        return branch.positions[offset] + branch.shift - self.state.prompt_length, before
+
+    def constrain(self, reads: Sequence[Read]) -> None:
+        """Let the constraint replace drawn tokens."""
+        assert self.constraint is not None
+        for read in reads:
+            drawn = zip(read.contexts, read.reading.tokens, strict=True)
+            read.reading.tokens = [self.constraint.settle(*context, token) for context, token in drawn]
 
     def advance(self, readings: list[Reading], *, trace: bool) -> list[int]:
         """Send the decoder its readings and take its next request; return the places that it committed, sorted."""

@@ -47,7 +47,7 @@ class Reader:
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
             if read.draft_at or read.score_at:
-                key = (read.draw.kind, read.guide, bool(read.branch.proposals), bool(read.spans_end))
+                key = (read.draw.kind, read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
                 groups.setdefault(key, []).append(read)
         waiting = [(group, self._draw(hidden, group, careful=not _is_plain(group))) for group in groups.values()]
         if not waiting:
@@ -139,7 +139,7 @@ class Reader:
 
 def _is_plain(group: Sequence[Read]) -> bool:
     """Whether reads are greedy, without further options: the fast path."""
-    return group[0].draw.is_plain and not group[0].spans_end
+    return group[0].draw.is_plain and not (group[0].spans_end or group[0].allowed)
 
 
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:

@@ -226,6 +226,8 @@ class Read:
         score_at: Pairs of an offset and a token id whose probability is read.
         prompt_id: Id of the prompt, which keys the noise.
         spans_end: Position after the last given token of a template: no EOS is drawn before it. 0 without a template.
+        allowed: Which ids each draft may be, bool [vocab], ``None`` where all may; empty: no constraint.
+        contexts: Place and tokens before each draft, as the constraint was asked; empty: no constraint.
         guide: Distance from each hidden state to that of its unconditional logits, for classifier-free guidance.
         reading: Receives the result.
     """
@@ -237,6 +239,8 @@ class Read:
     score_at: Sequence[tuple[int, int]] = ()
     prompt_id: str = ""
     spans_end: int = 0
+    allowed: Sequence[Tensor | None] = ()
+    contexts: Sequence[tuple[int, list[int]]] = ()
     guide: int = 0
     reading: Reading = field(default_factory=Reading)
 

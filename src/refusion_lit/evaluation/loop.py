@@ -14,6 +14,7 @@ import lightning as L
 from refusion_lit.api import TextModel, load
 from refusion_lit.data.evaluation import collate_prompts
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
+from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.fingerprints import described, predictions_fingerprint
 from refusion_lit.evaluation.predictions import PredictionsFile, prediction
 from refusion_lit.metrics import DecodingMetrics
@@ -37,11 +38,14 @@ class EvaluationOptions(DecodingOptions):
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
         num_logged_samples: Number of validation samples that are decoded and logged as text after each validation, at
             least 0.
+        record_trajectories: Let ``predict`` record in which forward and order each token became final, in the
+            directory ``trajectories`` of the run (:func:`~refusion_lit.decoding.read_trajectories` reads it).
     """
 
     batch_size: int = 64
     verifier: str | None = None
     num_logged_samples: int = 4
+    record_trajectories: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -69,6 +73,7 @@ class _DecoderState:
     num_resumed: int
     metrics: DecodingMetrics | None
     predictions: list[Mapping[str, Any]]
+    trajectories: TrajectoryWriter | None = None
     is_warm: bool = False
 
 
@@ -212,6 +217,10 @@ class Evaluation:
         if is_test:
             metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             metrics.restore(file.state or {})
+        trajectories = None
+        if self.options.record_trajectories and not is_test:
+            rank = self._trainer.global_rank
+            trajectories = TrajectoryWriter(path.parent / "trajectories", kept=file.done, rank=rank)
         return _DecoderState(
             decoder=decoder,
             fingerprint=fingerprint,
@@ -219,6 +228,7 @@ class Evaluation:
             num_resumed=len(file.done),
             metrics=metrics,
             predictions=list(file.resumed) if is_test else [],
+            trajectories=trajectories,
         )
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
@@ -246,12 +256,16 @@ class Evaluation:
         if state.metrics is not None and not state.is_warm:
             self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
             state.is_warm = True
+        recorder = TrajectoryRecorder(state.decoder)
+        callbacks = [*callbacks, recorder] if state.trajectories is not None else callbacks
         output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)
             about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
             lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
+        if state.trajectories is not None:  # before the predictions, which say what is done
+            state.trajectories.write(list(recorder.trajectories.values()))
         if state.metrics is None:
             state.file.write(lines)
         else:

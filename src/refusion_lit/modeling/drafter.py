@@ -228,8 +228,9 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in model.parameters())
     if digest != found and not is_rounded_twice:
         raise ValueError(
-            f"draft: expected the model that {path} was trained for ({origin.base}, weights {digest}), got one with "
-            f"weights {found}; its drafts would hardly ever be right. Load that model, or train a drafter for this one."
+            f"draft: expected the model that {path} was trained for (its README or {origin.base}; weights {digest}), "
+            f"got one with weights {found}, for which few drafts are right. Load that model, or train a drafter for this "
+            "one."
         )
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}

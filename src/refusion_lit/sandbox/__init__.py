@@ -6,7 +6,7 @@ With ``full`` isolation the sandbox prevents:
 - changing owners, modes and times of files;
 - network access;
 - starting, signalling or tracing processes;
-- infinite loops, and exceeding the limits on memory, processor time, size and number of files, and open files;
+- infinite loops, and exceeding the limits on memory, processor time, size of a file, and open files;
 - passing by exiting early: a run passes only if it returns a nonce that is drawn after the tests have finished, so
   nothing that the program reads, prints or returns before can help.
 
@@ -16,14 +16,12 @@ The sandbox does not prevent:
   everything, or a forged message on the control socket by code that knows this package. Such code passes, but cannot
   do more;
 - finding out existence, sizes and times of outside files;
-- where no tmpfs can be mounted (see :class:`Isolation`): being over the limits on the size and number of all files
-  for some 20 ms, and using space through files that are open but deleted;
+- filling the disk with many files until its time is up; its directory is deleted at the end;
 - kernel exploits.
 
 Use a virtual machine for code that comes from an attacker instead of a model.
 """
 
-from refusion_lit.sandbox.isolation import LEVELS, Isolation, Level
-from refusion_lit.sandbox.runner import Limits, Outcome, Sandbox
+from refusion_lit.sandbox.runner import LEVELS, Level, Limits, Outcome, Sandbox
 
-__all__ = ["LEVELS", "Isolation", "Level", "Limits", "Outcome", "Sandbox"]
+__all__ = ["LEVELS", "Level", "Limits", "Outcome", "Sandbox"]

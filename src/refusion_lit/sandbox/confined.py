@@ -27,8 +27,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _READ_FILE, _READ_DIR, _WRITE_FILE = 0b0100, 0b1000, 0b0010
 _EPERM, _ENOSYS = 1, 38
-_CLONE_NEWNS = 0x20000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
+_NUM_OPEN_FILES = 64
 
 # Linux x86_64 system calls that a computation does not need and that Landlock and resource limits leave allowed.
 _DENIED = {
@@ -51,7 +50,7 @@ def main() -> None:
     lines = control.makefile("rb")
     options = json.loads(sys.argv[3])
     set_limits(options["limits"])
-    _send(control, layers=apply_layers(sys.argv[2], options["readable"], options["limits"], options["layers"]))
+    _send(control, layers=apply_layers(sys.argv[2], options["readable"], options["layers"]))
     job = json.loads(lines.readline())
     error = run(job["program"], job["tests"])
     if error is None:
@@ -82,8 +81,7 @@ def set_limits(limits: Mapping[str, float]) -> None:
         ("RLIMIT_CPU", int(limits["cpu_seconds"])),
         ("RLIMIT_AS", int(limits["memory_mb"]) << 20),
         ("RLIMIT_FSIZE", int(limits["file_mb"]) << 20),
-        ("RLIMIT_NOFILE", int(limits["num_open_files"])),
-        ("RLIMIT_NPROC", int(limits["num_processes"])),
+        ("RLIMIT_NOFILE", _NUM_OPEN_FILES),
     ):
         hard = resource.getrlimit(getattr(resource, name))[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -92,33 +90,15 @@ def set_limits(limits: Mapping[str, float]) -> None:
     signal.setitimer(signal.ITIMER_REAL, limits["seconds"] + 5)
 
 
-def apply_layers(
-    directory: str, readable: Iterable[str], limits: Mapping[str, float], layers: Iterable[str]
-) -> list[str]:
-    """Apply the isolation layers and drop all capabilities; return the names of the layers that the kernel accepted."""
+def apply_layers(directory: str, readable: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Drop all privileges and apply the isolation layers; return the names of those that the kernel accepted."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # Mounting needs a capability, which the namespaces give and which is dropped below.
-    applied = ["tmpfs"] if "tmpfs" in layers and _mount_tmpfs(libc, directory, limits) else []
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return []
     # capset with header version 3 for this process: no effective, permitted or inheritable capability.
     libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
-    if "landlock" in layers and _apply_landlock(libc, directory, readable):
-        applied.append("landlock")
-    if "seccomp" in layers and _apply_seccomp(libc):
-        applied.append("seccomp")
-    return applied
-
-
-def _mount_tmpfs(libc: Any, directory: str, limits: Mapping[str, float]) -> bool:  # noqa: ANN401
-    """Mount a file system of limited size over the directory, which only this process sees and which ends with it."""
-    if libc.unshare(_CLONE_NEWNS) != 0 or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
-        return False
-    options = f"size={int(limits['disk_mb'])}m,nr_inodes={int(limits['num_files']) + 1},mode=0700"  # 1: its root
-    if libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
-        return False
-    os.chdir(directory)
-    return True
+    applied = ["landlock"] if "landlock" in layers and _apply_landlock(libc, directory, readable) else []
+    return [*applied, "seccomp"] if "seccomp" in layers and _apply_seccomp(libc) else applied
 
 
 def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:  # noqa: ANN401

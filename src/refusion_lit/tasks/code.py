@@ -36,8 +36,8 @@ class CodeTask(Task):
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
         allow_code_execution: Whether generated code may run on this machine.
-        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, no access to ``files``
-            outside its directory, or ``full`` (also no network and no processes).
+        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
+            outside files, no network, no processes).
         limits: Resource limits of one run.
     """
 
@@ -97,7 +97,7 @@ class CodeTask(Task):
     def sandbox(self) -> Sandbox:
         """The sandbox of this task; prints the isolation it found on first access."""
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
-        sys.stderr.write(f"isolation of generated code: {sandbox.isolation.describe()}\n")
+        sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")
         return sandbox
 
     @cached_property

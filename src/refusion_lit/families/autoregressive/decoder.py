@@ -22,6 +22,11 @@ class Autoregressive(Decoder):
     shares = "all_but_last"
     refuses = "it writes from left to right and sees no text on the right of a token"
 
+    @property
+    def is_left_to_right(self) -> bool:
+        """Whether tokens are drawn from left to right: always."""
+        return True
+
     def step(self, state: RowState) -> Steps[None]:
         """Feed what is not cached yet and draw the next token."""
         place = state.num_committed

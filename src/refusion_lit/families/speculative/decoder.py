@@ -111,6 +111,11 @@ class SelfSpeculative(Decoder):
             return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
 
+    @property
+    def is_left_to_right(self) -> bool:
+        """Whether tokens are drawn from left to right; with ``slot_size``, a slot's first token is drawn at a mask."""
+        return self.slot_size is None
+
     def mismatch_fix(self, traits: ModelTraits) -> str:
         """Return that hybrid models need ``slot_size``, if that is all that is wrong."""
         fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
