@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt, prompt_of

@@ -229,8 +229,8 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     if digest != found and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model that {path} was trained for (its README or {origin.base}; weights {digest}), "
-            f"got one with weights {found}, for which few drafts are right. Load that model, or train a drafter for this "
-            "one."
+            f"got one with weights {found}, for which few drafts are right. Load that model, or train a drafter for "
+            "this one."
         )
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
