@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 PYTHON = ROOT / "docs" / "python.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PAGES = [
     page for page in sorted((ROOT / "docs").rglob("*.md")) if 'load("exported"' in page.read_text(encoding="utf-8")
@@ -35,9 +37,28 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("exported")
-@pytest.mark.parametrize("page", [page for page in PAGES if page != PYTHON], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in (PYTHON, BENCHMARKS)], ids=lambda page: page.name
+)
 def test_the_blocks_run(page: Path) -> None:
     assert run(page)["model"].backbone is not None
+
+
+@pytest.mark.usefixtures("exported")
+def test_the_harness_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's task is on the hub: its call is checked, and tests of the adapter run tasks that are not."""
+    pytest.importorskip("lm_eval")
+    from refusion_lit.evaluation import lm_eval
+
+    signature = inspect.signature(lm_eval.evaluate)
+    calls: list[inspect.BoundArguments] = []
+    monkeypatch.setattr(lm_eval, "evaluate", lambda *args, **options: calls.append(signature.bind(*args, **options)))
+    scope = run(BENCHMARKS)
+    [call] = calls
+    adapter, tasks = call.args[:2]
+    assert isinstance(adapter, lm_eval.RefusionLitModel)
+    assert tasks == ["gsm8k_cot"]
+    assert scope["model"].backbone is not None
 
 
 @pytest.mark.usefixtures("exported")
