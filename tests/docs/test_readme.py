@@ -31,4 +31,5 @@ def test_the_first_screen_has_install_first_output_and_models() -> None:
     lines = README.splitlines()
     assert len(lines) <= 120
     first = "\n".join(lines[:42])
-    assert all(part in first for part in ("git clone", "pip install", "# 12+34=46;", "| models | decoders |"))
+    commands = ("git clone", "pip install nox && nox -s demo", "pip install nox && nox -s tests")
+    assert all(part in first for part in (*commands, "# 12+34=46;", "| models | decoders |"))
