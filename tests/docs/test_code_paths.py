@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 29,
-    "command to text: lines": 5_473,
+    "command to text: lines": 5_511,
     "token ids to text: files": 24,
-    "token ids to text: lines": 4_931,
+    "token ids to text: lines": 4_974,
     "examples to loss: files": 19,
     "examples to loss: lines": 3_344,
     "test: files": 64,
-    "test: lines": 13_135,
-    "package: files": 169,
-    "package: lines": 25_950,
-    "package: lines of code": 16_292,
+    "test: lines": 13_180,
+    "package: files": 175,
+    "package: lines": 26_896,
+    "package: lines of code": 16_916,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
