@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 24,
     "token ids to text: lines": 4_974,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3_344,
+    "examples to loss: lines": 3_365,
     "test: files": 64,
-    "test: lines": 13_180,
-    "package: files": 175,
-    "package: lines": 26_896,
-    "package: lines of code": 16_916,
+    "test: lines": 13_204,
+    "package: files": 177,
+    "package: lines": 27_137,
+    "package: lines of code": 17_068,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
