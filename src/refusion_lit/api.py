@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.models import load_model
 from refusion_lit.data.encoding import encode_prompt
+from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import candidates, prompt_of
 from refusion_lit.decoding import (
     Decoder,
@@ -34,7 +35,7 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
 
-_OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates")
+_OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates", "json_schema")
 """Further arguments of the methods, for messages about unknown ones."""
 
 
@@ -234,7 +235,8 @@ class TextModel:
             decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
-                default), ``templates`` (see :meth:`infill`), ``batch_size``, and the other options of
+                default), ``templates`` (see :meth:`infill`), ``json_schema`` (every response parses and keeps it; for
+                decoders from left to right), ``batch_size``, and the other options of
                 :func:`refusion_lit.decoding.decode`.
 
         Raises:
@@ -279,6 +281,7 @@ class TextModel:
         sampling: SamplingParams | None = None,
         ids: Sequence[str] | None = None,
         templates: Sequence[str | None] | None = None,
+        json_schema: Mapping[str, Any] | bool | None = None,
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
         """Continue prompts given as token ids; for arguments see :meth:`generate` and :meth:`infill`.
@@ -297,6 +300,10 @@ class TextModel:
         named = [prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
         encoded = [candidates(prompt, text, self.tokenizer) for prompt, text in zip(named, texts, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
+        if json_schema is not None:
+            require(not any(texts), "json_schema", "prompts without templates", "a template", "give one of the two")
+            schemas = Schemas(self.tokenizer, self.backbone.special_tokens)
+            encoded = [[prompt] for prompt in schemas.constrain(named, json_schema, decoder, sampling)]
         flat = [prompt for group in encoded for prompt in group]
         if len(flat) == len(encoded):
             return self.decode(flat, decoder, sampling, **options).rows

@@ -6,21 +6,26 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+pytest.importorskip("llguidance", reason="needs llguidance: pip install --group test")
+pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group test")
 pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 
+import jsonschema
 import openai
 
-from refusion_lit.api import TextModel
+from refusion_lit.api import TextModel, load
 from refusion_lit.decoding import Autoregressive, Generation
 from refusion_lit.serving.app import Server
 from refusion_lit.types import Prompt, SamplingParams
 from servers import NAME, address, raw, serving, slow, wait_for
+from tiny import make_bytes_base
 
 TEXTS = ["1+1", "12+30=", "7+8=15;", "99+1", "3,4"]
 
@@ -101,7 +106,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature: input should be greater than or equal to 0, got -1."),
     ({"n": 17}, "n: input should be less than or equal to 16, got 17."),
     ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
-    ({"response_format": {"type": "json_object"}}, "response_format: refused, as no decoder here guarantees JSON"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "json_schema: expected a decoder that draws from left to right, got",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type: input should be 'text', 'json_object' or"),
 ]
 
 
@@ -116,6 +125,27 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, 
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
     assert chat(client, "1+1", **neutral).choices
+
+
+def test_answers_keep_a_schema(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    bytes_model = load(make_bytes_base(tmp_path), device="cpu")
+    asked = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
+    with serving(bytes_model) as server, openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
+        streamed = chat(client, "1+1", response_format=asked, stream=True, max_tokens=40)
+        texts = ["".join(chunk.choices[0].delta.content or "" for chunk in streamed)]
+        several = chat(client, "1+1", response_format=asked, n=3, temperature=1.0, seed=3, max_tokens=40)
+        texts += [choice.message.content for choice in several.choices]
+        for text in texts:
+            jsonschema.validate(json.loads(text), schema)
+        free = chat(client, "1+1", response_format={"type": "json_object"}, max_tokens=40)
+        assert isinstance(json.loads(free.choices[0].message.content), dict)
+        for options, message in (
+            ({"stop": ["}"]}, "json_schema: expected neither"),
+            ({"max_tokens": 3}, "max_new_tok"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                chat(client, "1+1", response_format=asked, **options)
 
 
 def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import Setup, setup_of, template_of
+from refusion_lit.cli.parser import Setup, schema_of, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
+from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import (
@@ -71,8 +72,12 @@ def write_answers(options: Namespace) -> None:
         for name, tokens in encoded.items()
         for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
     ]
+    schema = schema_of(options)
+    if schema is not None:
+        Schemas(model.tokenizer, model.backbone.special_tokens).constrain([], schema, setup.decoder, setup.sampling)
     _check_model(setup, prompts)
-    contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
+    extra = {name: templates[name] or schema for name in encoded}
+    contents = {name: (tokens, extra[name]) if extra[name] else tokens for name, tokens in encoded.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
     progress = AnswerProgress()
     decoder = type(setup.decoder).__name__
@@ -85,6 +90,7 @@ def write_answers(options: Namespace) -> None:
                 sampling=setup.sampling,
                 ids=[request.id for request in waiting],
                 templates=[templates[request.id] for request in waiting],
+                json_schema=schema,
                 callbacks=[_Writer(write, waiting, decoder), *watch],
                 **vars(setup.decoding),
             )

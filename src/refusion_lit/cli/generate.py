@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of, template_of
+from refusion_lit.cli.parser import (
+    OneLineParser,
+    add_decoding_options,
+    add_model_options,
+    schema_of,
+    setup_of,
+    template_of,
+)
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
 from refusion_lit.engine.output import TextStream
 from refusion_lit.utils.require import require
@@ -22,6 +29,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--output", type=str, default=None, help=output)
     template = "file with given text of the response and gaps such as {{5}} or {{1-6}} tokens to fill in"
     parser.add_argument("--template", type=str, default=None, help=template)
+    schema = "file with a JSON schema that every answer keeps; for decoders from left to right"
+    parser.add_argument("--json_schema", type=str, default=None, help=schema)
     add_model_options(parser)
     add_decoding_options(parser)
     parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
@@ -56,6 +65,7 @@ def run(args: list[str]) -> int:
     setup.model.generate(
         [options.prompt],
         templates=[template],
+        json_schema=schema_of(options),
         decoder=setup.decoder,
         sampling=setup.sampling,
         callbacks=[Stream(setup.model.detokenize, setup.sampling.stop, type(setup.decoder).__name__)],

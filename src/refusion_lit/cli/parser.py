@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import Action
@@ -15,6 +16,7 @@ from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loade
 from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
+from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -161,6 +163,20 @@ def template_of(options: Namespace) -> str | None:
     text = read_template(options.template)
     Template.parse(text)
     return text
+
+
+def schema_of(options: Namespace) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the JSON schema that the options name, if they name one.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if options.json_schema is None:
+        return None
+    try:
+        return json.loads(read_text(options.json_schema, "json_schema"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({error.msg}); correct it.") from error
 
 
 def load_model_of(options: Namespace) -> TextModel:

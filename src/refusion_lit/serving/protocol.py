@@ -10,13 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,), "echo": (False,),
-    "tools": ([],), "store": (False,), "response_format": ({"type": "text"},),
+    "tools": ([],), "store": (False,),
 }  # fmt: skip
 """Values of fields that ask for nothing, which some clients always send."""
 _REASONS = {
     "logprobs": "a decoder that commits several tokens per forward has no log-probability of a next token",
-    "tools": "this server calls no tools",
-    "response_format": "no decoder here guarantees JSON yet",
+    "tools": "this server calls no tools; use response_format for JSON",
 }
 
 
@@ -57,6 +56,29 @@ class StreamOptions(_Strict):
     include_decode: bool = False
 
 
+class JsonSchema(_Strict):
+    """A schema, as OpenAI's clients wrap it; what a client says about it changes nothing."""
+
+    schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """Form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | bool | None:
+        """The JSON schema that the answer keeps; ``None`` for text."""
+        if self.type == "json_schema":
+            return True if self.json_schema is None else self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class Asked(_Strict):
     """The fields that both endpoints have; what is ``None`` is up to the server's options."""
 
@@ -70,6 +92,7 @@ class Asked(_Strict):
     n: int = Field(default=1, ge=1, le=16)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None  # who asks: nothing here depends on it
 
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from refusion_lit.api import TextModel
 from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.schemas import Schemas
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
@@ -108,6 +109,7 @@ class Service:
         own = worker.model
         # A tokenizer serves one thread at a time: the worker's has its own.
         self.model = TextModel(own.backbone, copy.deepcopy(own.tokenizer), own.prompt_template)
+        self.schemas = Schemas(self.model.tokenizer, own.backbone.special_tokens)
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a request.
@@ -143,12 +145,15 @@ class Service:
         if not self.worker.is_ready:
             raise RequestError(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(asked)
-        encoded = self._encode(asked)
+        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(asked)]
+        check_prompts(self.worker.checked, self.worker.decoder, prompts, sampling)
+        schema = asked.response_format.schema_of_answer
+        if schema is not None:
+            # Compiling a schema may take a while: in a thread, so that others are served meanwhile.
+            prompts = await asyncio.to_thread(self.schemas.constrain, prompts, schema, self.worker.decoder, sampling)
         run = Run(asked)
         loop = asyncio.get_running_loop()
-        for ids in encoded:
-            prompt = Prompt(token_ids=tuple(ids), id="0")
-            check_prompts(self.worker.checked, self.worker.decoder, [prompt], sampling)
+        for prompt in prompts:
             for number in range(asked.n):  # keys the noise of a choice
 
                 def tell(event: Update | Generation | RequestError, choice: int = len(run.jobs)) -> None:
