@@ -1,4 +1,4 @@
-"""Prompts of token ids, and templates of responses: text with gaps of a known or bounded number of tokens.
+"""Templates of responses: text with gaps of a known or bounded number of tokens.
 
 ``{"name": "{{1-6}}", "age": {{2}}}`` has a gap of one to six tokens and one of two. ``{{...}}`` at the end leaves the
 response open; without it, the response ends where the template does.
@@ -7,16 +7,18 @@ response open; without it, the response ends where the template does.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from operator import index
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.types import Prompt
+from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
+from refusion_lit.engine.lengths import choose_lengths
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
@@ -87,32 +89,6 @@ class Template:
         return [tuple(token for tokens in chosen for token in tokens) + tuple(ends) for chosen in product(*choices)]
 
 
-def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return a prompt of token ids.
-
-    Args:
-        tokens: The ids.
-        name: Id of the prompt.
-        tokenizer: Must know all of them.
-
-    Raises:
-        ValueError: Naming the prompt and what the tokenizer does not know.
-    """
-    option = f"prompt {name}"
-    size = len(tokenizer)
-    try:
-        token_ids = tuple(index(token) for token in tokens)
-    except TypeError as error:
-        raise ValueError(
-            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-        ) from error
-    for token in token_ids:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-    return Prompt(token_ids=token_ids, id=name)
-
-
 def read_template(path: str) -> str:
     """Return the text of a template file, without the line break at its end.
 
@@ -132,3 +108,48 @@ def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokeni
         return [prompt]
     require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
     return [replace(prompt, given=given) for given in Template.parse(template).encode(tokenizer)]
+
+
+def fill_templates(
+    decode: Callable[..., DecodingOutput],
+    prompts: Sequence[Prompt],
+    templates: Sequence[str | None],
+    sampling: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    callbacks: Sequence[GenerationCallback] = (),
+    trace: bool = False,
+    **options: Any,  # noqa: ANN401 - options of decode
+) -> list[Generation]:
+    """Decode prompts within templates; of several gap lengths, return the most probable filling.
+
+    Args:
+        decode: Decodes prompts.
+        prompts: The prompts.
+        templates: One for each prompt; ``None`` to give nothing.
+        sampling: Length limit and sampling options.
+        tokenizer: Encodes the given text.
+        callbacks: Notified of finished responses only if a gap has several possible lengths.
+        trace: Record a trace of every forward.
+        options: Further options of ``decode``.
+
+    Raises:
+        ValueError: If a template is wrong, and as ``decode``.
+    """
+    holds = not isinstance(templates, str) and len(templates) == len(prompts)
+    fix = "give None for those without"
+    require(holds, "templates", f"a list of one for each of {len(prompts)} prompts", templates, fix)
+    groups = [candidates(prompt, text, tokenizer) for prompt, text in zip(prompts, templates, strict=True)]
+    if all(len(group) == 1 for group in groups):
+        single = [prompt for [prompt] in groups]
+        return decode(single, sampling=sampling, callbacks=callbacks, trace=trace, **options).rows
+
+    def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
+        return decode(tried, sampling=how, trace=True, **options).rows
+
+    rows = choose_lengths(run, groups, sampling, SpecialTokens.of(tokenizer).eos_token_ids)
+    for number, row in enumerate(rows):
+        row.trace = row.trace if trace else []
+        for callback in callbacks:
+            callback.on_finished(number, row)
+    return rows

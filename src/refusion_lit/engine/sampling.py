@@ -10,11 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.engine.requests import Branch, Draw
+from refusion_lit.modeling.devices import first_argmax
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
-
-_BLOCK = 256
 
 
 def filter_logits(
@@ -52,25 +51,6 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
     before = probability.cumsum(-1) - probability
     dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= top_p)
     return logits.masked_fill(dropped, -math.inf)
-
-
-def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
-    """Return the index of each row's highest value, the lowest index among ties; NaN counts as the highest.
-
-    On CPUs torch finds an index ten times slower than a value, so large vocabularies are searched for the best block
-    of ids first.
-    """
-    vocab = logits.shape[-1]
-    size = _BLOCK
-    if logits.device.type != "cpu" or vocab < 32 * size:
-        return logits.argmax(-1)
-    num_blocks = vocab // size
-    highest = logits[:, : num_blocks * size].unflatten(-1, (num_blocks, size)).amax(-1)
-    if num_blocks * size < vocab:
-        highest = torch.cat((highest, logits[:, num_blocks * size :].amax(-1, keepdim=True)), -1)
-    # Pad the block with copies of the last value: they never win a tie.
-    index = (highest.argmax(-1, keepdim=True) * size + torch.arange(size)).clamp_max_(vocab - 1)
-    return index.gather(-1, logits.gather(-1, index).argmax(-1, keepdim=True))[:, 0]
 
 
 def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:

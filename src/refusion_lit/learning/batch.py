@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.visibility import ranges_mask
+from refusion_lit.modeling.spans import ranges_mask
 
 IGNORE_INDEX = -100
 """Label of a position without a target."""

@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel
 from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, collect_metadata, merged_weights
 from refusion_lit.data.module import InstructionDataModule
@@ -28,6 +27,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.validation import Validation, is_whole
