@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_530,
-    "token ids to text: files": 24,
-    "token ids to text: lines": 4_931,
-    "examples to loss: files": 19,
-    "examples to loss: lines": 3_344,
-    "test: files": 64,
-    "test: lines": 13_135,
+    "command to text: lines": 4_526,
+    "token ids to text: files": 21,
+    "token ids to text: lines": 4_271,
+    "examples to loss: files": 18,
+    "examples to loss: lines": 3_190,
+    "test: files": 62,
+    "test: lines": 12_460,
     "package: files": 169,
-    "package: lines": 25_950,
-    "package: lines of code": 16_292,
+    "package: lines": 25_922,
+    "package: lines of code": 16_241,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -1,7 +1,7 @@
 """Reads tokens and probabilities from hidden states, with one device-to-host transfer for all rows of a call.
 
 The steps are: gather hidden states, compute logits at the requested positions only, draw, transfer, scatter. Greedy
-draws without further options are drawn here, all others in :mod:`~refusion_lit.engine.drawing`.
+draws without further options are drawn here, all others in :mod:`~refusion_lit.engine.sampling`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from refusion_lit.engine.drawing import Drawn, General, finite
 from refusion_lit.engine.requests import Draw, Proposal, Read
-from refusion_lit.engine.sampling import lowered
+from refusion_lit.engine.sampling import Drawn, General, finite, lowered
 from refusion_lit.modeling.devices import first_argmax, to_device, to_host
 from refusion_lit.modeling.interface import LanguageModel
 

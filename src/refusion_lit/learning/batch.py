@@ -92,8 +92,6 @@ class CorruptedBatch:
         num_views: Number of views of each sample.
         rejected: Token that each position should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
             two texts. Such batches cannot be packed.
-        teacher_visible: What each token sees when the model without its adapters reads the same input to make the
-            targets, in the form of ``visible``. ``None``: no such pass.
         num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
     """
@@ -109,7 +107,6 @@ class CorruptedBatch:
     is_real: Bool[Tensor, "batch token"] | None = None
     num_views: int = 1
     rejected: Int[Tensor, "batch token"] | None = None
-    teacher_visible: Int[Tensor, "batch token range 2"] | None = None
     num_drafts: int = 0
 
     @property
