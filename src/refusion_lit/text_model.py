@@ -232,41 +232,21 @@ class TextModel:
             decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
-                default), ``templates`` (see :meth:`infill`), ``batch_size``, and the other options of
-                :func:`refusion_lit.decoding.decode`.
-
-        Raises:
-            TypeError: If an option is unknown.
-            ValueError: As for :meth:`decode`.
-        """
-        queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
-        holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
-        require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
-        prompts = [self.encode(query) for query in queries]
-        return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
-
-    def infill(
-        self,
-        queries: Sequence[str],
-        templates: Sequence[str | None],
-        **options: Any,  # noqa: ANN401 - options of generate
-    ) -> list[Generation]:
-        """Infill: generate the missing parts of responses whose other parts are given.
-
-        Args:
-            queries: Texts, as for :meth:`generate`.
-            templates: For each query the given text, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}`` (one to
-                six), and ``{{...}}`` at its end if the response may continue after it; ``None`` to give nothing. For a
-                gap with several possible lengths, every length is tried and the most probable filling is returned.
-            options: Options of :meth:`generate`. ``max_new_tokens`` does not count given tokens. If a gap has several
-                possible lengths, callbacks are told of finished responses only.
+                default), ``templates``, ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
+                A template is the given text of a response, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}``
+                (one to six, of which the most probable filling is returned), and ``{{...}}`` at its end if the response
+                may continue after it; ``None`` gives nothing. ``max_new_tokens`` does not count given tokens.
 
         Raises:
             TypeError: If an option is unknown.
             ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
                 :meth:`decode`.
         """
-        return self.generate(queries, templates=templates, **options)
+        queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
+        holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
+        require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
+        prompts = [self.encode(query) for query in queries]
+        return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
     def generate_ids(
         self,
@@ -279,7 +259,7 @@ class TextModel:
         templates: Sequence[str | None] | None = None,
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
-        """Continue prompts given as token ids; for arguments see :meth:`generate` and :meth:`infill`.
+        """Continue prompts given as token ids; for arguments see :meth:`generate`.
 
         Raises:
             TypeError: If an option is unknown.

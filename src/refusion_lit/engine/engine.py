@@ -18,9 +18,10 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.in_flight import InFlight
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, Stopping, cut_at_stop
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
 from refusion_lit.engine.reading import Reader
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
+from refusion_lit.engine.stopping import Stopping
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache

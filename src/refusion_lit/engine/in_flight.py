@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.output import Generation, Stopping, TraceRound
+from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
+from refusion_lit.engine.stopping import Stopping
 from refusion_lit.types import ConstraintState
 
 
