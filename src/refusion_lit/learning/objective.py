@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.drafts import DraftReads
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -104,6 +105,7 @@ class Objective(ABC):
             head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
         """
+        reads = None if corrupted.draft_offsets is None or torch.is_grad_enabled() else DraftReads([], [])
         sums = chunked_cross_entropy(
             hidden,
             head,
@@ -112,8 +114,13 @@ class Objective(ABC):
             corrupted.terms,
             num_terms=len(corrupted.counts),
             chunk_size=self.chunk_size,
+            reads=reads,
         )
-        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+        loss = LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+        if reads is not None:
+            assert corrupted.draft_offsets is not None
+            loss.draft_counts = reads.counts(corrupted.draft_offsets, corrupted.labels != IGNORE_INDEX)
+        return loss
 
 
 def chunked_cross_entropy(
@@ -125,6 +132,7 @@ def chunked_cross_entropy(
     *,
     num_terms: int,
     chunk_size: int | None = None,
+    reads: DraftReads | None = None,
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
 
@@ -139,6 +147,7 @@ def chunked_cross_entropy(
         num_terms: Number of sums to return.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
             chunk's float32 logits below ``LOGITS_BYTES``.
+        reads: Gets each chunk's most probable tokens; without gradients only.
 
     Returns:
         The sums in nats, in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
@@ -152,6 +161,8 @@ def chunked_cross_entropy(
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
         logits = head(values)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if reads is not None:
+            reads.add(logits, targets)
         losses = F.cross_entropy(logits, targets, reduction="none") * factors
         # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
         return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
