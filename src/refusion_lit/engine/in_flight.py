@@ -30,6 +30,7 @@ class InFlight:
         waiting_since: Number of the last call that it took part in.
         stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         constraint: Which tokens may be drawn; ``None``: all.
+        trace: Whether every forward is recorded.
         forward: Its last forward.
         hidden: Hidden states of that forward [position, hidden], padding included, for further reads.
         starts: First position of each branch among them.
@@ -50,6 +51,7 @@ class InFlight:
     waiting_since: int
     stopping: Stopping | None
     constraint: ConstraintState | None = None
+    trace: bool = False
     forward: Forward | None = None
     hidden: Tensor | None = None
     starts: Sequence[int] = ()
@@ -70,7 +72,7 @@ class InFlight:
         assert self.hidden is not None
         return self.hidden
 
-    def begin_forward(self, hidden: Tensor, starts: Sequence[int], length: int, *, trace: bool) -> None:
+    def begin_forward(self, hidden: Tensor, starts: Sequence[int], length: int) -> None:
         """Take the hidden states of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
@@ -79,7 +81,6 @@ class InFlight:
             hidden: The hidden states [position, hidden], padding included.
             starts: First position of each branch.
             length: Length of a sequence, padding included.
-            trace: Record a trace.
         """
         forward = self.pending
         self.forward = forward
@@ -91,7 +92,7 @@ class InFlight:
         num_rows, own_length = forward.shape
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
         self.result.forward_shapes.append((num_rows, own_length + num_shared))
-        if trace:
+        if self.trace:
             self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, own_length + num_shared)))
 
     def reads(self, first: int) -> list[Read]:
@@ -134,7 +135,7 @@ class InFlight:
             drawn = zip(read.contexts, read.reading.tokens, strict=True)
             read.reading.tokens = [self.constraint.settle(*context, token) for context, token in drawn]
 
-    def advance(self, readings: list[Reading], *, trace: bool) -> list[int]:
+    def advance(self, readings: list[Reading]) -> list[int]:
         """Send the decoder its readings and take its next request; return the places that it committed, sorted."""
         answered = self.request
         num_before = self.state.num_committed
@@ -143,7 +144,7 @@ class InFlight:
         except StopIteration:
             self.request = None
         committed = sorted(self.state.committed[num_before:])
-        if trace:
+        if self.trace:
             self._record(answered, readings, committed)
         if committed:
             num_new = self.state.num_forwards - self.num_forwards_before

@@ -1,4 +1,4 @@
-"""Early ends of a response: at a stop string, or where it repeats itself."""
+"""Early ends of a response, at a stop string or where it repeats itself."""
 
 from __future__ import annotations
 
