@@ -13,9 +13,10 @@ pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group 
 
 import jsonschema
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from tiny import make_base, make_bytes_base
 

@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
     setup = setup_of(options)
     setup.model.generate(
         [options.prompt],
-        templates=[template],
+        templates=None if template is None else [template],
         json_schema=schema_of(options),
         decoder=setup.decoder,
         sampling=setup.sampling,

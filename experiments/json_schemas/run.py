@@ -1,0 +1,113 @@
+"""Does every answer keep its schema, and what does that cost?
+
+usage: python experiments/json_schemas/run.py [--model DIRECTORY] [--num_schemas N] [--output FILE]
+
+Answers each prompt of schemas.json freely, with the schema in the prompt only, and then by construction, with
+`Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema judge. `nox -s real_model -- fetch`
+fetches the model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+
+from refusion_lit import TextModel, load
+from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
+from refusion_lit.reports.results import environment
+from refusion_lit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import argument_parser, write_json
+from experiments.lossless.table import BASE
+
+HERE = Path(__file__).parent
+DECODERS: dict[str, Decoder] = {
+    "Autoregressive": Autoregressive(),
+    "SelfSpeculative, two_forwards": SelfSpeculative(layout="two_forwards"),
+}
+
+
+def is_kept(text: str, schema: Any) -> tuple[bool, bool]:
+    """Return whether a text parses as JSON, and whether it keeps a schema."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False, False
+    return True, not list(jsonschema.Draft202012Validator(schema).iter_errors(value))
+
+
+def answered(
+    model: TextModel, asked: Sequence[Mapping[str, Any]], decoder: Decoder, sampling: SamplingParams, *, kept: bool
+) -> dict[str, Any]:
+    """Answer all prompts, one by one if schemas are kept by construction; return the counts and the answers."""
+    rows = []
+    refused = {}
+    started = time.process_time()
+    prompts = [f"{each['prompt']} Answer only with JSON of this schema: {json.dumps(each['schema'])}" for each in asked]
+    if not kept:
+        found = model.generate(prompts, decoder=decoder, sampling=sampling, batch_size=16)
+        rows = list(zip(asked, found, strict=True))
+    for prompt, each in zip(prompts, asked, strict=True) if kept else ():
+        try:
+            [row] = model.generate([prompt], decoder=decoder, sampling=sampling, json_schema=each["schema"])
+            rows.append((each, row))
+        except ValueError as error:
+            refused[each["name"]] = str(error)
+    judged = [is_kept(row.text, each["schema"]) for each, row in rows]
+    num_tokens = sum(row.num_tokens for _, row in rows)
+    num_forwards = sum(row.num_forwards for _, row in rows)
+    return {
+        "asked": len(asked),
+        "answered": len(rows),
+        "parse": sum(parses for parses, _ in judged),
+        "keep_the_schema": sum(keeps for _, keeps in judged),
+        "refused": refused,
+        "tokens": num_tokens,
+        "forwards": num_forwards,
+        "tokens_per_forward": round(num_tokens / num_forwards, 3),
+        "cpu_ms_per_forward": round(1e3 * (time.process_time() - started) / num_forwards, 1),
+        "answers": {each["name"]: row.text for each, row in rows},
+    }
+
+
+def main() -> None:
+    """Run all decoders and write the results."""
+    parser = argument_parser(__doc__, "runs/json_schemas", HERE / "results.json")
+    parser.add_argument("--model", type=Path, default=BASE)
+    parser.add_argument("--draft", type=Path, default=HERE.parent / "lossless" / "drafter")
+    parser.add_argument("--num_schemas", type=int, default=None)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    asked = json.loads((HERE / "schemas.json").read_text(encoding="utf-8"))[: options.num_schemas]
+    model = load(options.model, dtype="float32", draft=options.draft)
+    sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
+    runs = {"Autoregressive, free": answered(model, asked, Autoregressive(), sampling, kept=False)}
+    for name, decoder in DECODERS.items():
+        runs[name] = answered(model, asked, decoder, sampling, kept=True)
+        print(name, {key: value for key, value in runs[name].items() if key != "answers"}, flush=True)
+    texts = [run["answers"] for name, run in runs.items() if name in DECODERS]
+    same = sum(len({answers.get(each["name"]) for answers in texts}) == 1 for each in asked)
+    settings = {"max_new_tokens": options.max_new_tokens, "dtype": "float32", "threads": 1}
+    write_json(
+        options.output,
+        {
+            **environment(0, ["python", "experiments/json_schemas/run.py", *sys.argv[1:]]),
+            "settings": settings,
+            "same_text": same,
+            "runs": runs,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
