@@ -3,8 +3,8 @@
 usage: python experiments/json_schemas/run.py [--model DIRECTORY] [--num_schemas N] [--output FILE]
 
 Answers each prompt of schemas.json freely, with the schema in the prompt only, and then by construction, with
-`Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema judge. `nox -s real_model -- fetch`
-fetches the model.
+`Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema
+judge. `nox -s real_model -- fetch` fetches the model.
 """
 
 from __future__ import annotations
@@ -98,15 +98,9 @@ def main() -> None:
     texts = [run["answers"] for name, run in runs.items() if name in DECODERS]
     same = sum(len({answers.get(each["name"]) for answers in texts}) == 1 for each in asked)
     settings = {"max_new_tokens": options.max_new_tokens, "dtype": "float32", "threads": 1}
-    write_json(
-        options.output,
-        {
-            **environment(0, ["python", "experiments/json_schemas/run.py", *sys.argv[1:]]),
-            "settings": settings,
-            "same_text": same,
-            "runs": runs,
-        },
-    )
+    command = ["python", "experiments/json_schemas/run.py", *sys.argv[1:]]
+    results = {**environment(0, command), "settings": settings, "same_text": same, "runs": runs}
+    write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_497,
+    "command to text: lines": 4_531,
     "token ids to text: files": 21,
-    "token ids to text: lines": 4_247,
+    "token ids to text: lines": 4_255,
     "examples to loss: files": 18,
     "examples to loss: lines": 3_211,
     "test: files": 62,
-    "test: lines": 12_462,
-    "package: files": 178,
-    "package: lines": 27_095,
-    "package: lines of code": 17_014,
+    "test: lines": 12_470,
+    "package: files": 179,
+    "package: lines": 27_378,
+    "package: lines of code": 17_206,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -227,9 +227,9 @@ def test_figures_are_shown(server: Server, client: Any) -> None:
 
 
 def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
-    with serving(model, Autoregressive(), rows=1, max_waiting=1, prepare=slow) as server:
+    with serving(model, Autoregressive(), rows=1, max_waiting=1, prepare=lambda worker: slow(worker, 0.05)) as server:
         with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
-            first = client.completions.create(model=NAME, prompt="1+1", max_tokens=200, stream=True)
+            first = client.completions.create(model=NAME, prompt="1+1", max_tokens=450, stream=True)
             next(first)
             second = client.completions.create(model=NAME, prompt="1+2", max_tokens=2, stream=True)
             with pytest.raises(openai.RateLimitError) as caught:
