@@ -30,10 +30,12 @@ from experiments.common import argument_parser, write_json
 from experiments.lossless.table import BASE
 
 HERE = Path(__file__).parent
-DECODERS: dict[str, Decoder] = {
-    "Autoregressive": Autoregressive(),
-    "SelfSpeculative, two_forwards": SelfSpeculative(layout="two_forwards"),
+RUNS: dict[str, tuple[Decoder, bool]] = {
+    "SelfSpeculative, two_forwards": (SelfSpeculative(layout="two_forwards"), True),
+    "Autoregressive": (Autoregressive(), True),
+    "Autoregressive, free": (Autoregressive(), False),
 }
+"""Decoders, and whether the schemas are kept by construction."""
 
 
 def is_kept(text: str, schema: Any) -> tuple[bool, bool]:
@@ -91,16 +93,13 @@ def main() -> None:
     asked = json.loads((HERE / "schemas.json").read_text(encoding="utf-8"))[: options.num_schemas]
     model = load(options.model, dtype="float32", draft=options.draft)
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
-    runs = {"Autoregressive, free": answered(model, asked, Autoregressive(), sampling, kept=False)}
-    for name, decoder in DECODERS.items():
-        runs[name] = answered(model, asked, decoder, sampling, kept=True)
-        print(name, {key: value for key, value in runs[name].items() if key != "answers"}, flush=True)
-    texts = [run["answers"] for name, run in runs.items() if name in DECODERS]
-    same = sum(len({answers.get(each["name"]) for answers in texts}) == 1 for each in asked)
     settings = {"max_new_tokens": options.max_new_tokens, "dtype": "float32", "threads": 1}
-    command = ["python", "experiments/json_schemas/run.py", *sys.argv[1:]]
-    results = {**environment(0, command), "settings": settings, "same_text": same, "runs": runs}
-    write_json(options.output, results)
+    described = environment(0, ["python", "experiments/json_schemas/run.py", *sys.argv[1:]])
+    runs: dict[str, Any] = {}
+    for name, (decoder, kept) in RUNS.items():
+        runs[name] = answered(model, asked, decoder, sampling, kept=kept)
+        print(name, {key: value for key, value in runs[name].items() if key != "answers"}, flush=True)
+        write_json(options.output, {**described, "settings": settings, "runs": runs})
 
 
 if __name__ == "__main__":
