@@ -1,0 +1,269 @@
+"""The roll-out stage of training on rewards: prompts become answers with advantages, in the training process."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refusion_lit.api import TextModel
+from refusion_lit.data.examples import EncodedExample, collate_responses
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.decoding import Generation, check_prompts
+from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
+from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.evaluation.predictions import described
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.policy.objective import GroupPolicy, group_advantages
+from refusion_lit.policy.reward import Reward, checked_rewards
+from refusion_lit.tasks.base import Task
+from refusion_lit.types import Example, Prompt
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
+
+_STATE = "refusion_lit_rollouts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReward(Reward):
+    """The reward that the task gives.
+
+    Attributes:
+        task: The task.
+    """
+
+    task: Task
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return :meth:`Task.reward` of each response."""
+        return [self.task.reward(example, text) for example, text in zip(examples, responses, strict=True)]
+
+
+@dataclass(kw_only=True)
+class _Answer:
+    """An answer that was rolled out."""
+
+    prompt: Prompt
+    row: Generation
+    trajectory: Trajectory
+    reward: float = math.nan
+
+
+class Rollouts:
+    """Decodes groups of answers, rewards them, and keeps what the updates on them need.
+
+    Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
+
+    Args:
+        objective: The objective.
+        evaluation: Its first decoder, sampling and decoding options make the roll-outs.
+        seed: Seeds their noise.
+
+    Attributes:
+        pending: The micro-batches of each update that is left of the last roll-out.
+        figures: What the last roll-out showed, by name.
+    """
+
+    def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
+        self.objective = objective
+        self.pending: list[list[CorruptedBatch]] = []
+        self.figures: dict[str, float] = {}
+        self._evaluation = evaluation
+        self._seed = seed
+        self._finished = 0.0
+        self._restored: Mapping[str, Any] | None = None
+
+    def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
+        """Check, before any work, that answers can be decoded, have a likelihood and a reward.
+
+        Raises:
+            ValueError: Naming the option.
+        """
+        options = self.objective
+        self._model = model
+        self._data = data
+        self._decoder = next(iter(self._evaluation.decoders(model).values()))
+        sampling = self._evaluation.sampling
+        self._sampling = replace(sampling, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+        options.check(self._decoder, self._sampling)
+        self._decoder.check(self._sampling)
+        has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
+        fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
+        require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
+        self._rewards = options.rewards or (TaskReward(task=data.task),)
+        prompts = data.sample_prompts(1).prompts
+        if model.backbone.traits.predictions is not None:
+            model.check_decoder(self._decoder)
+        check_prompts(model.model_for(self._decoder), self._decoder, prompts, self._sampling, None)
+        self._check_memory(len(prompts[0].token_ids))
+        if self._restored is not None:
+            self._restore(self._restored, rank)
+
+    def _check_memory(self, prompt_length: int) -> None:
+        """Refuse a KV cache of all prompts in flight that is larger than the memory."""
+        backbone = self._model.backbone
+        config = backbone.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * size * backbone.dtype.itemsize
+        num_rows = self._evaluation.options.batch_size
+        needed = num_rows * (prompt_length + self._sampling.max_new_tokens) * per_token
+        is_cuda = backbone.device.type == "cuda"
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = torch.cuda.mem_get_info(backbone.device)[1] if is_cuda else host
+        expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
+        got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
+        require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
+        """Decode and reward a group of answers for each prompt of a step.
+
+        Args:
+            step: The step's micro-batches; their responses are not used.
+            number: Number of the optimizer step.
+
+        Returns:
+            A batch of all answers for each micro-batch.
+        """
+        started = time.perf_counter()
+        update_seconds = started - self._finished if self._finished else 0.0
+        prompts = [_prompts(batch) for batch in step]
+        found = self._decoded([prompt for part in prompts for prompt in part], number)
+        rewards = torch.tensor([[a.reward for a in group] for group in found.values()], dtype=torch.float64)
+        scaled = group_advantages(rewards, scale=self.objective.scale_rewards)
+        advantages = dict(zip(found, scaled, strict=True))
+        self.figures = self._figures([a for group in found.values() for a in group], rewards)
+        self._finished = time.perf_counter()
+        self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
+        batches = []
+        for part in prompts:
+            answers = [answer for prompt in part for answer in found[prompt.id]]
+            batches.append(self._batch(answers, torch.cat([advantages[prompt.id] for prompt in part])))
+        return batches
+
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by its id; groups with equal rewards are tried again."""
+        found: dict[str, list[_Answer]] = {}
+        waiting = list(prompts)
+        size = self.objective.group_size
+        for attempt in range(1 + self.objective.max_resamples):
+            copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
+            recorder = TrajectoryRecorder(self._decoder)
+            sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
+            rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+            answers = [
+                _Answer(prompt=prompt, row=row, trajectory=recorder.trajectories[index])
+                for index, (prompt, row) in enumerate(zip(copies, rows, strict=True))
+            ]
+            self._reward(answers)
+            for i, prompt in enumerate(waiting):
+                found[prompt.id] = answers[i * size : (i + 1) * size]
+            waiting = [prompt for prompt in waiting if len({answer.reward for answer in found[prompt.id]}) == 1]
+            if not waiting:
+                break
+        return found
+
+    def _reward(self, answers: Sequence[_Answer]) -> None:
+        examples = [self._data.train_example(answer.prompt.id.rpartition("/")[0]) for answer in answers]
+        texts = [answer.row.text for answer in answers]
+        totals = [0.0] * len(answers)
+        for reward in self._rewards:
+            values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
+        for answer, total in zip(answers, totals, strict=True):
+            answer.reward = 0.0 if answer.row.finish_reason == "length" else total
+
+    def _batch(self, answers: Sequence[_Answer], advantages: Tensor) -> ResponseBatch:
+        samples = [EncodedExample(a.prompt.id, a.prompt.token_ids, a.row.token_ids) for a in answers]
+        batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
+        engine = torch.full(batch.input_ids.shape, math.nan, dtype=torch.float64)
+        slot_size: int | None = getattr(self._decoder, "slot_size", None)
+        for row, answer in enumerate(answers):
+            start = len(answer.prompt.token_ids)
+            for place, value in engine_log_probabilities(answer.row, start, slot_size).items():
+                engine[row, start + place] = value
+        trajectories = [answer.trajectory for answer in answers]
+        return replace(batch, advantages=advantages, engine=engine, trajectories=trajectories)
+
+    def _figures(self, answers: Sequence[_Answer], rewards: Tensor) -> dict[str, float]:
+        """Return what a roll-out showed."""
+        size = self.objective.group_size
+        valid = rewards[rewards.isfinite()]
+        texts = [tuple(answer.row.token_ids) for answer in answers]
+        num_distinct = sum(len(set(texts[i : i + size])) for i in range(0, len(texts), size))
+        tokens = sum(answer.row.num_tokens for answer in answers)
+        equal = (group_advantages(rewards, scale=False) == 0).all(1)
+        return {
+            "reward": float(valid.mean()) if len(valid) else math.nan,
+            "dropped_rewards": float(rewards.numel() - len(valid)),
+            "length": tokens / len(answers),
+            "distinct_answers": num_distinct / len(texts),
+            "equal_groups": float(equal.double().mean()),
+            "overlong": sum(answer.row.finish_reason == "length" for answer in answers) / len(answers),
+            "tokens_per_forward": tokens / sum(answer.row.num_forwards for answer in answers),
+        }
+
+    # --- resuming --------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the state over, which :meth:`start` restores."""
+        self._restored = checkpoint.get(_STATE)
+
+    def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
+        """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
+        own = [[{f.name: getattr(batch, f.name) for f in fields(batch)} for batch in update] for update in self.pending]
+        states: list[Any] = [own]
+        if num_processes > 1:
+            states = [None] * num_processes
+            torch.distributed.all_gather_object(states, own)
+        checkpoint[_STATE] = {"pending": states, "rewards": self._described()}
+
+    def _restore(self, state: Mapping[str, Any], rank: int) -> None:
+        fix = "give the rewards of the run that is resumed, or start a new one from its weights"
+        require(state["rewards"] == self._described(), "objective.rewards", state["rewards"], self._described(), fix)
+        pending = state["pending"]
+        fix = "resume with as many processes as before, or set num_updates to 1"
+        fits = rank < len(pending) or not pending[0]
+        require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
+        self.pending = [[CorruptedBatch(**values) for values in update] for update in pending[rank % len(pending)]]
+        self._restored = None
+
+    def _described(self) -> str:
+        """Return the rewards and their options in words."""
+        parts = [{**described(each), "task": None} for each in self._rewards]
+        return ", ".join(f"{part.pop('class')}({part})" for part in parts) + f" of {type(self._data.task).__name__}"
+
+
+def engine_log_probabilities(row: Generation, start: int, slot_size: int | None) -> dict[int, float]:
+    """Return the log-probability that the engine gave each token when it was drawn, by place.
+
+    In a traced forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the
+    first draw of the last group of masks that holds the place.
+
+    Args:
+        row: A traced generation.
+        start: Position of place 0.
+        slot_size: Tokens per slot of the decoder.
+    """
+    found = {}
+    for entry in row.trace:
+        for position in entry.accepted:
+            draws = [i for i, other in enumerate(entry.positions) if other == position]
+            if draws and entry.probabilities:
+                is_first = slot_size is not None and (position - start) % slot_size == 0
+                found[position - start] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+    return found
+
+
+def _prompts(batch: ResponseBatch) -> list[Prompt]:
+    lengths = batch.prompt_lengths.tolist()
+    rows = zip(batch.ids, batch.input_ids.tolist(), lengths, strict=True)
+    return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
