@@ -38,7 +38,7 @@ from experiments.common import (
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
-START_STEP = 1800
+START_STEP = 1900
 TASK = Additions(max_terms=3, num_train=400_000, num_validation=500, num_test=500)
 DECODERS: dict[str, Decoder] = {
     "left to right": SelfSpeculative(slot_size=8),
