@@ -15,6 +15,7 @@ from itertools import filterfalse, product
 import jaxtyping
 import pytest
 import torch
+from experiments.policy_estimators import likelihoods
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -58,8 +59,10 @@ VARIANTS: list[Objective] = [
     objectives.GatedDraft(distill=True),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
-    objectives.GroupPolicy(likelihood=policy.MaskedBound(), unit="sequence"),
-    objectives.GroupPolicy(likelihood=policy.Rounds(slot_size=4)),
+    objectives.GroupPolicy(likelihood=likelihoods.MaskedBound(), unit="sequence"),
+    objectives.GroupPolicy(likelihood=likelihoods.SlotBound(slot_size=3), unit="sequence"),
+    objectives.GroupPolicy(likelihood=likelihoods.MeanField(slot_size=3), unit="sequence"),
+    objectives.GroupPolicy(likelihood=likelihoods.Rounds(slot_size=4)),
 ]
 
 

@@ -9,6 +9,7 @@ from math import comb
 
 import pytest
 import torch
+from experiments.policy_estimators.likelihoods import MaskedBound, MeanField, Rounds, SlotBound
 from torch import Tensor
 
 from fakes import EOS, MASK, PAD, tiny_backbone
@@ -25,7 +26,7 @@ from refusion_lit.engine.trajectory import Trajectory
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood, MaskedBound, NextToken, Rounds
+from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood, NextToken
 from refusion_lit.training.rollouts import engine_log_probabilities
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -105,13 +106,12 @@ def sampled(
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, seed=5)
     output = decode(model, decoder, prompts, sampling, batch_size=3, callbacks=[recorder], trace=True)
-    size = getattr(decoder, "slot_size", None)
-    engine = [engine_log_probabilities(r, len(p.token_ids), size) for p, r in zip(prompts, output.rows, strict=True)]
-    return (
-        [tuple(row.token_ids) for row in output.rows],
-        engine,
-        [recorder.trajectories[i] for i in range(len(prompts))],
-    )
+    trajectories = [recorder.trajectories[i] for i in range(len(prompts))]
+    engine = []
+    for row, trajectory in zip(output.rows, trajectories, strict=True):
+        start = len(trajectory.prompt_ids)
+        engine.append({p - start: value for p, value in engine_log_probabilities(row, trajectory).items()})
+    return [tuple(row.token_ids) for row in output.rows], engine, trajectories
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,9 @@ def test_an_answers_likelihood_does_not_depend_on_the_batch(likelihood: Likeliho
 
 
 @torch.no_grad()
-def last_logits(model: Backbone, ids: Sequence[int]) -> Tensor:
-    hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
+def last_logits(model: Backbone, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+    places = torch.arange(len(ids)) if positions is None else torch.tensor(positions)
+    hidden = model(torch.tensor([ids]), places[None], None)
     logits = model.head(hidden[0, -1])[: model.special_tokens.vocab_size]
     logits[[PAD, MASK]] = -torch.inf
     return logits
@@ -241,6 +242,37 @@ def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
     # One view alone, of twice the weight, is unbiased too; two independent ones have half its variance.
     assert abs(2 * float(first.mean()) - exact) < 4.5 * 2 * float(first.std()) / 4000**0.5
     assert float(coupled.std()) < 2 * float(first.std()) / 2**0.5
+
+
+def slot_value(model: Backbone, text: Sequence[int], visible: Sequence[int], slot: int, size: int) -> float:
+    """Return the log-probability of a slot after the visible ones, in that order, by a plain loop."""
+    ids, positions = list(PROMPT), list(range(len(PROMPT)))
+    for number in visible:
+        places = range(number * size, min((number + 1) * size, len(text)))
+        ids += [text[place] for place in places]
+        positions += [len(PROMPT) + place for place in places]
+    total = 0.0
+    for place in range(slot * size, min((slot + 1) * size, len(text))):
+        is_first = place == slot * size
+        fed = [*positions, len(PROMPT) + place] if is_first else positions
+        logits = last_logits(model, [*ids, MASK] if is_first else ids, fed)
+        total += float(logits.log_softmax(-1)[text[place]])
+        ids.append(text[place])
+        positions.append(len(PROMPT) + place)
+    return total
+
+
+def test_slots_apart_are_predicted_from_the_prompt_and_the_visible_slots() -> None:
+    text, size = (5, 6, 7, 8, EOS), 3
+    model = tiny_backbone(LeftToRight().traits)
+    alone = sum(slot_value(model, text, (), slot, size) for slot in (0, 1))
+    assert float(answers(model, MeanField(slot_size=size), batch_of([text]))) == pytest.approx(alone, abs=1e-9)
+    after = slot_value(model, text, (1,), 0, size) + slot_value(model, text, (0,), 1, size)
+    batch = replace(batch_of([text, text[:4]] * 60), sample_keys=torch.arange(120) * 77 + 1)
+    found = answers(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
+    # Of the counts 0, 1, 2, two mask both slots or neither, with weight 3 / 2, one each in turn with weight 3; halved.
+    expected = sorted((0.75 * alone, 1.5 * after))
+    assert sorted(set(found.round(decimals=9).tolist())) == pytest.approx(expected, abs=1e-8)
 
 
 def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:

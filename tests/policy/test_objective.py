@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiments.policy_estimators.likelihoods import MaskedBound
 from torch import Tensor
 
 from fakes import EOS, tiny_backbone
@@ -14,7 +15,7 @@ from policy.test_likelihood import answers, batch_of, every_answer, laid, small
 from refusion_lit.decoding import Autoregressive, SelfSpeculative, decode
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.policy import GroupPolicy, LeftToRight, MaskedBound, NextToken
+from refusion_lit.policy import GroupPolicy, LeftToRight, NextToken
 from refusion_lit.policy.objective import group_advantages
 from refusion_lit.types import Prompt, SamplingParams
 

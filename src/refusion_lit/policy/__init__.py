@@ -1,8 +1,6 @@
-"""Training on rewards: the objective, likelihoods of answers, and rewards."""
+"""Training on rewards: the objective, exact likelihoods of answers, and the interface of rewards."""
 
-from refusion_lit.policy.likelihood import LeftToRight, Likelihood, MaskedBound, NextToken
-from refusion_lit.policy.objective import GroupPolicy
-from refusion_lit.policy.reward import Reward
-from refusion_lit.policy.rounds import Rounds
+from refusion_lit.policy.likelihood import LeftToRight, Likelihood, NextToken
+from refusion_lit.policy.objective import GroupPolicy, Reward
 
-__all__ = ["GroupPolicy", "LeftToRight", "Likelihood", "MaskedBound", "NextToken", "Reward", "Rounds"]
+__all__ = ["GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward"]

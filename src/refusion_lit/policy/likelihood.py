@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive import objective as autoregressive
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.families.llada.decoder import LLaDA
-from refusion_lit.families.llada.fast_dllm import FastDLLM
-from refusion_lit.families.llada.objective import all_of
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import random_subset, required_mask_id, response_positions
+from refusion_lit.learning.objective import required_mask_id, response_positions
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -151,64 +148,3 @@ class LeftToRight(Likelihood):
             is_real=torch.cat((places < batch.response_lengths[:, None], exists), 1),
             places=torch.cat((places + 1, starts), 1).where(labels != IGNORE_INDEX, -1),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedBound(Likelihood):
-    """Bound of a masked model's likelihood over all orders of tokens, from coupled random masks (ESPO).
-
-    For each of ``num_samples`` counts c, uniform on 0..n, exactly c of the n tokens are masked in one view and the
-    others in a second one. The log-probabilities of masked tokens, times (n + 1) / c, are an unbiased estimate of the
-    any-order bound: the sum over c of 1 / c times the expected sum at c masks (arXiv 2512.03759).
-
-    Attributes:
-        num_samples: Counts drawn per answer and update, at least 1, evenly spaced from a random start.
-    """
-
-    decoders = (LLaDA, FastDLLM)
-    num_samples: int = 2
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        require_at_least("objective.likelihood.num_samples", self.num_samples, 1)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Bidirectional attention; masks predict themselves."""
-        return ModelTraits(attention="bidirectional", predictions=("mask",))
-
-    @property
-    def num_forwards(self) -> int:
-        """Two per sample."""
-        return 2 * self.num_samples
-
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
-        """Lay out a view for each set of masks; see :meth:`Likelihood.layout`."""
-        positions, in_response = response_positions(batch)
-        is_masked, weights = self.drawn(noise, in_response)
-        ids = batch.input_ids.repeat(self.num_forwards, 1)
-        ends = (batch.prompt_lengths + batch.response_lengths).repeat(self.num_forwards)
-        return laid_out(
-            ids.where(is_masked, IGNORE_INDEX),
-            weights=is_masked * weights[:, None].float(),
-            input_ids=ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
-            position_ids=positions.expand_as(ids),
-            visible=all_of(ends, len(positions)),
-            is_masked=is_masked,
-            is_real=positions < ends[:, None],
-            num_views=self.num_forwards,
-        )
-
-    def drawn(
-        self, noise: KeyedNoise, candidates: Bool[Tensor, "batch part"]
-    ) -> tuple[Bool[Tensor, "row part"], Float[Tensor, " row"]]:
-        """Draw which parts (tokens or slots) are masked in each view, view-major, and the weight of each view's sum."""
-        number = candidates.sum(1)
-        strata = torch.arange(self.num_samples, device=number.device, dtype=torch.float64)[:, None] / self.num_samples
-        counts = ((noise.uniform("count", 1)[:, 0] + strata) % 1 * (number + 1)).long()
-        orders = torch.stack([noise.bits(f"order {i}", candidates.shape[1]) for i in range(self.num_samples)])
-        masks = random_subset(orders, candidates.expand(self.num_samples, -1, -1), counts)
-        masks = torch.cat((masks, candidates & ~masks))
-        counts = torch.cat((counts, number - counts))
-        weights = ((number + 1).double() / counts.clamp(min=1) / len(counts)).where(counts > 0, 0.0)
-        return masks.flatten(0, 1), weights.flatten()

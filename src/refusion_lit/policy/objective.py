@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,9 +18,30 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
 from refusion_lit.learning.objective import Head, MaskRatio, Objective, default_chunk_size
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy.likelihood import Likelihood, NextToken
-from refusion_lit.policy.reward import Reward
-from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
+from refusion_lit.types import Example, ModelTraits, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(ABC):
+    """A reward of answers: one file with a subclass, named by its class path.
+
+    Attributes:
+        weight: Factor of this reward in the sum of all, a finite number.
+    """
+
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        require_number("objective.rewards.weight", self.weight, "(-inf, inf)", "use 1, say")
+
+    @abstractmethod
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> Sequence[float]:
+        """Return the reward of each response to its example, at best a function of the two alone.
+
+        NaN drops a response: it is left out of its group.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +55,9 @@ class GroupPolicy(Objective):
 
     Terms: ``policy``; ``kl``, an estimate (k2) of the divergence from the frozen base under the adapters. Figures
     without influence: ``clipped_low`` and ``clipped_high``, shares of units that are clipped with negative and with
-    positive advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence of the trainer's from the
-    engine's probabilities of the drawn tokens (k3). On texts that were not rolled out, as in validation, ``policy`` is
-    the negative log-likelihood (or bound) per token.
+    positive advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence (k3) of the trainer's from the
+    engine's probabilities of drawn tokens. On other texts, as in validation, ``policy`` is the negative log-likelihood
+    per token.
 
     Attributes:
         likelihood: Likelihood of answers; must be defined for the decoder.

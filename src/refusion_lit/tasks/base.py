@@ -60,15 +60,9 @@ class Task(ABC):
         """
 
     def reward(self, example: Example, response: str) -> float:
-        """Return the reward of a response in training on rewards; by default its score.
-
-        Raises:
-            ValueError: If the task scores later.
-        """
+        """Return the reward of a response in training on rewards; by default its score, NaN if that comes later."""
         score, _ = score_of(self, example, response)
-        require(score is not None, f"{type(self).__name__}.score", "a score at once", None, "name objective.rewards")
-        assert score is not None
-        return float(score)
+        return math.nan if score is None else float(score)
 
     def characters(self) -> str | None:
         """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""

@@ -224,10 +224,9 @@ class SlotDiffusionModule(L.LightningModule):
             batch = MicroBatch((batch,), 0)
         if batch.index == 0:
             sample_ids = [name for each in batch.step for name in each.ids]
-            corrupted = (
-                [self.corrupt(each) for each in batch.step] if self.rollouts is None else self._rolled_out(batch)
-            )
-            self._progress.begin_step(corrupted, sample_ids)
+            rollouts = self.rollouts
+            own = self._rolled_out(rollouts, batch) if rollouts else [self.corrupt(each) for each in batch.step]
+            self._progress.begin_step(own, sample_ids)
         loss = self.loss(self._progress.next_micro_batch())
         self._progress.add(loss)
         if batch.is_last and self._logs_now():
@@ -236,36 +235,32 @@ class SlotDiffusionModule(L.LightningModule):
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
         return loss.total * (num_accumulated * self.trainer.world_size)
 
-    def _rolled_out(self, batch: MicroBatch) -> list[CorruptedBatch]:
+    def _rolled_out(self, rollouts: Rollouts, batch: MicroBatch) -> list[CorruptedBatch]:
         """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts."""
-        rollouts = self.rollouts
-        assert rollouts is not None
-        if rollouts.pending:
-            return [each.to(self.device) for each in rollouts.pending.pop(0)]
-        with torch.autocast(self.device.type, enabled=False):  # the fused backbone decodes without it
-            answers = rollouts.answers(batch.step, self.global_step)
-        for number in range(rollouts.objective.num_updates):
-            fresh = stable_key("update", number, self.global_step)  # bounds mask anew for every update
-            keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
-            rollouts.pending.append([self._with_fixed_terms(self.corrupt(each)) for each in keyed])
-        if self._logs_now():
-            for name, value in rollouts.figures.items():
-                shown = name in ("reward", "rollout_seconds", "update_seconds")
-                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
-        return rollouts.pending.pop(0)
+        if not rollouts.pending:
+            with torch.autocast(self.device.type, enabled=False):  # the fused backbone decodes without it
+                answers = rollouts.answers(batch.step, self.global_step)
+            for number in range(rollouts.objective.num_updates):
+                fresh = stable_key("update", number, self.global_step)  # bounds mask anew for every update
+                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
+                rollouts.pending.append([self._with_fixed_terms(self.corrupt(each), rollouts) for each in keyed])
+            if self._logs_now():
+                for name, value in rollouts.figures.items():
+                    shown = name in ("reward", "rollout_seconds", "update_seconds")
+                    self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
+        return [each.to(self.device) for each in rollouts.pending.pop(0)]
 
-    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> CorruptedBatch:
+    def _with_fixed_terms(self, corrupted: CorruptedBatch, rollouts: Rollouts) -> CorruptedBatch:
         """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
-        assert isinstance(self.objective, GroupPolicy)
-        passes: dict[str, AbstractContextManager[None]] = (
-            {"old": nullcontext()} if self.objective.num_updates > 1 else {}
-        )
-        if self.objective.kl_weight > 0:
+        passes: dict[str, AbstractContextManager[None]] = {}
+        if rollouts.objective.num_updates > 1:
+            passes["old"] = nullcontext()
+        if rollouts.objective.kl_weight > 0:
             passes["reference"] = without_adapters(self.model.model)
         for name, context in passes.items():
             with torch.no_grad(), context:
                 hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
-                values = self.objective.log_probabilities(hidden, self.model.head, corrupted)[0]
+                values = rollouts.objective.log_probabilities(hidden, self.model.head, corrupted)[0]
             corrupted = replace(corrupted, **{name: values})
         return corrupted
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from refusion_lit.api import TextModel
@@ -18,10 +21,8 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
-from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.policy.objective import GroupPolicy, group_advantages
-from refusion_lit.policy.reward import Reward, checked_rewards
+from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.keys import stable_key
@@ -32,27 +33,22 @@ _STATE = "refusion_lit_rollouts"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskReward(Reward):
-    """The reward that the task gives.
-
-    Attributes:
-        task: The task.
-    """
+    """:meth:`Task.reward <refusion_lit.tasks.base.Task.reward>` of each response."""
 
     task: Task
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return :meth:`Task.reward` of each response."""
+        """Return the rewards; see :meth:`Reward.rewards`."""
         return [self.task.reward(example, text) for example, text in zip(examples, responses, strict=True)]
 
 
-@dataclass(kw_only=True)
-class _Answer:
+class _Answer(NamedTuple):
     """An answer that was rolled out."""
 
     prompt: Prompt
     row: Generation
     trajectory: Trajectory
-    reward: float = math.nan
+    reward: float
 
 
 class Rollouts:
@@ -62,7 +58,7 @@ class Rollouts:
 
     Args:
         objective: The objective.
-        evaluation: Its first decoder, sampling and decoding options make the roll-outs.
+        evaluation: Names the decoder (its first one), sampling and decoding options.
         seed: Seeds their noise.
 
     Attributes:
@@ -106,7 +102,7 @@ class Rollouts:
             self._restore(self._restored, rank)
 
     def _check_memory(self, prompt_length: int) -> None:
-        """Refuse a KV cache of all prompts in flight that is larger than the memory."""
+        """Refuse a KV cache of all prompts in flight that is larger than the host's or the device's memory."""
         backbone = self._model.backbone
         config = backbone.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -115,13 +111,14 @@ class Rollouts:
         num_rows = self._evaluation.options.batch_size
         needed = num_rows * (prompt_length + self._sampling.max_new_tokens) * per_token
         is_cuda = backbone.device.type == "cuda"
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = torch.cuda.mem_get_info(backbone.device)[1] if is_cuda else host
+        memory = (
+            torch.cuda.mem_get_info(backbone.device)[1]
+            if is_cuda
+            else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
         expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
         got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
         require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
-
-    # --- a step ----------------------------------------------------------------------------------------------
 
     def answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
         """Decode and reward a group of answers for each prompt of a step.
@@ -135,19 +132,12 @@ class Rollouts:
         """
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
-        prompts = [_prompts(batch) for batch in step]
-        found = self._decoded([prompt for part in prompts for prompt in part], number)
-        rewards = torch.tensor([[a.reward for a in group] for group in found.values()], dtype=torch.float64)
-        scaled = group_advantages(rewards, scale=self.objective.scale_rewards)
-        advantages = dict(zip(found, scaled, strict=True))
-        self.figures = self._figures([a for group in found.values() for a in group], rewards)
+        parts = [_prompts(batch) for batch in step]
+        found = self._decoded([prompt for part in parts for prompt in part], number)
+        self.figures = self._figures(list(found.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
-        batches = []
-        for part in prompts:
-            answers = [answer for prompt in part for answer in found[prompt.id]]
-            batches.append(self._batch(answers, torch.cat([advantages[prompt.id] for prompt in part])))
-        return batches
+        return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
 
     def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
         """Return a group of rewarded answers for each prompt, by its id; groups with equal rewards are tried again."""
@@ -159,63 +149,53 @@ class Rollouts:
             recorder = TrajectoryRecorder(self._decoder)
             sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
             rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-            answers = [
-                _Answer(prompt=prompt, row=row, trajectory=recorder.trajectories[index])
-                for index, (prompt, row) in enumerate(zip(copies, rows, strict=True))
-            ]
-            self._reward(answers)
-            for i, prompt in enumerate(waiting):
-                found[prompt.id] = answers[i * size : (i + 1) * size]
+            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
+            trajectories = [recorder.trajectories[index] for index in range(len(rows))]
+            answers = [_Answer(*parts) for parts in zip(copies, rows, trajectories, rewards, strict=True)]
+            found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
             waiting = [prompt for prompt in waiting if len({answer.reward for answer in found[prompt.id]}) == 1]
             if not waiting:
                 break
         return found
 
-    def _reward(self, answers: Sequence[_Answer]) -> None:
-        examples = [self._data.train_example(answer.prompt.id.rpartition("/")[0]) for answer in answers]
-        texts = [answer.row.text for answer in answers]
-        totals = [0.0] * len(answers)
+    def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
+        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit."""
+        examples = [self._data.train_example(prompt.id) for prompt in prompts]
+        texts = [row.text for row in rows]
+        totals = [0.0] * len(rows)
         for reward in self._rewards:
             values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
             totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
-        for answer, total in zip(answers, totals, strict=True):
-            answer.reward = 0.0 if answer.row.finish_reason == "length" else total
+        return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
 
-    def _batch(self, answers: Sequence[_Answer], advantages: Tensor) -> ResponseBatch:
+    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
+        answers = [answer for group in groups for answer in group]
         samples = [EncodedExample(a.prompt.id, a.prompt.token_ids, a.row.token_ids) for a in answers]
         batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
         engine = torch.full(batch.input_ids.shape, math.nan, dtype=torch.float64)
-        slot_size: int | None = getattr(self._decoder, "slot_size", None)
         for row, answer in enumerate(answers):
-            start = len(answer.prompt.token_ids)
-            for place, value in engine_log_probabilities(answer.row, start, slot_size).items():
-                engine[row, start + place] = value
-        trajectories = [answer.trajectory for answer in answers]
-        return replace(batch, advantages=advantages, engine=engine, trajectories=trajectories)
+            for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
+                engine[row, position] = value
+        advantages = group_advantages(_reward_table(groups), scale=self.objective.scale_rewards).flatten()
+        return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
 
-    def _figures(self, answers: Sequence[_Answer], rewards: Tensor) -> dict[str, float]:
+    def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
         """Return what a roll-out showed."""
-        size = self.objective.group_size
+        rows = [answer.row for group in groups for answer in group]
+        rewards = _reward_table(groups)
         valid = rewards[rewards.isfinite()]
-        texts = [tuple(answer.row.token_ids) for answer in answers]
-        num_distinct = sum(len(set(texts[i : i + size])) for i in range(0, len(texts), size))
-        tokens = sum(answer.row.num_tokens for answer in answers)
+        num_distinct = sum(len({tuple(answer.row.token_ids) for answer in group}) for group in groups)
+        num_tokens = sum(row.num_tokens for row in rows)
         equal = (group_advantages(rewards, scale=False) == 0).all(1)
         return {
             "reward": float(valid.mean()) if len(valid) else math.nan,
             "dropped_rewards": float(rewards.numel() - len(valid)),
-            "length": tokens / len(answers),
-            "distinct_answers": num_distinct / len(texts),
+            "length": num_tokens / len(rows),
+            "distinct_answers": num_distinct / len(rows),
             "equal_groups": float(equal.double().mean()),
-            "overlong": sum(answer.row.finish_reason == "length" for answer in answers) / len(answers),
-            "tokens_per_forward": tokens / sum(answer.row.num_forwards for answer in answers),
+            "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
+            "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }
-
-    # --- resuming --------------------------------------------------------------------------------------------
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take the state over, which :meth:`start` restores."""
-        self._restored = checkpoint.get(_STATE)
 
     def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
         """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
@@ -224,46 +204,76 @@ class Rollouts:
         if num_processes > 1:
             states = [None] * num_processes
             torch.distributed.all_gather_object(states, own)
-        checkpoint[_STATE] = {"pending": states, "rewards": self._described()}
+        checkpoint[_STATE] = {"pending": states, "rewards": repr(self._rewards)}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the state over, which :meth:`start` restores."""
+        self._restored = checkpoint.get(_STATE)
 
     def _restore(self, state: Mapping[str, Any], rank: int) -> None:
         fix = "give the rewards of the run that is resumed, or start a new one from its weights"
-        require(state["rewards"] == self._described(), "objective.rewards", state["rewards"], self._described(), fix)
+        require(state["rewards"] == repr(self._rewards), "objective.rewards", state["rewards"], self._rewards, fix)
         pending = state["pending"]
-        fix = "resume with as many processes as before, or set num_updates to 1"
         fits = rank < len(pending) or not pending[0]
+        fix = "resume with as many processes as before, or set num_updates to 1"
         require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
         self.pending = [[CorruptedBatch(**values) for values in update] for update in pending[rank % len(pending)]]
         self._restored = None
 
-    def _described(self) -> str:
-        """Return the rewards and their options in words."""
-        parts = [{**described(each), "task": None} for each in self._rewards]
-        return ", ".join(f"{part.pop('class')}({part})" for part in parts) + f" of {type(self._data.task).__name__}"
 
+def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
+    """Return the log-probability that the engine gave each token of a traced answer when it was drawn, by position.
 
-def engine_log_probabilities(row: Generation, start: int, slot_size: int | None) -> dict[int, float]:
-    """Return the log-probability that the engine gave each token when it was drawn, by place.
-
-    In a traced forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the
-    first draw of the last group of masks that holds the place.
-
-    Args:
-        row: A traced generation.
-        start: Position of place 0.
-        slot_size: Tokens per slot of the decoder.
+    In a forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the first draw
+    of the last group of masks that holds the place.
     """
     found = {}
+    start = len(trajectory.prompt_ids)
     for entry in row.trace:
         for position in entry.accepted:
             draws = [i for i, other in enumerate(entry.positions) if other == position]
+            is_first = trajectory.slot_size is not None and (position - start) % trajectory.slot_size == 0
             if draws and entry.probabilities:
-                is_first = slot_size is not None and (position - start) % slot_size == 0
-                found[position - start] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+                found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
     return found
 
 
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
-    lengths = batch.prompt_lengths.tolist()
-    rows = zip(batch.ids, batch.input_ids.tolist(), lengths, strict=True)
+    rows = zip(batch.ids, batch.input_ids.tolist(), batch.prompt_lengths.tolist(), strict=True)
     return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
+
+
+def _reward_table(groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt answer"]:
+    return torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
+
+
+def checked_rewards(
+    reward: Reward, examples: Sequence[Example], responses: Sequence[str], seconds: float
+) -> list[float]:
+    """Return the rewards of responses.
+
+    Raises:
+        ValueError: In one line, if the reward raises, takes more than the given seconds, or returns something else than
+            a number for each response.
+    """
+    name = f"{type(reward).__name__}.rewards"
+    found: dict[str, Any] = {}
+
+    def call() -> None:
+        try:
+            found["values"] = list(reward.rewards(examples, responses))
+        except Exception as error:
+            found["error"] = error
+
+    # A daemon, as a thread that hangs cannot be ended and must not keep the process.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    fix = "the weights are those of the last checkpoint; mend it, then resume with --ckpt_path last"
+    require(not thread.is_alive(), name, f"an answer within {seconds:g} s (objective.reward_seconds)", "none", fix)
+    require("error" not in found, name, "rewards", found.get("error"), fix)
+    values = found["values"]
+    require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)
+    wrong = [value for value in values if not isinstance(value, Real)]
+    require(not wrong, name, "numbers", wrong[:1], fix)
+    return [float(value) for value in values]
