@@ -12,6 +12,7 @@ from refusion_lit.learning.objective import Objective
 from refusion_lit.policy.objective import GroupPolicy
 from refusion_lit.refusion.objective import Hybrid
 from refusion_lit.refusion.serial import SerialHybrid
+from refusion_lit.refusion.windows import MaskWindows
 from refusion_lit.refusion.zarya import Zarya
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GatedDraft",
     "GroupPolicy",
     "Hybrid",
+    "MaskWindows",
     "Masked",
     "Objective",
     "SerialHybrid",
