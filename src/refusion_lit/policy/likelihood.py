@@ -41,11 +41,6 @@ class Likelihood(ABC):
     def traits(self) -> ModelTraits:
         """What a model must be trained for."""
 
-    @property
-    def num_forwards(self) -> int:
-        """Forwards per answer and update."""
-        return 1
-
     def refusal(self, decoder: Decoder) -> str | None:
         """Return why the answers of a decoder have no such likelihood; ``None`` if they have."""
         name = type(decoder).__name__
