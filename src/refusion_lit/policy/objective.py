@@ -159,13 +159,7 @@ class GroupPolicy(Objective):
         own = {"lengths": batch.response_lengths, "advantages": batch.advantages, "engine": engine}
         return replace(laid, counts=counts, allowed=allowed, **own)
 
-    def loss(
-        self,
-        hidden: Float[Tensor, "batch token hidden"],
-        head: Head,
-        corrupted: CorruptedBatch,
-        teacher: Float[Tensor, "batch token hidden"] | None = None,  # noqa: ARG002 - it never distills
-    ) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
         """Compute the loss; see :meth:`Objective.loss`."""
         values, plain, entropy = self.log_probabilities(hidden, head, corrupted)
         sums = dict.fromkeys(self.terms, values.new_zeros(()))

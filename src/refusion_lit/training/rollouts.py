@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refusion_lit.api import TextModel
 from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
@@ -24,6 +23,7 @@ from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
