@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -42,7 +42,8 @@ class TaskReward(Reward):
         return [self.task.reward(example, text) for example, text in zip(examples, responses, strict=True)]
 
 
-class _Answer(NamedTuple):
+@dataclass(frozen=True)
+class _Answer:
     """An answer that was rolled out."""
 
     prompt: Prompt
