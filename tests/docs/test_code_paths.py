@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 21,
     "token ids to text: lines": 4_255,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_211,
+    "examples to loss: lines": 3_289,
     "test: files": 62,
-    "test: lines": 12_470,
-    "package: files": 179,
-    "package: lines": 27_378,
-    "package: lines of code": 17_206,
+    "test: lines": 12_530,
+    "package: files": 183,
+    "package: lines": 28_141,
+    "package: lines of code": 17_712,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
