@@ -101,6 +101,30 @@ def _bonus(found: Result) -> str:
     return markdown_table(titles, rows)
 
 
+@table("refusion_pays real model", _path("refusion_pays", "real_model.json"))
+def _real_model(found: Result) -> str:
+    titles = (
+        "training", "decoder", "prompts", "tokens/forward", "positions/token", "tokens/s, times `Autoregressive`",
+        "same text as the base", "tokens before the first difference", "perplexity under the base",
+    )  # fmt: skip
+    rows = [
+        [
+            f"`{name}`",
+            f"`{decoder}`",
+            run["num_prompts"],
+            f"{figures['tokens_per_forward']:.2f}",
+            f"{figures['positions_per_token']:.1f}",
+            f"{figures['speed_over_autoregressive']:.2f}",
+            figures["identical"],
+            f"{figures['common_prefix']:.0f}",
+            f"{figures['perplexity_under_base']:.2f}",
+        ]
+        for name, run in found["runs"].items()
+        for decoder, figures in run["decoders"].items()
+    ]
+    return markdown_table(titles, rows)
+
+
 _CONTROLLED, _MORE = _path("controlled_comparison"), _path("controlled_comparison", "more.json")
 
 

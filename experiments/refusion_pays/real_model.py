@@ -49,7 +49,7 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
         "ReFusion autoregressive 0.6": refusion("autoregressive", 0.6),
         "ReFusion bonus 0.6": refusion("bonus", 0.6),
         "ReFusion bonus 0.9": refusion("bonus", 0.9),
-        "ReFusion bonus 4 0.6": refusion("bonus", 0.6, slot_size=4, num_serial_blocks=max(max_new_tokens // 8, 1)),
+        "ReFusion bonus 2 0.6": refusion("bonus", 0.6, slot_size=2, num_serial_blocks=max(max_new_tokens // 4, 1)),
     }
 
 
