@@ -4,7 +4,7 @@ usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl
            [--num_questions 1000] [--max_steps N] [--work_dir DIR]
 
 Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, exports and measures. Each
-part continues where it was interrupted; what is finished is kept. `--num_questions 24 --max_steps 4 --prompts FILE@1`
+part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4 --prompts FILE@1`
 in a --work_dir of its own is a trial of minutes.
 """
 
