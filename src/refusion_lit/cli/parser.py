@@ -18,7 +18,7 @@ from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
+    from refusion_lit.text_model import TextModel
 
 
 class PlainHelp(DefaultHelpFormatter):

@@ -11,12 +11,12 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from refusion_lit.api import TextModel
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.metrics import TermMeans
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import PromptBatch, SpecialTokens
 
 _NUM_STRATA = 16
