@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import lightning as L
 
 from refusion_lit.api import TextModel, load
 from refusion_lit.data.evaluation import collate_prompts
-from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
+from refusion_lit.decoding import Decoder, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
 from refusion_lit.metrics import DecodingMetrics
@@ -23,10 +24,10 @@ from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
-from refusion_lit.types import DecodingOptions, Prompt, PromptBatch, SamplingParams
+from refusion_lit.types import DecodingOptions, PromptBatch, SamplingParams
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +36,13 @@ class EvaluationOptions(DecodingOptions):
 
     Attributes:
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
-        num_logged_samples: Number of validation samples that are decoded and logged as text after each validation, at
-            least 0.
         record_trajectories: Let ``predict`` record in which forward and order each token became final, in the
             directory ``trajectories`` of the run (:func:`~refusion_lit.decoding.read_trajectories` reads it).
     """
 
     batch_size: int = 64
     verifier: str | None = None
-    num_logged_samples: int = 4
     record_trajectories: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        require_at_least("model.decoding.num_logged_samples", self.num_logged_samples, 0)
 
 
 @dataclass(kw_only=True)
@@ -134,33 +127,7 @@ class Evaluation:
         self.config: dict[str, Any] | None = None
         self._seed = seed
         self._resume = resume
-        self._verifier: TextModel | None = None
         self._running: dict[str, _DecoderState] = {}
-
-    def decoders(self, model: TextModel) -> dict[str, Decoder]:
-        """Return the decoders by name; the model's own one where none is named."""
-        if self.named:
-            return self.named
-        decoder = model.default_decoder.fitted(self.sampling)
-        return {type(decoder).__name__.lower(): decoder}
-
-    def decode(
-        self,
-        model: TextModel,
-        decoder: Decoder,
-        prompts: Sequence[Prompt],
-        callbacks: Sequence[GenerationCallback] = (),
-    ) -> DecodingOutput:
-        """Decode prompts with the options of the evaluation."""
-        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
-        return model.decode(prompts, decoder, self.sampling, callbacks=callbacks, **options)
-
-    def pair(self, model: TextModel) -> TextModel:
-        """Give a model the verifier that decoders such as APD need, on the model's device."""
-        if self.options.verifier is not None:
-            self._verifier = self._verifier or load(self.options.verifier, device=model.backbone.device)
-            model.pair_with(self._verifier)
-        return model
 
     def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
@@ -177,12 +144,16 @@ class Evaluation:
         data: Any = getattr(trainer, "datamodule", None)
         require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
         self._trainer = trainer
-        self._model = self.pair(model)
+        self._model = model
+        if self.options.verifier is not None:
+            model.pair_with(load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
-        decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
+        own = model.default_decoder.fitted(self.sampling)
+        named = self.named or {type(own).__name__.lower(): own}
+        decoders = dict(list(named.items())[: None if is_test else 1])
         self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
         gather(model.backbone)
         batch = collate_prompts(data.test_prompts())
@@ -252,12 +223,14 @@ class Evaluation:
         missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
         if not missing:
             return []
+        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
+        decode = partial(self._model.decode, decoder=state.decoder, sampling=self.sampling, **options)
         if state.metrics is not None and not state.is_warm:
-            self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+            decode([missing[0][0]])  # the first calls of kernels take longer
             state.is_warm = True
         recorder = TrajectoryRecorder(state.decoder)
         callbacks = [*callbacks, recorder] if state.trajectories is not None else callbacks
-        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+        output = decode([prompt for prompt, _ in missing], callbacks=callbacks)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)

@@ -45,9 +45,9 @@ class SlotDiffusionModule(L.LightningModule):
         backbone: Where the model comes from.
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
-        decoders: Decoders by name. ``test`` compares them; ``predict`` and logged samples use the first. By default the
-            one of the model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops
-            one that an earlier config has named.
+        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. By default the one of the
+            model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops one that an
+            earlier config has named.
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
@@ -90,7 +90,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.seed = seed
         self.prompt_template = prompt_template
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
-        self.validation = Validation(objective, self.evaluation)
+        self.validation = Validation(objective)
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
 
@@ -259,11 +259,9 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation.step(batch, self.model.special_tokens, self.loss)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation losses and a few decoded samples."""
+        """Log the validation losses."""
         for name, value in self.validation.figures().items():
             self.log(name, value, prog_bar=name == "val/loss")
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero and is_whole(self.trainer.strategy):
-            self.validation.log_samples(self.trainer, self.text_model())
 
     def on_validation_end(self) -> None:
         """Restart the clock of training."""
