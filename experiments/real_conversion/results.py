@@ -14,7 +14,7 @@ from measure import GENERATE, answer_figures, decoders_of, losses, made, perplex
 
 import refusion_lit
 from refusion_lit.reports.results import environment
-from refusion_lit.utils.files import read_json_lines
+from refusion_lit.tasks.readers import read_json_lines
 
 JUDGE = "autoregressive"
 """The next-token model: it judges all answers, and ``generate`` decodes it."""

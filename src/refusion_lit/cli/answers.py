@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -25,13 +24,11 @@ from refusion_lit.evaluation.predictions import (
     prediction,
     predictions_fingerprint,
 )
+from refusion_lit.tasks.readers import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    pass
 
 _SECONDS_BETWEEN_WRITES = 1.0
 
@@ -200,32 +197,25 @@ def read_prompts(source: str) -> Iterator[_Request]:
         text = decoded_text(sys.stdin.buffer.read(), "standard input", "prompts")
     else:
         text = read_text(source, "prompts")
-    lines = text.split("\n")  # other line separators (U+2028, say) are characters of a prompt
-    is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        yield _from_json(line, f"{source}:{number}", str(number - 1)) if is_json else _Request(str(number - 1), line)
+    if source.endswith((".jsonl", ".json")) or text.split("\n", 1)[0].lstrip().startswith("{"):
+        yield from map(_from_row, json_rows(source, text))
+        return
+    for number, line in enumerate(text.split("\n")):  # other line separators (U+2028, say) are characters of a prompt
+        if line.strip():
+            yield _Request(str(number), line)
 
 
-def _from_json(line: str, where: str, default_id: str) -> _Request:
+def _from_row(row: Row) -> _Request:
+    """Return the request of a JSON object.
+
+    Raises:
+        ValueError: Naming the line and what is wrong with it.
+    """
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}); correct the line.") from error
-    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
-        raise ValueError(
-            f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}; correct the line."
-        )
-    reference = values.get("reference")
-    template = values.get("template")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")
-    try:
-        reference = None if reference is None else str(reference)
-        name = default_id if values.get("id") is None else str(values["id"])
-        request = _Request(name, values["prompt"], reference, template)
-        "".join((request.id, request.prompt, reference or "", template or "")).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompts: {where}: expected Unicode, got a lone surrogate; remove its \\udXXX.") from error
-    return request
+        given = {name: value for name, value in values_of(row).items() if value is not None}
+        template = text_field(row, "template") if "template" in given else None
+        reference = unicode_text(row, "reference", str(given["reference"])) if "reference" in given else None
+        name = unicode_text(row, "id", str(given.get("id", row.line - 1)))
+        return _Request(name, text_field(row, "prompt", "add it"), reference, template)
+    except ValueError as error:
+        raise ValueError(f"prompts: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -59,7 +59,7 @@ def read_rows(file: str) -> Iterator[Row]:
     if name.endswith(".parquet"):
         rows = _read_parquet(file)
     elif name.endswith(".jsonl"):
-        rows = _read_json_lines(file, _read_text(path))
+        rows = json_rows(file, _read_text(path))
     elif name.endswith(".json"):
         rows = _read_json_list(file, _read_text(path))
     else:
@@ -74,19 +74,52 @@ def read_rows(file: str) -> Iterator[Row]:
         raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
 
 
-def text_field(row: Row, field: str) -> str:
-    """Return the text in a field of a row.
+def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
+
+    Args:
+        file: The file.
+        option: The option that names it, for messages.
+        texts: Keys that every object must have, with texts as values.
+
+    Raises:
+        ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
+    """
+    try:
+        rows = list(json_rows(str(file), _read_text(Path(file))))
+        objects = [dict(values_of(row)) for row in rows]
+        for row in rows:
+            for field in texts:
+                text_field(row, field, fix="correct the line")
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    return objects
+
+
+def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
+    """Return the object of a row.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if row.values is None:
+        raise ValueError(f"{row.location}: {row.error}; {fix}.")
+    return row.values
+
+
+def text_field(row: Row, field: str, fix: str = "add it, or set task.preset") -> str:
+    """Return the text in a field of a row; ``fix`` says what to do where it is missing.
 
     Raises:
         ValueError: If the field is missing (the message suggests the nearest name) or not text.
     """
-    assert row.values is not None
-    if field not in row.values:
-        close = get_close_matches(field, list(row.values), n=1)
-        names = ", ".join(map(repr, row.values)) or "none"
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or set task.preset."
+    values = values_of(row)
+    if field not in values:
+        close = get_close_matches(field, list(values), n=1)
+        names = ", ".join(map(repr, values)) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; {fix}."
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
-    value = row.values[field]
+    value = values[field]
     if not isinstance(value, str):
         raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; quote it.")
     return unicode_text(row, field, value)
@@ -120,7 +153,15 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
 
 
-def _read_json_lines(file: str, text: str) -> Iterator[Row]:
+def json_rows(file: str, text: str) -> Iterator[Row]:
+    """Yield the rows of JSON Lines; blank lines are skipped, and an invalid line is a row with an error.
+
+    Only a line feed ends a line: other line separators of Unicode, such as U+2028, are characters of a text.
+
+    Args:
+        file: Where the text comes from, for messages.
+        text: The lines.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
