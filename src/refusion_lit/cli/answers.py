@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from refusion_lit.evaluation.predictions import (
 from refusion_lit.tasks.readers import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
-from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
 
 _SECONDS_BETWEEN_WRITES = 1.0
@@ -71,24 +69,30 @@ def write_answers(options: Namespace) -> None:
     _check_model(setup, prompts)
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
-    progress = AnswerProgress()
+    file = None
+    if options.output is not None:
+        file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
+    waiting = [request for request in requests if file is None or request.id not in file.done]
     decoder = type(setup.decoder).__name__
-    with _writer(options, requests, fingerprint) as (waiting, write):
-        watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
-        try:
-            model.generate_ids(
-                [encoded[request.id] for request in waiting],
-                decoder=setup.decoder,
-                sampling=setup.sampling,
-                ids=[request.id for request in waiting],
-                templates=[templates[request.id] for request in waiting],
-                callbacks=[_Writer(write, waiting, decoder), *watch],
-                **vars(setup.decoding),
-            )
-        finally:
-            progress.stop()
-        about = f"{len(waiting)} answers"
-    if options.output:
+    answers = _Answers(file, waiting, decoder)
+    progress = AnswerProgress()
+    watch = [] if file is None else [progress.watch(decoder, len(requests), len(requests) - len(waiting))]
+    try:
+        model.generate_ids(
+            [encoded[request.id] for request in waiting],
+            decoder=setup.decoder,
+            sampling=setup.sampling,
+            ids=[request.id for request in waiting],
+            templates=[templates[request.id] for request in waiting],
+            callbacks=[answers, *watch],
+            **vars(setup.decoding),
+        )
+    finally:
+        progress.stop()
+        answers.close()
+    about = f"{len(waiting)} answers"
+    if file is not None:
+        file.complete()
         pace = progress.paces[decoder]
         about = f"{pace.answers} answers, {pace.rate()}, {options.output}"
     sys.stderr.write(f"{decoder}: {about}\n")
@@ -125,64 +129,43 @@ def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
     setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
-@contextmanager
-def _writer(
-    options: Namespace, requests: list[_Request], fingerprint: Fingerprint
-) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
-    """Open the output; yield the requests that are not answered yet, and what writes an answer."""
-    if options.output is None:
-        yield requests, _print_line
-        return
-    file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
-    pending = _Pending(file)
-    try:
-        yield [request for request in requests if request.id not in file.done], pending.add
-        pending.flush()
-        file.complete()
-    finally:
-        with suppress(ValueError):  # the error of a failed write is on its way already
-            pending.flush()
-        file.close()
+class _Answers(GenerationCallback):
+    """Writes each response as it finishes: to standard output, or those of a second together to a file.
 
+    Each write to the file is synced to disk.
+    """
 
-def _print_line(line: dict[str, Any]) -> None:
-    sys.stdout.write(as_line(line))
-    sys.stdout.flush()
-
-
-class _Pending:
-    """Answers that wait for a second to be written together, as each write is synced to disk."""
-
-    def __init__(self, file: PredictionsFile) -> None:
+    def __init__(self, file: PredictionsFile | None, requests: list[_Request], decoder: str) -> None:
         self._file = file
-        self._lines: list[dict[str, Any]] = []
-        self._written = time.monotonic()
-
-    def add(self, line: dict[str, Any]) -> None:
-        self._lines.append(line)
-        if time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
-            self.flush()
-
-    def flush(self) -> None:
-        lines = self._lines
-        self._lines = []
-        if lines:
-            self._file.write(lines)
-        self._written = time.monotonic()
-
-
-class _Writer(GenerationCallback):
-    """Writes each response as it finishes."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], None], requests: list[_Request], decoder: str) -> None:
-        self._write = write
         self._requests = requests
         self._decoder = decoder
+        self._lines: list[dict[str, Any]] = []
+        self._written = time.monotonic()
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
         line = prediction(generation, decoder=self._decoder, prompt=request.prompt, reference=request.reference)
-        self._write(line)
+        self._lines.append(line)
+        if self._file is None or time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        try:
+            self._flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _flush(self) -> None:
+        lines = self._lines
+        self._lines = []
+        if self._file is None:
+            sys.stdout.write("".join(map(as_line, lines)))
+            sys.stdout.flush()
+        elif lines:
+            self._file.write(lines)
+        self._written = time.monotonic()
 
 
 def read_prompts(source: str) -> Iterator[_Request]:

@@ -70,6 +70,8 @@ REMOVED = {
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
     "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
+    "report.num_resamples": "intervals are of 2000 resamples; leave it out",
+    "report.seed": "intervals are those of one seed; leave it out",
     "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "task.num_samples": "pass@k is gone; leave it out",

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.types import Prompt
-from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
@@ -111,15 +110,6 @@ def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBa
         known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
         require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
     return Prompt(token_ids=token_ids, id=name)
-
-
-def read_template(path: str) -> str:
-    """Return the text of a template file, without the line break at its end.
-
-    Raises:
-        ValueError: If the file is missing or not UTF-8.
-    """
-    return read_text(path, "template").removesuffix("\n")
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
