@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from refusion_lit.decoding import DecodingOutput
 from refusion_lit.learning.batch import LossOutput
+from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
 from refusion_lit.utils.require import require
 
 _NUM_BINS = 512
@@ -31,23 +32,31 @@ class TermMeans(Metric):
     full_state_update = False
     sums: Float[Tensor, " term"]
     counts: Float[Tensor, " term"]
+    draft_counts: Float[Tensor, "offset figure"]
 
     def __init__(self, terms: Mapping[str, float]) -> None:
         super().__init__()
         self.terms = dict(terms)
         for name in ("sums", "counts"):
             self.add_state(name, torch.zeros(len(self.terms), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("draft_counts", torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, loss: LossOutput | None) -> None:
         """Add a batch; ``None`` on a process that has no sample in it."""
         if loss is not None:
             self.sums += loss.sums.detach()
             self.counts += loss.counts.detach()
+            if loss.draft_counts is not None:
+                self.draft_counts += loss.draft_counts
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets."""
+        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets.
+
+        With objectives that train slots, also the figures of :func:`~refusion_lit.learning.drafts.draft_figures`.
+        """
         loss = LossOutput(sums=self.sums, counts=self.counts, terms=self.terms)
-        return {**loss.named_means(), "total": loss.total}
+        drafts = draft_figures(self.draft_counts) if self.draft_counts.any() else {}
+        return {**loss.named_means(), **drafts, "total": loss.total}
 
 
 class DecodingMetrics(Metric):

@@ -11,6 +11,7 @@ from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
 from refusion_lit.refusion.objective import Hybrid
 from refusion_lit.refusion.serial import SerialHybrid
+from refusion_lit.refusion.windows import MaskWindows
 from refusion_lit.refusion.zarya import Zarya
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "EditableBlockMasked",
     "GatedDraft",
     "Hybrid",
+    "MaskWindows",
     "Masked",
     "Objective",
     "SerialHybrid",

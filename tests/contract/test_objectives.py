@@ -55,6 +55,7 @@ VARIANTS: list[Objective] = [
     objectives.DualStream(block_size=5, ar_weight=0.5),
     objectives.DualStream(block_size=1),
     objectives.GatedDraft(stride=3, decay=0.5),
+    objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
     objectives.GatedDraft(distill=True),
 ]
 

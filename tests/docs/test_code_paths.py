@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 24,
     "token ids to text: lines": 4_931,
     "examples to loss: files": 19,
-    "examples to loss: lines": 3_344,
+    "examples to loss: lines": 3_365,
     "test: files": 64,
-    "test: lines": 13_135,
-    "package: files": 169,
-    "package: lines": 25_950,
-    "package: lines of code": 16_292,
+    "test: lines": 13_159,
+    "package: files": 171,
+    "package: lines": 26_191,
+    "package: lines of code": 16_444,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -15,7 +15,16 @@ from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatc
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
+from refusion_lit.objectives import (
+    Autoregressive,
+    BlockMasked,
+    DualStream,
+    Hybrid,
+    Masked,
+    MaskWindows,
+    Objective,
+    SoftTail,
+)
 from refusion_lit.types import ModelTraits, SpecialTokens
 from tiny import TINY_QWEN
 
@@ -30,6 +39,7 @@ OBJECTIVES: list[Objective] = [
     BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     DualStream(block_size=4),
     SoftTail(),
+    MaskWindows(window=3),
 ]
 each_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 SAMPLES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6)

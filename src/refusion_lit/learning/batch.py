@@ -96,6 +96,8 @@ class CorruptedBatch:
             targets, in the form of ``visible``. ``None``: no such pass.
         num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
+        draft_offsets: Offset of each mask in the slot that a decoder drafts at once, -1 at other tokens. A slot's masks
+            stand one after the other. ``None``: the objective trains no such slots.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -111,6 +113,7 @@ class CorruptedBatch:
     rejected: Int[Tensor, "batch token"] | None = None
     teacher_visible: Int[Tensor, "batch token range 2"] | None = None
     num_drafts: int = 0
+    draft_offsets: Int[Tensor, "batch token"] | None = None
 
     @property
     def attention_mask(self) -> Bool[Tensor, "batch token token"] | None:
@@ -130,11 +133,14 @@ class LossOutput:
         sums: Weighted sum of each term's cross-entropies, in nats.
         counts: Denominator of each sum.
         terms: Coefficient of each term in the total, by the term's name, in order.
+        draft_counts: Which masks would be accepted as drafts, without gradients only; see
+            :func:`~refusion_lit.learning.drafts.draft_figures`.
     """
 
     sums: Float[Tensor, " term"]
     counts: Float[Tensor, " term"]
     terms: Mapping[str, float]
+    draft_counts: Float[Tensor, "offset figure"] | None = None
 
     @property
     def means(self) -> Float[Tensor, " term"]:

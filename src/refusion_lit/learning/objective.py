@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.drafts import DraftReads
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -116,6 +117,7 @@ class Objective(ABC):
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
             teacher: Hidden states whose predictions are the targets instead of the labels.
         """
+        reads = None if corrupted.draft_offsets is None or torch.is_grad_enabled() else DraftReads([], [])
         sums = chunked_cross_entropy(
             hidden,
             head,
@@ -125,8 +127,13 @@ class Objective(ABC):
             num_terms=len(corrupted.counts),
             teacher=teacher,
             chunk_size=self.chunk_size,
+            reads=reads,
         )
-        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+        loss = LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
+        if reads is not None:
+            assert corrupted.draft_offsets is not None
+            loss.draft_counts = reads.counts(corrupted.draft_offsets, corrupted.labels != IGNORE_INDEX)
+        return loss
 
 
 def chunked_cross_entropy(
@@ -139,6 +146,7 @@ def chunked_cross_entropy(
     num_terms: int,
     teacher: Float[Tensor, "batch token hidden"] | None = None,
     chunk_size: int | None = None,
+    reads: DraftReads | None = None,
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
 
@@ -157,6 +165,7 @@ def chunked_cross_entropy(
             say which positions count.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
             chunk's float32 logits below ``LOGITS_BYTES``.
+        reads: Gets each chunk's most probable tokens; without gradients and without a teacher only.
 
     Returns:
         The sums in nats, in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
@@ -174,6 +183,8 @@ def chunked_cross_entropy(
 
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
         logits = _at_least_float32(head(values))
+        if reads is not None:
+            reads.add(logits, targets)
         if teacher is None:
             return term_sums(F.cross_entropy(logits, targets, reduction="none") * factors, groups)
         with torch.no_grad():

@@ -71,6 +71,7 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         terms=taken(corrupted.terms, 0),
         is_masked=None if corrupted.is_masked is None else taken(corrupted.is_masked, False),
         is_real=source >= 0,
+        draft_offsets=None if corrupted.draft_offsets is None else taken(corrupted.draft_offsets, -1),
         visible=packed(corrupted.visible),
         teacher_visible=None if corrupted.teacher_visible is None else packed(corrupted.teacher_visible),
     )

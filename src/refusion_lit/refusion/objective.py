@@ -102,6 +102,7 @@ class Hybrid(Objective):
             counts=torch.stack((num_clean, torch.full_like(num_clean, len(layout.labels)))).float(),
             is_masked=layout.is_masked,
             is_real=layout.is_real,
+            draft_offsets=layout.draft_offsets,
         )
 
 
@@ -115,6 +116,7 @@ class SlotLayout:
         labels: The own token at masked positions, the next token of the slot at clean ones, else ``IGNORE_INDEX``.
         is_masked: Positions of masked slots.
         is_real: Positions that are no padding; ``None`` if unknown.
+        draft_offsets: Offset of each mask in its slot, -1 at other tokens; ``None`` if unknown.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -122,6 +124,7 @@ class SlotLayout:
     labels: Int[Tensor, "batch token"]
     is_masked: Bool[Tensor, "batch token"]
     is_real: Bool[Tensor, "batch token"] | None = None
+    draft_offsets: Int[Tensor, "batch token"] | None = None
 
 
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
@@ -197,6 +200,7 @@ def corrupt_slots(
         labels=labels.gather(1, order),
         is_masked=is_masked.gather(1, order),
         is_real=~following,  # padding is not moved
+        draft_offsets=(offsets % slot_sizes[:, None]).where(is_masked, -1).gather(1, order),
     )
 
 

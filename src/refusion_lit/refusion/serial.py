@@ -71,7 +71,16 @@ class SerialHybrid(Hybrid):
             corrupted,
             **{
                 name: getattr(corrupted, name)[:, :width]
-                for name in ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked", "is_real")
+                for name in (
+                    "input_ids",
+                    "position_ids",
+                    "labels",
+                    "weights",
+                    "terms",
+                    "is_masked",
+                    "is_real",
+                    "draft_offsets",
+                )
             },
         )
 

@@ -1,0 +1,132 @@
+"""ReFusion's training on the states its decoder plans from: windows of masks after many places of a complete text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import (
+    MaskRatio,
+    Objective,
+    mask_probability,
+    required_mask_id,
+    response_positions,
+)
+from refusion_lit.modeling.transfer import to_host
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require_at_least, require_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskWindows(Objective):
+    """Predicts windows of masks from all text before them, and each response token from the one before it.
+
+    A row holds prompt and response in text order, then masks for each response token, cut into windows. A mask sees the
+    text before its window and the masks before it in the window: what ReFusion's decoder shows a mask when it plans
+    after a complete prefix. One forward over the text so trains the plans of all its prefixes, while :class:`Hybrid`
+    trains one plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and ``mdm``, the mean
+    over all masks, weighted by ``decay``.
+
+    Train on text that the model itself generates: a plan is verified by the model's own next-token predictions.
+
+    Attributes:
+        window: Tokens per window, at least 1: the masks that a plan drafts at once.
+        num_tilings: How often the response is cut into windows, each time from a random offset, at least 1. The first
+            window is shorter.
+        decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if those before it
+            are accepted.
+        mdm_weight: Coefficient of the masks' term, at least 0.
+        ar_weight: Coefficient of the next-token term, at least 0.
+    """
+
+    window: int = 8
+    num_tilings: int = 2
+    decay: float = 0.9
+    mdm_weight: float = 1.0
+    ar_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be trained with."""
+        super().__post_init__()
+        require_at_least("objective.window", self.window, 1)
+        require_at_least("objective.num_tilings", self.num_tilings, 1)
+        require_number("objective.decay", self.decay, "(0, 1]", "use 0.9, say")
+        require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
+        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Those of :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next one."""
+        return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The next-token and the masks' term, named as :class:`Hybrid`'s."""
+        return {"ar": self.ar_weight, "mdm": self.mdm_weight}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Append the windows to the texts; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
+        mask_token_id = required_mask_id(self, special_tokens)
+        mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
+        ids = batch.input_ids
+        text, in_response = response_positions(batch)
+        num_text = len(text)
+        place = torch.arange(to_host(batch.response_lengths.max()), device=ids.device)
+        offset = (noise.uniform("window", self.num_tilings) * self.window).long()[..., None]
+        first = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
+        first = rearrange(first, "batch tiling mask -> batch (tiling mask)")
+        place = repeat(place, "mask -> (tiling mask)", tiling=self.num_tilings)
+        is_mask = place < batch.response_lengths[:, None]
+        starts = batch.prompt_lengths[:, None]
+        position = (starts + place).where(is_mask, num_text)
+
+        following = ids.roll(-1, dims=1).where(in_response & in_response.roll(-1, dims=1), IGNORE_INDEX)
+        following[:, -1] = IGNORE_INDEX
+        own = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
+        text_weights = (following != IGNORE_INDEX).double()
+        mask_weights = (self.decay ** (place - first).double()).where(is_mask, 0.0)
+        masks = torch.full_like(position, mask_token_id).where(is_mask, special_tokens.pad_token_id)
+        is_text = text < (batch.prompt_lengths + batch.response_lengths)[:, None]
+        return CorruptedBatch(
+            input_ids=torch.cat((ids, masks), 1),
+            position_ids=torch.cat((text.expand_as(ids), position), 1),
+            labels=torch.cat((following, own), 1),
+            weights=torch.cat((text_weights, mask_weights), 1).float(),
+            terms=F.pad(torch.ones_like(own), (num_text, 0)),
+            counts=torch.stack((text_weights.sum(), mask_weights.sum())).float(),
+            visible=_ranges(num_text, starts + first, place - first, is_mask),
+            is_masked=F.pad(is_mask, (num_text, 0)),
+            is_real=torch.cat((is_text, is_mask), 1),
+            draft_offsets=F.pad((place - first).where(is_mask, -1), (num_text, 0), value=-1),
+        )
+
+
+def _ranges(
+    num_text: int,
+    num_before: Int[Tensor, "batch mask"],
+    distance: Int[Tensor, "batch mask"],
+    is_mask: Bool[Tensor, "batch mask"],
+) -> Int[Tensor, "batch token range 2"]:
+    """Let text see text causally, and a mask the text before its window and the window up to itself.
+
+    Args:
+        num_text: Tokens of the text part.
+        num_before: Text tokens before each mask's window.
+        distance: Each mask's offset in its window.
+        is_mask: Masks that are no padding, which sees itself.
+    """
+    text = torch.arange(1, num_text + 1, device=num_before.device).expand(len(num_before), -1)
+    index = num_text + torch.arange(num_before.shape[1], device=num_before.device)
+    to_text = torch.cat((text, num_before.where(is_mask, 0)), 1)
+    window = torch.stack((index - distance.where(is_mask, 0), (index + 1).expand_as(distance)), -1)
+    return torch.stack((F.pad(to_text[..., None], (1, 0)), F.pad(window, (0, 0, num_text, 0))), 2)
