@@ -228,15 +228,15 @@ class Evaluation:
         if state.metrics is not None and not state.is_warm:
             decode([missing[0][0]])  # the first calls of kernels take longer
             state.is_warm = True
-        recorder = TrajectoryRecorder(state.decoder)
-        callbacks = [*callbacks, recorder] if state.trajectories is not None else callbacks
-        output = decode([prompt for prompt, _ in missing], callbacks=callbacks)
+        recorder = None if state.trajectories is None else TrajectoryRecorder(state.decoder)
+        watch = [*callbacks] if recorder is None else [*callbacks, recorder]
+        output = decode([prompt for prompt, _ in missing], callbacks=watch)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)
             about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
             lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-        if state.trajectories is not None:  # before the predictions, which say what is done
+        if state.trajectories is not None and recorder is not None:  # before the predictions, which say what is done
             state.trajectories.write(list(recorder.trajectories.values()))
         if state.metrics is None:
             state.file.write(lines)
