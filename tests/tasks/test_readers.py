@@ -184,7 +184,11 @@ def test_only_a_line_feed_ends_a_json_line(tmp_path: Path, name: str) -> None:
         ("p.jsonl", b'{"id": 3}', r"predictions: .*p\.jsonl:3: expected text in field 'id', got int; quote it\."),
         ("p.jsonl", b"{}", r"predictions: .*p\.jsonl:3: expected a field 'id'; it has none; correct the line\."),
         ("p.gz", b"", r"predictions: .*p\.gz: cannot be read \(.*\); fetch it again\."),
-        ("p.jsonl/none", b"", r"predictions: .*none: cannot be read \(.*\); fetch it again\."),
+        (
+            "p.jsonl/none",
+            b"",
+            r"predictions: .*none: expected a data file, but it does not exist; check the path \(.*\)\.",
+        ),
     ],
 )
 def test_a_broken_json_line_is_named(tmp_path: Path, name: str, line: bytes, message: str) -> None:

@@ -51,10 +51,7 @@ def read_rows(file: str) -> Iterator[Row]:
         ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
     """
     path = Path(file)
-    if not path.is_file():
-        raise ValueError(
-            f"{file}: expected a data file, but it does not exist; check the path (relative to {Path.cwd().name}/)."
-        )
+    _check_exists(path)
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         rows = _read_parquet(file)
@@ -86,6 +83,7 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
     """
     try:
+        _check_exists(Path(file))
         rows = list(json_rows(str(file), _read_text(Path(file))))
         objects = [dict(values_of(row)) for row in rows]
         for row in rows:
@@ -138,6 +136,13 @@ def unicode_text(row: Row, field: str, text: str) -> str:
             f"{row.location}: expected Unicode in field {field!r}, got a lone surrogate; remove its \\udXXX."
         ) from error
     return text
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: expected a data file, but it does not exist; check the path (relative to {Path.cwd().name}/)."
+        )
 
 
 def _read_text(path: Path) -> str:
