@@ -12,7 +12,7 @@ nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 CONSTRAINTS = "constraints.txt"
 # Everything that is optional except datasets, which no test needs.
-EXTRAS = "eval,gguf,peft,sweep,tensorboard"
+EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
 # Threads that wait for each other must not spin: on a machine with other work that costs a factor of ten.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Two processes; one that has run its tests takes over tests of the other.

@@ -19,6 +19,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   test         decode a test set with every decoder named in the config, and print them side by side
   predict      write predictions as JSON lines
   generate     answer prompts from a checkpoint, a directory or a hub id
+  serve        serve a model over HTTP: OpenAI's API, and a page to chat on
   chat         talk to a model and see in which order it decodes
   trace        watch a decode, forward by forward; writes an HTML page
   report       compare finished tests: a page, plots, a table
@@ -34,6 +35,7 @@ usage: refusion-lit COMMAND [OPTIONS]
 
 OWN = {
     "generate": "generate.run",
+    "serve": "serve.run",
     "chat": "chat.run",
     "trace": "trace.run",
     "score": "score.run",

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of, template_of
-from refusion_lit.decoding import Generation, GenerationCallback, RowState, cut_at_stop
+from refusion_lit.decoding import Generation, GenerationCallback, RowState
+from refusion_lit.engine.output import TextStream
 from refusion_lit.utils.require import require
 
 
@@ -73,29 +74,21 @@ class Stream(GenerationCallback):
     """
 
     def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str], decoder: str) -> None:
-        self._detokenize = detokenize
-        self._stop = stop
+        self._stream = TextStream(detokenize, stop)
         self._decoder = decoder
-        self._printed = ""
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print what has become final."""
-        text = cut_at_stop(self._detokenize(state.final_prefix()), self._stop)
-        # Hold back what may turn out to be the beginning of a stop string.
-        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._print(text[: len(text) - held])
+        _print(self._stream.piece(state.final_prefix()))
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
         """Print the rest, and which decoder took how many tokens and forwards."""
-        self._print(output.text)
+        _print(self._stream.rest(output.text))
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        _print("\n")
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
 
-    def _print(self, text: str) -> None:
-        stable = text.rstrip("\N{REPLACEMENT CHARACTER}")  # part of a character: its other bytes are still to come
-        if stable.startswith(self._printed):
-            sys.stdout.write(stable[len(self._printed) :])
-            sys.stdout.flush()
-            self._printed = stable
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

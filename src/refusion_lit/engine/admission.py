@@ -31,11 +31,13 @@ class Waiting:
         index: Its number.
         prompt: The prompt.
         sampling: Length limit and sampling options.
+        trace: Whether every forward is recorded.
     """
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
+    trace: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Admission:
             self._free.remove(storage)
             self.held.pop(storage, None)
             self._pending[storage] = prompt.token_ids
-            yield Admitted(waiting.index, prompt, waiting.sampling, storage, source, num_shared)
+            yield Admitted(waiting.index, prompt, waiting.sampling, waiting.trace, storage, source, num_shared)
         self._waiting.extendleft(reversed(delayed))
 
     def computed(self, storage: int) -> None:

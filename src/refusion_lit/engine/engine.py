@@ -149,9 +149,16 @@ class Engine:
         self.num_positions = 0
         self.num_shared = 0
 
-    def submit(self, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
-        """Put a prompt into the queue, under a number that :meth:`step` returns its generation by."""
-        self.queue.add(Waiting(index, prompt, sampling))
+    def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
+        """Put a prompt into the queue, under a number that :meth:`step` returns its generation by.
+
+        Args:
+            index: The number.
+            prompt: The prompt.
+            sampling: Length limit and sampling options.
+            trace: Record every forward of this prompt; probabilities only if the engine records all traces.
+        """
+        self.queue.add(Waiting(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
@@ -180,7 +187,7 @@ class Engine:
         chosen = self._schedule()  # schedule
         readings = self._run(chosen)  # run: body and head
         for row in chosen:  # postprocess: the decoder's turn
-            if row.advance(readings[row.index], trace=self.trace):
+            if row.advance(readings[row.index]):
                 self._notify(row)
         finished = [row for row in self.rows if row.request is None]
         for row in finished:
@@ -228,6 +235,7 @@ class Engine:
             waiting_since=self.num_calls,
             stopping=Stopping(sampling, self.detokenize) if stops else None,
             constraint=None if prompt.constraint is None else prompt.constraint.begin(state.max_length),
+            trace=admitted.trace,
         )
 
     def _steps(self, state: RowState) -> Steps[None]:
@@ -301,7 +309,7 @@ class Engine:
             if forward.twin_at is not None:
                 row.twin = sum(map(len, states)) + forward.twin_at
                 states.append(_states([row]))
-            row.begin_forward(hidden[part], trace=self.trace)
+            row.begin_forward(hidden[part])
             row.waiting_since = self.num_calls
             self.queue.computed(row.storage)
         return torch.cat(states) if len(states) > 1 else states[0]

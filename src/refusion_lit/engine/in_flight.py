@@ -30,6 +30,7 @@ class InFlight:
         waiting_since: Number of the last call that it took part in.
         stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         constraint: Which tokens may be drawn; ``None``: all.
+        trace: Whether every forward is recorded.
         forward: Its last forward.
         hidden: Hidden states of that forward, for further reads.
         twin: Index of the unconditional logits of the pending forward's first draft, if an earlier forward gives them.
@@ -48,6 +49,7 @@ class InFlight:
     waiting_since: int
     stopping: Stopping | None
     constraint: ConstraintState | None = None
+    trace: bool = False
     forward: Forward | None = None
     hidden: Tensor | None = None
     twin: int | None = None
@@ -66,7 +68,7 @@ class InFlight:
         assert self.hidden is not None
         return self.hidden.shape[0] * self.hidden.shape[1]
 
-    def begin_forward(self, hidden: Tensor, *, trace: bool) -> None:
+    def begin_forward(self, hidden: Tensor) -> None:
         """Take the hidden states [sequence, token, hidden] of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
@@ -79,7 +81,7 @@ class InFlight:
         num_rows, length = forward.shape
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
         self.result.forward_shapes.append((num_rows, length + num_shared))
-        if trace:
+        if self.trace:
             self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, length + num_shared)))
 
     def reads(self, first: int) -> list[Read]:
@@ -126,7 +128,7 @@ class InFlight:
             drawn = zip(read.contexts, read.reading.tokens, strict=True)
             read.reading.tokens = [self.constraint.settle(*context, token) for context, token in drawn]
 
-    def advance(self, readings: list[Reading], *, trace: bool) -> list[int]:
+    def advance(self, readings: list[Reading]) -> list[int]:
         """Send the decoder its readings and take its next request; return the places that it committed, sorted."""
         answered = self.request
         num_before = self.state.num_committed
@@ -135,7 +137,7 @@ class InFlight:
         except StopIteration:
             self.request = None
         committed = sorted(self.state.committed[num_before:])
-        if trace:
+        if self.trace:
             self._record(answered, readings, committed)
         if committed:
             num_new = self.state.num_forwards - self.num_forwards_before

@@ -116,6 +116,37 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
+class TextStream:
+    """Turns a response that grows into pieces of text that stay.
+
+    It holds back what may turn out to be the beginning of a stop string, and parts of a character.
+
+    Args:
+        detokenize: Turns tokens into text.
+        stop: Strings that end the response.
+    """
+
+    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+        self._detokenize = detokenize
+        self._stop = stop
+        self._told = ""
+
+    def piece(self, tokens: list[int]) -> str:
+        """Return the text that is new in the final tokens so far."""
+        text = cut_at_stop(self._detokenize(tokens), self._stop)
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        return self.rest(text[: len(text) - held])
+
+    def rest(self, text: str) -> str:
+        """Return what is new in a text, which is held back no longer."""
+        stable = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if not stable.startswith(self._told):
+            return ""
+        piece = stable[len(self._told) :]
+        self._told = stable
+        return piece
+
+
 class Stopping:
     """Finds where stop strings or a low entropy end a response.
 

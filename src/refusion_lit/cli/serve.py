@@ -1,0 +1,62 @@
+"""``refusion-lit serve``: serve a model over HTTP, with OpenAI's API and a page."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
+from refusion_lit.serving import Limits
+from refusion_lit.utils.require import require
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of ``serve``."""
+    parser = OneLineParser(prog="refusion-lit serve", description="Serve a model over HTTP: OpenAI's API, and a page.")
+    parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
+    host = "address to bind; any other than 127.0.0.1 needs a key in the environment variable REFUSION_LIT_API_KEY"
+    parser.add_argument("--host", type=str, default="127.0.0.1", help=host)
+    parser.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free one")
+    name = "name of the model in the API; by default that of the directory"
+    parser.add_argument("--name", type=str | None, default=None, help=name)
+    parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
+    parser.add_class_arguments(Limits)
+    add_model_options(parser, max_new_tokens=256)
+    add_decoding_options(parser, "batch_size", "max_tokens_per_forward", "share_prefixes", "allow_mismatch")
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        ValueError: If an option is wrong, the extra is not installed, or the model cannot be loaded.
+    """
+    options = build_parser().parse(args)
+    limits = Limits(**{field.name: options[field.name] for field in fields(Limits)})
+    require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
+    try:
+        from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
+        from refusion_lit.serving.service import Service
+        from refusion_lit.serving.worker import Worker
+    except ImportError as error:
+        raise ValueError(f"serve: needs {error.name}; pip install 'refusion-lit[serve]'.") from error
+    key = os.environ.get(API_KEY) or None
+    fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
+    is_safe = key is not None or options.host in LOCAL
+    require(is_safe, "host", f"127.0.0.1 where {API_KEY} is not set", options.host, fix)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
+    setup = setup_of(options)
+    setup.model.check_decoder(setup.decoder, allow_mismatch=options.allow_mismatch)
+    worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
+    service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)
+    sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")
+    try:
+        Server(build_app(service, key=key), service, options.host, options.port).run()
+    except SystemExit as error:  # uvicorn has told why, such as a port that is taken
+        return int(error.code or 0) and 2
+    return 0

@@ -1,0 +1,33 @@
+"""Serves a model over HTTP: OpenAI's API, and a page to chat on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from refusion_lit.utils.require import require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What requests may take.
+
+    Attributes:
+        max_prompt_tokens: Maximum number of tokens of a prompt.
+        max_answer_tokens: Maximum number of tokens of an answer; ``max_new_tokens`` is for requests that name none.
+        max_seconds: Maximum time of a request.
+        max_waiting: Maximum number of answers that wait for a row; further requests get 429.
+        max_body_bytes: Maximum size of a request.
+        drain_seconds: Time that answers in flight may still take after SIGTERM or Ctrl-C; the rest then gets 503.
+    """
+
+    max_prompt_tokens: int = 4096
+    max_answer_tokens: int = 1024
+    max_seconds: float = 300.0
+    max_waiting: int = 64
+    max_body_bytes: int = 1_000_000
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for each in fields(self):
+            require_at_least(each.name, getattr(self, each.name), 0.0 if each.type == "float" else 0)

@@ -1,0 +1,26 @@
+"""A server on a tiny model for the tests of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from refusion_lit.api import TextModel, load
+
+
+@pytest.fixture(scope="session")
+def model() -> TextModel:
+    from servers import MODEL
+
+    return load(MODEL, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(model: TextModel) -> Iterator[Any]:
+    """One server for all tests that leave it as it was."""
+    from servers import serving
+
+    with serving(model) as running:
+        yield running

@@ -1,0 +1,209 @@
+"""The API as OpenAI's client sees it: answers, streams, counts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+
+import openai
+
+from refusion_lit.api import TextModel
+from refusion_lit.decoding import Autoregressive, Generation
+from refusion_lit.serving.app import Server
+from refusion_lit.types import Prompt, SamplingParams
+from servers import NAME, address, raw, serving, slow, wait_for
+
+TEXTS = ["1+1", "12+30=", "7+8=15;", "99+1", "3,4"]
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def alone(model: TextModel, text: str, prompt_id: str = "0", **options: Any) -> Generation:
+    """Return the answer without a server."""
+    sampling = SamplingParams(**{"max_new_tokens": 16} | options)
+    prompt = Prompt(token_ids=tuple(model.encode(text)), id=prompt_id)
+    return model.decode([prompt], model.default_decoder, sampling).rows[0]
+
+
+def chat(client: Any, text: str, **options: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=NAME, messages=messages, **options)
+
+
+@pytest.mark.parametrize("text", TEXTS[:3])
+def test_answers_are_those_without_a_server(client: Any, model: TextModel, text: str) -> None:
+    row = alone(model, text)
+    found = chat(client, text)
+    assert found.choices[0].message.content == row.text
+    assert found.choices[0].finish_reason == {"eos": "stop"}.get(row.finish_reason, row.finish_reason)
+    assert found.usage.completion_tokens == row.num_tokens
+    assert found.usage.prompt_tokens == len(model.encode(text))
+    assert found.usage.forwards == row.num_forwards
+    assert found.usage.tokens_per_forward == pytest.approx(row.num_tokens / row.num_forwards, abs=1e-3)
+    completion = client.completions.create(model=NAME, prompt=text, max_tokens=7)
+    assert completion.choices[0].text == alone(model, text, max_new_tokens=7).text
+
+
+def test_a_stream_grows_to_the_answer(client: Any, model: TextModel) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(chat(client, "1+1", max_tokens=40, **options))
+    row = alone(model, "1+1", max_new_tokens=40)
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == row.text
+    assert sum(map(bool, texts)) > 1, "piece by piece"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+    assert chunks[-1].usage.completion_tokens == row.num_tokens
+    pieces = client.completions.create(model=NAME, prompt=TEXTS[2], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == alone(model, TEXTS[2]).text
+
+
+def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
+    found = chat(client, "1+1", n=3, temperature=0.9, seed=7, stop=["2"], top_p=0.9)
+    rows = [alone(model, "1+1", str(i), temperature=0.9, seed=7, stop=("2",), top_p=0.9) for i in range(3)]
+    assert [choice.message.content for choice in found.choices] == [row.text for row in rows]
+    again = chat(client, "1+1", temperature=1.0)
+    assert alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
+    several = client.completions.create(model=NAME, prompt=TEXTS[:3])
+    assert [choice.text for choice in several.choices] == [alone(model, text).text for text in TEXTS[:3]]
+
+
+def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
+    async def ask(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(chat(client, TEXTS[i % 5], max_tokens=4 + i % 3) for i in range(200)))
+
+    with serving(model, rows=16, max_waiting=200) as server:
+        found = asyncio.run(ask(address(server)))
+    rows = {(i, n): alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
+    assert [each.choices[0].message.content for each in found] == [rows[i % 5, 4 + i % 3] for i in range(200)]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"extra_body": {"guided_json": {}}}, "guided_json: this server has no such field; leave it out. It has model, "),
+    ({"logprobs": True}, "logprobs: refused, as a decoder that commits several tokens per forward has no"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: refused, as this server calls no tools"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty: this server has no such field"),
+    ({"max_tokens": 4000}, "max_tokens: expected at most 1024, got 4000; lower it."),
+    ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0."),
+    ({"temperature": -1}, "temperature: input should be greater than or equal to 0, got -1."),
+    ({"n": 17}, "n: input should be less than or equal to 16, got 17."),
+    ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
+    ({"response_format": {"type": "json_object"}}, "response_format: refused, as no decoder here guarantees JSON"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, "1+1", **options)
+    assert caught.value.body["message"].startswith(message)
+    assert caught.value.param == message.partition(":")[0]
+
+
+def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
+    neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
+    assert chat(client, "1+1", **neutral).choices
+
+
+def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"model: expected 'additions', got '/etc/passwd'\."):
+        client.completions.create(model="/etc/passwd", prompt="1")
+    with pytest.raises(openai.BadRequestError, match="messages: expected one message of the user, as this model has"):
+        client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "1"}])
+    with pytest.raises(openai.BadRequestError, match=r"prompt: expected at most 4096 tokens, got 5000; shorten it\."):
+        client.completions.create(model=NAME, prompt="1" * 5000)
+    with pytest.raises(openai.BadRequestError, match=r"prompt 0: expected at most 496 tokens \(a context of 512"):
+        client.completions.create(model=NAME, prompt="1" * 500)
+    with pytest.raises(openai.BadRequestError, match=r"prompt: expected 1 to 16 texts, none of them empty\."):
+        client.completions.create(model=NAME, prompt=["1", ""])
+
+
+def test_names_of_special_tokens_stay_text(client: Any) -> None:
+    """This tokenizer has no letters, so as text they are refused; as tokens they would be taken."""
+    for name in ("<mask>", "<eos>"):
+        with pytest.raises(openai.BadRequestError, match="the tokenizer has no token for"):
+            chat(client, f"1{name}2")
+
+
+def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]["message"]
+
+
+def test_the_door(server: Server, model: TextModel) -> None:
+    url = address(server)
+    assert get(f"{url}/health") == (200, b'{"status":"ready"}')
+    assert get(f"{url}/health", Host="evil.example")[0] == 403
+    for path in ("/docs", "/openapi.json", "/../etc/passwd", "/page.html"):
+        assert get_status(server, path) == 404
+    chats = f"{url}/v1/chat/completions"
+    assert get(chats, b"{}", **{"Content-Type": "text/plain"}) == (415, "content-type: expected application/json.")
+    assert get(chats, b"1" * 1_000_001) == (413, "body: expected at most 1000000 bytes; send less.")
+    assert get(chats, b"{") == (400, "body: expected JSON in UTF-8; send the fields as JSON.")
+    assert get(chats, b"[1]")[0] == get(chats, b"[" * 100_000)[0] == get(chats, b"\xff")[0] == 400
+    assert get(chats, b'{"model": "additions"}') == (400, "messages: field required.")
+    with serving(model, key="secret") as locked:
+        assert get(f"{address(locked)}/health", Host="any.example")[0] == get(address(locked))[0] == 200
+        for path in ("/metrics", "/v1/models"):
+            assert get(address(locked) + path)[0] == get(address(locked) + path, Authorization="Bearer x")[0] == 401
+            assert get(address(locked) + path, Authorization="Bearer secret")[0] == 200
+
+
+def get_status(server: Server, path: str) -> int:
+    with raw(server, f"GET {path} HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n") as connection:
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_chunked_bodies_are_counted(server: Server) -> None:
+    head = "POST /v1/completions HTTP/1.1\nHost: localhost:1\nContent-Type: application/json\n"
+    size = 600_000
+    with raw(server, f"{head}Transfer-Encoding: chunked\n\n") as connection:
+        chunk = f"{size:x}\r\n".encode() + b"1" * size + b"\r\n"
+        connection.sendall(chunk + chunk)
+        assert b" 413 " in connection.makefile("rb").readline()
+
+
+def test_figures_are_shown(server: Server, client: Any) -> None:
+    def figures() -> dict[str, float]:
+        lines = get(f"{address(server)}/metrics")[1].decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    before = figures()
+    usage = chat(client, "12+30=").usage
+    after = figures()
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown['refusion_lit_counts_total{kind="completion_tokens"}'] == usage.completion_tokens
+    assert grown['refusion_lit_counts_total{kind="forwards"}'] == usage.forwards
+    assert grown['refusion_lit_requests_total{outcome="done"}'] == grown['refusion_lit_seconds_count{until="end"}'] == 1
+    assert (after["refusion_lit_rows_in_flight"], after["refusion_lit_waiting"]) == (0, 0)
+
+
+def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
+    with serving(model, Autoregressive(), rows=1, max_waiting=1, prepare=slow) as server:
+        with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
+            first = client.completions.create(model=NAME, prompt="1+1", max_tokens=200, stream=True)
+            next(first)
+            second = client.completions.create(model=NAME, prompt="1+2", max_tokens=2, stream=True)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model=NAME, prompt="1+3")
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            first.close()
+            assert [chunk.choices[0].finish_reason for chunk in second][-1], "the row of the one that left is free"
+        wait_for(lambda: server.worker.num_active == 0)

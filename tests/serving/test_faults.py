@@ -1,0 +1,246 @@
+"""What goes wrong around a server, and that only the one whom it concerns notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+
+import openai
+
+from refusion_lit.api import TextModel, load
+from refusion_lit.cli import main
+from refusion_lit.decoding import Autoregressive, Decoder
+from refusion_lit.serving.app import Server
+from refusion_lit.serving.worker import Worker
+from refusion_lit.types import Prompt, SamplingParams
+from servers import MODEL, NAME, address, raw, serving, slow, wait_for
+
+ENVIRONMENT = os.environ | {"REFUSION_LIT_API_KEY": ""}
+BAD = ">9>9>"
+GOOD = ["1+1", "12+3", "7,8", "99+1=", "3;4"]
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    """A model that never ends a response."""
+    endless = load(MODEL, device="cpu")
+    logits = endless.backbone.logits
+    ends = torch.tensor(endless.backbone.special_tokens.eos_token_ids)
+    endless.backbone.logits = lambda hidden: logits(hidden).index_fill_(-1, ends, -torch.inf)  # type: ignore[method-assign]
+    return endless
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0)
+
+
+def complete(server: Server, text: str, **options: Any) -> Any:
+    with client_of(server) as client:
+        return client.completions.create(model=NAME, prompt=text, **options)
+
+
+def get_metrics(server: Server) -> bytes:
+    with urllib.request.urlopen(f"{address(server)}/metrics", timeout=20) as answer:
+        return answer.read()
+
+
+def pieces(server: Server, text: str, **options: Any) -> list[str]:
+    with client_of(server) as client:
+        stream = client.completions.create(model=NAME, prompt=text, stream=True, **options)
+        return [chunk.choices[0].text for chunk in stream]
+
+
+def alone(model: TextModel, decoder: Decoder, text: str, max_new_tokens: int) -> str:
+    prompt = Prompt(token_ids=tuple(model.encode(text)), id="0")
+    return (
+        model.decode([prompt], decoder, SamplingParams(max_new_tokens=max_new_tokens), allow_mismatch=True).rows[0].text
+    )
+
+
+def memory(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+
+def bug(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    raise KeyError("/a/secret/path")
+
+
+def no_numbers(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return hidden.masked_fill(where[:, None, None], torch.nan)
+
+
+FAULTS = [
+    (memory, 503, "out of memory: the prompt and max_tokens need more than this machine has; lower them"),
+    (bug, 500, "the request failed (KeyError)"),
+    (no_numbers, 500, "the model computed logits that are not numbers for this request"),
+]
+
+
+@pytest.mark.parametrize(("fault", "status", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_request_that_fails_harms_no_other(
+    model: TextModel, fault: Callable[..., torch.Tensor], status: int, message: str
+) -> None:
+    bad = torch.tensor(model.encode(BAD)[:2])
+
+    def prepare(worker: Worker) -> None:
+        body = worker.checked.runner()
+
+        def failing(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+            hidden = body(ids, *args)
+            found = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
+            return fault(hidden, found) if found.any() else hidden
+
+        worker.checked.runner = lambda: failing
+        slow(worker, 0.002)
+
+    decoder = Autoregressive()
+    with serving(model, decoder, prepare=prepare) as server, ThreadPoolExecutor(9) as pool:
+        good = {text: pool.submit(complete, server, text, max_tokens=30) for text in GOOD}
+        failed = pool.submit(complete, server, BAD)
+        streamed = pool.submit(pieces, server, "5+5", max_tokens=30)
+        with pytest.raises(openai.InternalServerError) as caught:
+            failed.result()
+        assert (caught.value.status_code, caught.value.body["message"]) == (status, message)
+        for text, answer in good.items():
+            assert answer.result().choices[0].text == alone(model, decoder, text, 30)
+        assert "".join(streamed.result()) == alone(model, decoder, "5+5", 30), "no piece twice, none lost"
+        assert complete(server, "8+8").choices[0].text == alone(model, decoder, "8+8", 16)
+        with pytest.raises(openai.APIError, match=message.partition("(")[0]):
+            pieces(server, BAD)
+
+
+def post(text: str, **options: Any) -> str:
+    body = json.dumps({"model": NAME, "prompt": text, **options})
+    head = "POST /v1/completions HTTP/1.1\nHost: 127.0.0.1\nContent-Type: application/json\n"
+    return f"{head}Content-Length: {len(body)}\n\n{body}"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(model: TextModel, stream: bool) -> None:
+    with serving(model, Autoregressive(), rows=1, prepare=slow) as server:
+        worker = server.worker
+        connection = raw(server, post("1+1", stream=stream, max_tokens=450))
+        wait_for(lambda: worker.num_active == 1)
+        waiting = raw(server, post("1+2", stream=stream, max_tokens=450))  # leaves the queue, too
+        wait_for(lambda: worker.num_waiting == 1)
+        waiting.close()
+        wait_for(lambda: worker.num_waiting == 0)
+        connection.close()
+        wait_for(lambda: worker.num_active == 0)
+        assert complete(server, "2+2").choices[0].text == alone(model, Autoregressive(), "2+2", 16)
+        assert b'{outcome="gone"} 2.0' in get_metrics(server)
+
+
+def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(model, Autoregressive(), rows=2))
+        reader = stack.enter_context(raw(server, post("1+1", stream=True, max_tokens=150)))
+        expected = alone(model, Autoregressive(), "2+2", 16)
+        assert [complete(server, "2+2").choices[0].text for _ in range(3)] == [expected] * 3
+        wait_for(lambda: server.worker.num_active == 0)
+        lines = iter(reader.makefile("rb"))
+        texts = []
+        for line in lines:
+            if line.startswith(b"data: [DONE]"):
+                break
+            if line.startswith(b"data: "):
+                texts.append(json.loads(line[6:])["choices"][0]["text"])
+        assert "".join(texts) == alone(model, Autoregressive(), "1+1", 150)
+
+
+def test_a_time_limit_ends_a_request(model: TextModel) -> None:
+    with serving(model, Autoregressive(), prepare=slow, max_seconds=0.2) as server:
+        with pytest.raises(openai.InternalServerError, match="the time limit of a request is over") as caught:
+            complete(server, "1+1", max_tokens=400)
+        assert caught.value.status_code == 504
+        assert complete(server, "1+1", max_tokens=2).choices
+
+
+def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
+    with serving(model, Autoregressive(), prepare=slow) as server, ThreadPoolExecutor() as pool:
+        running = pool.submit(complete, server, "1+1", max_tokens=40)
+        wait_for(lambda: server.worker.num_active == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
+            complete(server, "1+2")
+        assert caught.value.status_code == 503
+        assert running.result().choices[0].text == alone(model, Autoregressive(), "1+1", 40)
+        wait_for(lambda: not server.started or server.should_exit)
+
+
+def test_after_the_limit_of_draining_the_rest_gets_503(model: TextModel) -> None:
+    with serving(model, Autoregressive(), prepare=slow, drain_seconds=0.1) as server, ThreadPoolExecutor() as pool:
+        running = pool.submit(complete, server, "1+1", max_tokens=450)
+        wait_for(lambda: server.worker.num_active == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
+            running.result()
+        assert caught.value.status_code == 503
+
+
+def test_the_command_serves_without_its_directory_and_stops_at_sigterm(tmp_path: Path) -> None:
+    directory = shutil.copytree(MODEL, tmp_path / "additions")
+    command = [sys.executable, "-m", "refusion_lit.cli", "serve", "--ckpt_path", str(directory), "--port", "0"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"REFUSION_LIT_API_KEY": ""}
+    )
+    try:
+        assert process.stderr is not None
+        log: list[str] = []
+        for line in process.stderr:
+            log.append(line)
+            if "running on" in line:
+                break
+        assert "running on" in log[-1], "".join(log)
+        assert "serving additions with ReFusion\n" in log
+        url = log[-1].partition("running on ")[2].split()[0]
+        reader = threading.Thread(target=lambda: log.extend(process.stderr or ()))
+        reader.start()
+        shutil.rmtree(directory)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+            found = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
+        real = load(MODEL, device="cpu")
+        assert found.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        reader.join()
+        process.stderr.close()
+        assert any("done" in line for line in log)
+        assert not any("1+1" in line for line in log), "logs have no prompts"
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "host: expected 127.0.0.1 where REFUSION_LIT_API_KEY is not set, got '0.0.0.0'; set"),
+        (["--port", "70000"], "port: expected a number below 65536, got 70000; use 8000, say."),
+        (["--max_waiting", "-1"], "max_waiting: expected an integer of at least 0, got -1"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+
+    monkeypatch.delenv("REFUSION_LIT_API_KEY", raising=False)
+    assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
+    assert message in capsys.readouterr().err

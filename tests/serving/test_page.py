@@ -1,0 +1,88 @@
+"""The page in Chromium: a chat with the decode as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
+
+import browser
+from refusion_lit.api import TextModel
+from refusion_lit.decoding import ReFusion
+from servers import address, serving, slow, wait_for
+
+SCHEMES = ("light", "dark")
+pytestmark = browser.without_browser
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Chrome]:
+    """A browser of its own, as this one reaches the server."""
+    for driver in browser.start(tmp_path_factory.mktemp("profile")):
+        driver.delete_network_conditions()
+        yield driver
+
+
+def ask(chrome: Any, text: str) -> None:
+    from selenium.webdriver.common.by import By
+
+    chrome.find_element(By.ID, "text").send_keys(text + "\n")
+
+
+def done(chrome: Any) -> bool:
+    return not browser.js(chrome, "document.getElementById('send').disabled")
+
+
+def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
+    decoder = ReFusion(slot_size=4, num_serial_blocks=2)
+    row = model.generate(["1+1"], decoder=decoder, max_new_tokens=24)[0]
+    with serving(model, decoder, prepare=lambda worker: slow(worker, 0.05)) as server:
+        browser.resize(chrome, 360)
+        chrome.get(address(server))
+        wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
+        assert browser.js(chrome, "document.activeElement.id") == "text"
+        assert browser.js(chrome, "document.documentElement.scrollWidth") <= 360, "a phone's width"
+        assert browser.js(chrome, "[...document.querySelectorAll('input,textarea')].every(e => e.labels.length)")
+        browser.js(chrome, "document.getElementById('max_tokens').value = 24")
+        ask(chrome, "1+1")
+        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.draft').length"))
+        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.new').length"))
+        assert browser.js(chrome, "document.querySelectorAll('.canvas .slot').length") >= 2
+        chrome.save_screenshot(str(tmp_path / "phone.png"))
+        wait_for(lambda: done(chrome))
+        assert browser.js(chrome, "document.querySelector('article.assistant div').textContent") == row.text
+        figures = f"{row.num_tokens} tokens, {row.num_forwards} forwards"
+        assert figures in browser.js(chrome, "document.getElementById('status').textContent")
+        browser.js(chrome, "document.getElementById('max_tokens').value = 400")
+        ask(chrome, "1+1")  # this model has no chat template, so that a second turn is refused
+        wait_for(lambda: done(chrome))
+        assert "failed: messages: expected one message" in browser.js(chrome, "document.body.textContent")
+        for scheme in SCHEMES:
+            browser.resize(chrome, 1000, scheme)
+            check_contrast(chrome)
+        chrome.refresh()
+        wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
+        browser.js(chrome, "document.getElementById('max_tokens').value = 400")
+        ask(chrome, "1+1")
+        wait_for(lambda: server.worker.num_active == 1)
+        browser.press(chrome, "\ue00c")  # Escape, as the stop button
+        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: done(chrome))
+        assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
+        errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+        assert [entry for entry in errors if "status of 400" not in entry["message"]] == []
+
+
+def check_contrast(chrome: Any) -> None:
+    [page] = browser.colours(chrome, "body", "backgroundColor")
+    for selector in ("body", ".quiet", ".legend .draft", ".legend .verified"):
+        for colour in browser.colours(chrome, selector, "color"):
+            assert browser.contrast(page, colour) >= 4.5
+    [button] = browser.colours(chrome, "button.main", "backgroundColor")
+    assert browser.contrast(button, browser.colours(chrome, "button.main", "color")[0]) >= 4.5
