@@ -226,18 +226,16 @@ def run_point(folder: str) -> bool:
 
 def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
     """Run the point's subcommands until one fails; return its error."""
-    from refusion_lit.checkpoints.files import newest_checkpoint  # imports torch, which listing points does not need
-
     environment = {name: value for name, value in os.environ.items() if name not in _OUTER_RUN}
     with (place / LOG).open("wb") as log:
         for subcommand, command in point["commands"].items():
             arguments = list(command)
             if subcommand == "test" and "fit" in point["commands"]:
                 checkpoints = place / "fit" / "checkpoints"
-                newest = newest_checkpoint([checkpoints])
-                if newest is None:
+                found = [(path.name == "last.ckpt", path.stat().st_mtime, path) for path in checkpoints.glob("*.ckpt")]
+                if not found:
                     return f"fit left no checkpoint in {checkpoints}; add a ModelCheckpoint to trainer.callbacks."
-                arguments.append(f"--ckpt_path={newest}")
+                arguments.append(f"--ckpt_path={max(found)[-1]}")
             done = subprocess.run(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
             )

@@ -1,19 +1,15 @@
-"""Reads rows of instruction data from files and hub data sets, with their locations for error messages."""
+"""Reads rows of instruction data from files, with their locations for error messages."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from refusion_lit.utils.errors import reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +47,14 @@ def read_rows(file: str) -> Iterator[Row]:
         ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
     """
     path = Path(file)
-    _check_exists(path)
+    check_exists(path)
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         rows = _read_parquet(file)
     elif name.endswith(".jsonl"):
-        rows = json_rows(file, _read_text(path))
+        rows = json_rows(file, decompressed_text(path))
     elif name.endswith(".json"):
-        rows = _read_json_list(file, _read_text(path))
+        rows = _read_json_list(file, decompressed_text(path))
     else:
         raise ValueError(
             f"{file}: expected a name ending in .json, .jsonl, .json.gz, .jsonl.gz or .parquet; rename it."
@@ -69,29 +65,6 @@ def read_rows(file: str) -> Iterator[Row]:
         yield row
     if is_empty:
         raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
-
-
-def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
-
-    Args:
-        file: The file.
-        option: The option that names it, for messages.
-        texts: Keys that every object must have, with texts as values.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
-    """
-    try:
-        _check_exists(Path(file))
-        rows = list(json_rows(str(file), _read_text(Path(file))))
-        objects = [dict(values_of(row)) for row in rows]
-        for row in rows:
-            for field in texts:
-                text_field(row, field, fix="correct the line")
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from error
-    return objects
 
 
 def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
@@ -138,14 +111,24 @@ def unicode_text(row: Row, field: str, text: str) -> str:
     return text
 
 
-def _check_exists(path: Path) -> None:
+def check_exists(path: Path) -> None:
+    """Refuse a file that does not exist.
+
+    Raises:
+        ValueError: Naming it.
+    """
     if not path.is_file():
         raise ValueError(
             f"{path}: expected a data file, but it does not exist; check the path (relative to {Path.cwd().name}/)."
         )
 
 
-def _read_text(path: Path) -> str:
+def decompressed_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, compressed (``.gz``) or not.
+
+    Raises:
+        ValueError: If it cannot be read; the message names file and line.
+    """
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
@@ -210,60 +193,3 @@ def _row(file: str, number: int, values: object) -> Row:
     if not isinstance(values, dict):
         return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}")
     return Row(file, number, values)
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set of the hub.
-
-    Attributes:
-        id: Its id.
-        config: Its configuration; ``None``: the default one.
-        revision: Its revision; ``None``: the newest.
-    """
-
-    id: str
-    config: str | None = None
-    revision: str | None = None
-
-    @cached_property
-    def splits(self) -> list[str]:
-        """Names of its splits."""
-        with self._errors():
-            return _datasets().get_dataset_split_names(self.id, self.config, revision=self.revision)
-
-    def rows(self, split: str) -> Iterator[Row]:
-        """Return the rows of a split.
-
-        Raises:
-            ValueError: If there is no such split, or it cannot be loaded.
-        """
-        if split not in self.splits:
-            raise ValueError(
-                f"task.dataset: expected a split of {self.id}, got {split!r}; it has {', '.join(self.splits)}. "
-                "Choose from these in task.train, task.validation and task.test."
-            )
-        with self._errors():
-            loaded = _datasets().load_dataset(self.id, self.config, split=split, revision=self.revision)
-        return (Row(f"{self.id}/{split}", number, dict(values)) for number, values in enumerate(loaded, start=1))
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turn errors of the hub into a one-line ``ValueError``."""
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            if str(error).startswith("task."):
-                raise
-            raise ValueError(
-                f"task.dataset: the hub data set {self.id!r} cannot be loaded ({reason_of(error)}). "
-                "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
-            ) from error
-
-
-def _datasets() -> Any:  # noqa: ANN401 - a module
-    try:
-        import datasets  # pyright: ignore[reportMissingImports] - an extra
-    except ImportError as error:
-        raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
-    return datasets
