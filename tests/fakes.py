@@ -8,7 +8,7 @@ of everything that a query sees, so that any mistake in tokens, positions, masks
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -204,7 +204,7 @@ class HashCache:
                 stored[target, :length] = stored[source, :length]
         self.is_written[target] = torch.arange(self.is_written.shape[1]) < length
 
-    def compact(self, row: int, indices: list[int], num_leading: int = 0) -> None:
+    def compact(self, row: int, indices: Sequence[int], num_leading: int = 0) -> None:
         indices = [*range(num_leading), *indices]
         assert len(set(indices)) == len(indices)
         assert self.is_written[row, indices].all(), "an entry is kept that does not exist"

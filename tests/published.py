@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import refusion_lit
-from refusion_lit.api import TextModel
+from refusion_lit.text_model import TextModel
 
 PUBLISHED = Path(__file__).parent / "goldens" / "published"
 MODELS = {path.name: path for path in (PUBLISHED / "models").iterdir()}

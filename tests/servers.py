@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.api import TextModel
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app
 from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, SamplingParams
 
 MODEL = Path(__file__).parents[0] / "goldens" / "models" / "additions-clean"

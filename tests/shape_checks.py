@@ -34,7 +34,7 @@ def only_with_shapes(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 
         def decorate(checked: Any) -> Any:
             # The annotations of these modules are strings, and a shape is a string in quotes within one.
-            annotations = " ".join(checked.__annotations__.values()) if inspect.isfunction(checked) else "'"
+            annotations = " ".join(inspect.get_annotations(checked).values())
             return check(checked) if {"'", '"'} & set(annotations) else checked
 
         return decorate

@@ -25,7 +25,7 @@ def model() -> TextModel:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "generate": lambda model, **options: model.generate([QUERY], **options),
-    "infill": lambda model, **options: model.infill([QUERY], [None], **options),
+    "templates": lambda model, **options: model.generate([QUERY], templates=[None], **options),
     "generate_ids": lambda model, **options: model.generate_ids([model.encode(QUERY)], **options),
     "decode": lambda model, **options: model.decode(
         [Prompt(token_ids=(4, 5), id="a")], ReFusion(), SamplingParams(max_new_tokens=4), **options

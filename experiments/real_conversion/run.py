@@ -59,13 +59,13 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     """
     from refusion_lit.cli.lightning import RefusionCLI
     from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.modeling.vocabulary import special_tokens_of
     from refusion_lit.noise import KeyedNoise
     from refusion_lit.training.module import SlotDiffusionModule
+    from refusion_lit.types import SpecialTokens
 
     args = [*args, "--trainer.logger", "false"]  # which makes no directory
     cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
-    special_tokens = special_tokens_of(cli.datamodule.built_tokenizer)
+    special_tokens = SpecialTokens.of(cli.datamodule.built_tokenizer)
 
     def positions(batch: Any) -> int:
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)

@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any
 from refusion_lit.version import __version__
 
 if TYPE_CHECKING:
-    from refusion_lit.api import Generation, TextModel, load
+    from refusion_lit.api import load
     from refusion_lit.data.module import InstructionDataModule
     from refusion_lit.data.tokenizers import CharacterTokenizer
+    from refusion_lit.engine.output import Generation
     from refusion_lit.modeling.loading import BackboneConfig
+    from refusion_lit.text_model import TextModel
     from refusion_lit.training.module import SlotDiffusionModule
     from refusion_lit.types import Prompt, SamplingParams
 
 _LAZY = {
     "BackboneConfig": "refusion_lit.modeling.loading",
     "CharacterTokenizer": "refusion_lit.data.tokenizers",
-    "Generation": "refusion_lit.api",
+    "Generation": "refusion_lit.engine.output",
     "InstructionDataModule": "refusion_lit.data.module",
     "Prompt": "refusion_lit.types",
     "SamplingParams": "refusion_lit.types",
     "SlotDiffusionModule": "refusion_lit.training.module",
-    "TextModel": "refusion_lit.api",
+    "TextModel": "refusion_lit.text_model",
     "load": "refusion_lit.api",
 }
 

@@ -13,9 +13,9 @@ import torch
 
 import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
-from refusion_lit.api import TextModel
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion, read_trajectories
+from refusion_lit.text_model import TextModel
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")

@@ -60,13 +60,13 @@ def test_a_file_of_prompts_mixes_templates_and_none(tmp_path: Path) -> None:
 def test_python_fills_templates_with_every_family() -> None:
     model = refusion_lit.load(MODEL)
     queries, templates = ["12+34,56+78>", "11+22,33+44>"], ["12+34={{1-3}};56+78={{1-3}};", None]
-    first, second = model.infill(queries, templates, decoder=ReFusion(slot_size=8), batch_size=2)
+    first, second = model.generate(queries, templates=templates, decoder=ReFusion(slot_size=8), batch_size=2)
     assert (first.text, second.text) == ("12+34=46;56+78=134;", "11+22=33;33+44=77;")
     assert (first.num_given, first.num_tokens) == (15, 5)
     masked = refusion_lit.load(MODELS / "additions-bidirectional")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        [row] = masked.infill(["12+34,56+78>"], ["12+34={{2}};56+78=134;"])
+        [row] = masked.generate(["12+34,56+78>"], templates=["12+34={{2}};56+78=134;"])
     assert re.fullmatch(r"12\+34=..;56\+78=134;", row.text)
     assert row.num_tokens == 2
 
@@ -75,7 +75,7 @@ def test_python_fills_templates_with_every_family() -> None:
 def test_a_stop_string_may_cut_any_of_the_lengths(stop: str) -> None:
     model = refusion_lit.load(MODEL)
     options = {"decoder": ReFusion(slot_size=8), "sampling": SamplingParams(max_new_tokens=32, stop=(stop,))}
-    [row] = model.infill(["12+34,56+78>"], ["12+34={{1-3}};56+78={{1-3}};"], **options)
+    [row] = model.generate(["12+34,56+78>"], templates=["12+34={{1-3}};56+78={{1-3}};"], **options)
     assert row.text == "12+34=46;56+78=134;".partition(stop)[0]
     assert row.finish_reason == "stop"
     assert not row.trace

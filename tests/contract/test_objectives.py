@@ -46,7 +46,6 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
     objectives.EditableBlockMasked(block_size=5, max_replaced=0.8, kept=0.4),
     objectives.DiffusionForcing(block_size=3, shifted=True),
-    objectives.DiffusionForcing(block_size=3, distill=True),
     objectives.R2FT(min_span=2, max_span=5, max_unit=3, pad_responses_to=4),
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
@@ -56,7 +55,6 @@ VARIANTS: list[Objective] = [
     objectives.DualStream(block_size=1),
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
-    objectives.GatedDraft(distill=True),
 ]
 
 

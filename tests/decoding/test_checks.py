@@ -10,7 +10,6 @@ import pytest
 
 from decoder_cases import traits_for
 from fakes import HYBRID, SPECIAL, HashModel
-from refusion_lit.api import TextModel
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import (
     D2F,
@@ -26,6 +25,7 @@ from refusion_lit.decoding import (
 )
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.tasks import Additions
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from scripted import ORDER, prompts_of
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decoder_cases import traits_for
 from fakes import EOS, MASK, HashModel, OracleModel, oracle_text, tiny_backbone
+from refusion_lit.data.templates import choose_lengths, most_probable, probe
 from refusion_lit.decoding import (
     D2F,
     BlockDiffusion,
@@ -26,7 +27,6 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine.decoder import max_length
-from refusion_lit.engine.lengths import choose_lengths, most_probable, probe
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.types import Prompt, SamplingParams
 

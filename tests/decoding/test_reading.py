@@ -14,10 +14,9 @@ from torch import Tensor
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.engine import reading as reading_module
-from refusion_lit.engine.reading import Read, Reader
-from refusion_lit.engine.requests import Draw, Proposal
+from refusion_lit.engine.reading import Reader
+from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import stable_key
 
 GREEDY = Draw(sampling=SamplingParams())
 SILENT = Draw(sampling=SamplingParams(), with_probability=False)
@@ -40,6 +39,12 @@ class TableModel(FakeModel):
 
     def make_cache(self, num_rows: int) -> None:
         return None
+
+
+def read_of(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> Read:
+    """Return a read of drafts, and of pairs of index and token."""
+    branch = Branch(tokens=[3] * 12, positions=range(12), proposals=proposals or {})
+    return Read(draw=draw, branch=branch, start=0, draft_at=index, score_at=scored, prompt_id=prompt_id)
 
 
 def read_slowly(row: list[float], forbidden: tuple[int, ...], given: int | None) -> tuple[int, float]:
@@ -71,35 +76,32 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
     reads = []
     for _ in range(chance.randint(1, 8)):
         index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
-        scored = [chance.randrange(12) for _ in range(chance.randint(0, 3))]
-        given_tokens = [chance.randrange(VOCAB) for _ in scored]
-        reads.append(Read(draw=chance.choice(draws), drafts=index, scored=scored, given=given_tokens))
+        scored = [(chance.randrange(12), chance.randrange(VOCAB)) for _ in range(chance.randint(0, 3))]
+        reads.append(read_of(chance.choice(draws), index, scored))
     model = TableModel(torch.tensor(table, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
         patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
         Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
     for one in reads:
-        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.drafts]
-        scored = [read_slowly(table[i], one.draw.forbidden, token)[1]
-                  for i, token in zip(one.scored, one.given, strict=True)]  # fmt: skip
+        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.draft_at]
+        scored = [read_slowly(table[i], one.draw.forbidden, token)[1] for i, token in one.score_at]
         assert one.reading.scores == pytest.approx(scored, abs=1e-12)
         assert one.reading.tokens == [token for token, _ in drawn]
         is_read = one.draw.with_probability or all_probabilities
         probabilities = [probability for _, probability in drawn] if is_read else []
         assert one.reading.probabilities == pytest.approx(probabilities, abs=1e-12)
-        assert len(one.reading.statistics.get("margin", ())) == len(one.drafts) * len(one.draw.statistics)
+        assert len(one.reading.statistics.get("margin", ())) == len(one.draft_at) * len(one.draw.statistics)
 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
     model = TableModel(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)))
-    reads = [Read(draw=how, drafts=[4 * i, 4 * i + 1], scored=[4 * i + 2, 4 * i + 3], given=[3, 4])
-             for i, how in enumerate((GREEDY, SILENT))]  # fmt: skip
+    reads = [read_of(GREEDY, [0, 1], [(2, 3), (3, 4)]), read_of(SILENT, [4, 5], [(6, 3), (7, 4)])]
     Reader(model).read(torch.arange(8)[:, None], reads)
     assert sorted(model.rows[0]) == list(range(8))
     assert len(model.rows) == 1, "finite logits are read once"
     model.table[0] = torch.nan
-    Reader(model).read(torch.arange(8)[:, None], [Read(draw=GREEDY, drafts=range(8))])
+    Reader(model).read(torch.arange(8)[:, None], [read_of(GREEDY, range(8))])
     assert len(model.rows) == 3, "only broken ones are read again"
 
 
@@ -137,7 +139,7 @@ def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw)
     model.special_tokens = SpecialTokens(
         mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
     )
-    read = Read(draw=replace(how, forbidden=(0,)), drafts=[0])
+    read = read_of(replace(how, forbidden=(0,)), [0])
     Reader(model).read(torch.zeros(1, 1, dtype=torch.long), [read])
     assert read.reading.tokens == [1]
 
@@ -157,9 +159,9 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
         shares = torch.rand(size, VOCAB, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         proposals = [Proposal(chosen.randrange(VOCAB), row) if chosen.random() < 0.7 else None
                      for row in shares / shares.sum(-1, keepdim=True)]  # fmt: skip
-        keys = [stable_key("read", number, place) for place in range(size)]
-        index = [chosen.randrange(9) for _ in range(size)]
-        return Read(draw=draw, drafts=index, keys=keys, proposals=proposals if number % 3 else ())
+        index = chosen.sample(range(9), size)
+        given_at = {i: proposal for i, proposal in zip(index, proposals, strict=True) if proposal is not None}
+        return read_of(draw, index, proposals=given_at if number % 3 else None, prompt_id=str(number))
 
     hidden, numbers = torch.arange(9)[:, None], range(chance.randint(2, 6))
     together, alone = ([read(number) for number in numbers] for _ in range(2))
@@ -172,7 +174,7 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
     for one, other in zip(together, alone, strict=True):
         assert one.reading.tokens == other.reading.tokens
         assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])
-        for row, proposal, same in zip(one.drafts, one.reading.proposals, other.reading.proposals, strict=False):
+        for row, proposal, same in zip(one.draft_at, one.reading.proposals, other.reading.proposals, strict=False):
             assert torch.equal(proposal.probabilities, same.probabilities)
             allowed = model.table[row].index_fill(0, torch.tensor([MASK, PAD]), -math.inf)
             expected = (allowed.topk(5).values / 2.0).softmax(-1)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit.engine import sampling as sampling_module
 from refusion_lit.engine.requests import Branch, Draw
-from refusion_lit.engine.sampling import draw_tokens, filter_logits, first_argmax, keep_or_draw, noise_keys
+from refusion_lit.engine.sampling import draw_tokens, filter_logits, keep_or_draw, noise_keys
+from refusion_lit.modeling import devices as devices_module
+from refusion_lit.modeling.devices import first_argmax
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
@@ -92,7 +93,7 @@ def test_the_order_of_the_filters_matters() -> None:
 )
 def test_the_highest_is_found_block_by_block(rows: list[list[float]], vocab: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_module, "_BLOCK", 2)
+        patch.setattr(devices_module, "_BLOCK", 2)
         found = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
     for index, row in zip(found, rows, strict=True):
         ranks = [math.inf if math.isnan(value) else min(value, 1e300) for value in row[:vocab]]

@@ -13,17 +13,17 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 29,
-    "command to text: lines": 5_511,
-    "token ids to text: files": 24,
-    "token ids to text: lines": 4_974,
-    "examples to loss: files": 19,
-    "examples to loss: lines": 3_365,
-    "test: files": 64,
-    "test: lines": 13_204,
-    "package: files": 177,
-    "package: lines": 27_137,
-    "package: lines of code": 17_068,
+    "command to text: files": 24,
+    "command to text: lines": 4_492,
+    "token ids to text: files": 21,
+    "token ids to text: lines": 4_241,
+    "examples to loss: files": 18,
+    "examples to loss: lines": 3_189,
+    "test: files": 60,
+    "test: lines": 12_067,
+    "package: files": 178,
+    "package: lines": 26_833,
+    "package: lines of code": 16_810,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 import refusion_lit
 from orders import order_mask, pattern_order
 from published import MODELS, published_model, reference
-from refusion_lit.api import TextModel
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import BlockDiffusion, Decoder, LLaDA, ReFusion, WeDLM
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.saving import save_model
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
 
 QWEN: dict[str, Any] = {

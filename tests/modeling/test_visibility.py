@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import ragged
-from refusion_lit.modeling.visibility import Span, Visibility, as_mask
+from refusion_lit.modeling.spans import Span
+from refusion_lit.modeling.visibility import Visibility, as_mask
 from shadow_device import SHADOW, ShadowDevice
 
 SIZES = st.lists(

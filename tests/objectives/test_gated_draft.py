@@ -99,22 +99,6 @@ def backbone_hidden(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
     return backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts)
 
 
-def test_distillation_is_the_divergence_from_the_models_own_distribution(backbone: Backbone) -> None:
-    objective = GatedDraft(stride=4, decay=1.0, distill=True)
-    batch, corrupted = corrupted_by(objective, backbone)
-    found = objective.loss(backbone_hidden(backbone, corrupted), backbone.head, corrupted)
-    scores, total = logits(backbone, corrupted).detach(), 0.0
-    rows, places = (corrupted.labels != IGNORE_INDEX).nonzero().unbind(1)
-    for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-        position = int(corrupted.position_ids[row, place])
-        prefix = batch.input_ids[row : row + 1, : position + 1]
-        with torch.no_grad():
-            hidden = backbone.hidden_states(prefix, torch.arange(position + 1)[None], None)
-        teacher = backbone.logits(hidden)[0, -1].softmax(-1)
-        total += (teacher * (teacher.log() - scores[row, place].log_softmax(-1))).sum().item()
-    torch.testing.assert_close(found.total.detach().item(), total / len(rows), rtol=1e-5, atol=1e-6)
-
-
 def test_gradients_reach_the_drafter_alone(backbone: Backbone) -> None:
     model = copy.deepcopy(backbone)
     model.model.requires_grad_(False)

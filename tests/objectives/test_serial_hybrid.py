@@ -84,13 +84,6 @@ def test_a_given_ratio_masks_as_hybrid_does() -> None:
     assert torch.equal(own.weights, plain.weights)
 
 
-def test_blocks_grow_with_training() -> None:
-    objective = SerialHybrid(block_size=8, final_block_size=32)
-    assert [objective.at(progress).block_size for progress in (0.0, 0.5, 1.0)] == [8, 20, 32]
-    assert SerialHybrid(block_size=8).at(0.7) == SerialHybrid(block_size=8)
-
-
-@pytest.mark.parametrize("option", ["block_size", "final_block_size"])
-def test_sizes_below_one_are_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=rf"^objective\.{option}: expected an integer of at least 1, got 0"):
-        SerialHybrid(**{option: 0})
+def test_a_block_below_one_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^objective\.block_size: expected an integer of at least 1, got 0"):
+        SerialHybrid(block_size=0)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import load
+from refusion_lit.text_model import TextModel
 
 
 @pytest.fixture(scope="session")

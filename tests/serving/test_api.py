@@ -16,9 +16,9 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 
 import openai
 
-from refusion_lit.api import TextModel
 from refusion_lit.decoding import Autoregressive, Generation
 from refusion_lit.serving.app import Server
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from servers import NAME, address, raw, serving, slow, wait_for
 

@@ -25,11 +25,12 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 
 import openai
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, Decoder
 from refusion_lit.serving.app import Server
 from refusion_lit.serving.worker import Worker
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from servers import MODEL, NAME, address, raw, serving, slow, wait_for
 

@@ -13,8 +13,8 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 
 import browser
-from refusion_lit.api import TextModel
 from refusion_lit.decoding import ReFusion
+from refusion_lit.text_model import TextModel
 from servers import address, serving, slow, wait_for
 
 SCHEMES = ("light", "dark")

@@ -18,7 +18,7 @@ from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
+    from refusion_lit.text_model import TextModel
 
 
 def build_parser() -> OneLineParser:
@@ -76,9 +76,9 @@ def run(args: list[str]) -> int:
 
 def _load(options: Namespace) -> TextModel:
     """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
-    from refusion_lit.api import TextModel
     from refusion_lit.checkpoints.files import is_checkpoint_file
     from refusion_lit.checkpoints.models import load_checkpoint, load_model
+    from refusion_lit.text_model import TextModel
 
     source = options.ckpt_path
     if not options.adapter_only:

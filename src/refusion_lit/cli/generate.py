@@ -55,7 +55,7 @@ def run(args: list[str]) -> int:
     setup = setup_of(options)
     setup.model.generate(
         [options.prompt],
-        templates=[template],
+        templates=None if template is None else [template],
         decoder=setup.decoder,
         sampling=setup.sampling,
         callbacks=[Stream(setup.model.detokenize, setup.sampling.stop, type(setup.decoder).__name__)],

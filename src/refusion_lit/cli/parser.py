@@ -19,7 +19,7 @@ from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from refusion_lit.api import TextModel
+    from refusion_lit.text_model import TextModel
 
 
 class PlainHelp(DefaultHelpFormatter):

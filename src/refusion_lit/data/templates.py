@@ -1,4 +1,4 @@
-"""Prompts of token ids, and templates of responses: text with gaps of a known or bounded number of tokens.
+"""Templates of responses: text with gaps of a known or bounded number of tokens.
 
 ``{"name": "{{1-6}}", "age": {{2}}}`` has a gap of one to six tokens and one of two. ``{{...}}`` at the end leaves the
 response open; without it, the response ends where the template does.
@@ -6,23 +6,27 @@ response open; without it, the response ends where the template does.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
-from operator import index
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.types import Prompt
+from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
 """Maximum number of combinations of gap lengths tried for one prompt."""
 MAX_GAP = 1_000_000
 """Maximum number of tokens in a gap."""
+
+_LEAST = 1e-12
+"""Probabilities are clamped to at least this value before the logarithm."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
@@ -63,7 +67,7 @@ class Template:
             parts.append(gap)
         parts += [text[end:]] if text[end:] else []
         require(bool(parts), "template", "some text or a gap", text[:80], "write the text that is given")
-        num = prod(gap[1] - gap[0] + 1 for gap in parts if not isinstance(gap, str))
+        num = math.prod(gap[1] - gap[0] + 1 for gap in parts if not isinstance(gap, str))
         fix = "narrow the gaps"
         require(num <= MAX_LENGTHS, "template", f"at most {MAX_LENGTHS} combinations of gap lengths", num, fix)
         return cls(parts=tuple(parts), is_open=is_open)
@@ -86,32 +90,6 @@ class Template:
         return [tuple(token for tokens in chosen for token in tokens) + tuple(ends) for chosen in product(*choices)]
 
 
-def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return a prompt of token ids.
-
-    Args:
-        tokens: The ids.
-        name: Id of the prompt.
-        tokenizer: Must know all of them.
-
-    Raises:
-        ValueError: Naming the prompt and what the tokenizer does not know.
-    """
-    option = f"prompt {name}"
-    size = len(tokenizer)
-    try:
-        token_ids = tuple(index(token) for token in tokens)
-    except TypeError as error:
-        raise ValueError(
-            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-        ) from error
-    for token in token_ids:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-    return Prompt(token_ids=token_ids, id=name)
-
-
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return a prompt with what a template gives, for each combination of gap lengths.
 
@@ -122,3 +100,153 @@ def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokeni
         return [prompt]
     require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
     return [replace(prompt, given=given) for given in Template.parse(template).encode(tokenizer)]
+
+
+def fill_templates(
+    decode: Callable[..., DecodingOutput],
+    prompts: Sequence[Prompt],
+    templates: Sequence[str | None],
+    sampling: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    callbacks: Sequence[GenerationCallback] = (),
+    trace: bool = False,
+    **options: Any,  # noqa: ANN401 - options of decode
+) -> list[Generation]:
+    """Decode prompts within templates; of several gap lengths, return the most probable filling.
+
+    Args:
+        decode: Decodes prompts.
+        prompts: The prompts.
+        templates: One for each prompt; ``None`` to give nothing.
+        sampling: Length limit and sampling options.
+        tokenizer: Encodes the given text.
+        callbacks: Notified of finished responses only if a gap has several possible lengths.
+        trace: Record a trace of every forward.
+        options: Further options of ``decode``.
+
+    Raises:
+        ValueError: If a template is wrong, and as ``decode``.
+    """
+    holds = not isinstance(templates, str) and len(templates) == len(prompts)
+    fix = "give None for those without"
+    require(holds, "templates", f"a list of one for each of {len(prompts)} prompts", templates, fix)
+    groups = [candidates(prompt, text, tokenizer) for prompt, text in zip(prompts, templates, strict=True)]
+    if all(len(group) == 1 for group in groups):
+        single = [prompt for [prompt] in groups]
+        return decode(single, sampling=sampling, callbacks=callbacks, trace=trace, **options).rows
+
+    def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
+        return decode(tried, sampling=how, trace=True, **options).rows
+
+    rows = choose_lengths(run, groups, sampling, SpecialTokens.of(tokenizer).eos_token_ids)
+    for number, row in enumerate(rows):
+        row.trace = row.trace if trace else []
+        for callback in callbacks:
+            callback.on_finished(number, row)
+    return rows
+
+
+def choose_lengths(
+    run: Callable[[Sequence[Prompt], SamplingParams], Sequence[Generation]],
+    groups: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
+    eos_token_ids: Sequence[int],
+) -> list[Generation]:
+    """Return each group's most probable generation.
+
+    Args:
+        run: Decodes prompts and records traces.
+        groups: Groups of prompts that differ in the lengths of their holes. The prompt of a group of one is only
+            decoded, not scored.
+        sampling: Length limit and sampling options.
+        eos_token_ids: Ends of sequence.
+    """
+    every = iter(run([prompt for group in groups for prompt in group], sampling))
+    rows = [[next(every) for _ in group] for group in groups]
+    probes = [
+        [probe(*pair, eos_token_ids) for pair in zip(group, own, strict=True)] if len(group) > 1 else []
+        for group, own in zip(groups, rows, strict=True)
+    ]
+    # No early stopping here: it could cut tokens whose probabilities are needed.
+    unending = replace(sampling, stop=(), min_entropy=None)
+    found = iter(run([probed for again in probes for probed in again], unending))
+    tried = [(*parts, [next(found) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
+    return [most_probable(*parts) if parts[2] else parts[1][0] for parts in tried]
+
+
+def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
+    """Return a prompt that scores a generation: its holes are filled, and each given token right of a hole is masked.
+
+    If a hole has the right length, the model finds the given token again. The tokens that fill the holes count towards
+    ``max_new_tokens``: the response is then no longer than that of the prompt, and fits into the context and the cache.
+
+    Args:
+        prompt: The prompt.
+        row: Its generation, which a stop string may have cut; tokens given after the cut are unchanged.
+        eos_token_ids: Ends of sequence; a given one is not masked.
+    """
+    length = prompt.given_length
+    filled: list[int | None] = [*row.token_ids[:length], *prompt.given[len(row.token_ids) : length]]
+    for place in _seams(prompt):
+        if place < len(row.token_ids) and filled[place] not in eos_token_ids:
+            filled[place] = None
+    probed = replace(prompt, given=tuple(filled))
+    return replace(probed, num_filled=probed.num_given - prompt.num_given)
+
+
+def most_probable(
+    prompts: Sequence[Prompt], rows: Sequence[Generation], probes: Sequence[Prompt], found: Sequence[Generation]
+) -> Generation:
+    """Return the generation with the most probable filling; ties go to the first one.
+
+    The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
+    right of holes. The probability of a token is that of its last draft; if another token was drafted, it is what that
+    draft left over (1 minus its probability). Given tokens that a stop string cuts off in any of the generations are
+    left out for all. Forwards, positions and seconds of the result are totals over all candidates.
+
+    Args:
+        prompts: The prompts, which differ in the lengths of their holes.
+        rows: Their generations, with traces.
+        probes: The prompts with filled holes, from :func:`probe`.
+        found: The generations of the probes, with traces.
+    """
+    hidden = [
+        [place for place in _seams(prompt) if probed.given[place] is None]
+        for prompt, probed in zip(prompts, probes, strict=True)
+    ]
+    num_reached = min(map(len, hidden))  # a stop string may end some of them before others
+    scores = []
+    for prompt, row, seams, again in zip(prompts, rows, hidden, found, strict=True):
+        holes = [place for place in range(len(row.token_ids))
+                 if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
+        drafted = (_mean_log(prompt, row, holes, row), _mean_log(prompt, row, seams[:num_reached], again))
+        scores.append(sum(drafted))
+    every = [*rows, *found]
+    return replace(
+        rows[scores.index(max(scores))],
+        num_forwards=sum(row.num_forwards for row in every),
+        num_positions=sum(row.num_positions for row in every),
+        seconds=sum(row.seconds for row in every),
+        forward_shapes=[shape for row in every for shape in row.forward_shapes],
+    )
+
+
+def _seams(prompt: Prompt) -> list[int]:
+    """Return the places of given tokens right of a hole."""
+    given = prompt.given
+    return [place for place in range(1, prompt.given_length) if given[place] is not None and given[place - 1] is None]
+
+
+def _mean_log(prompt: Prompt, row: Generation, places: Sequence[int], drafted: Generation) -> float:
+    """Return the mean log-probability of a generation's tokens at ``places`` under the last drafts of ``drafted``."""
+    last: dict[int, tuple[int, float]] = {}
+    for entry in drafted.trace:
+        drafts = zip(entry.positions, entry.tokens, entry.probabilities, strict=True)
+        last |= {position: (token, probability) for position, token, probability in drafts}
+    logs = []
+    for place in places:
+        token, probability = last.get(len(prompt.token_ids) + place, (row.token_ids[place], 1.0))
+        own = probability if token == row.token_ids[place] else 1 - probability
+        logs.append(math.log(max(own, _LEAST)))
+    return sum(logs) / len(logs) if logs else 0.0

@@ -81,6 +81,7 @@ class RowState:
         num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
+        max_length: Maximum length of the response.
         num_final: Leading final places that were found so far, up to the first EOS; see :meth:`final_prefix`.
     """
 
@@ -100,9 +101,11 @@ class RowState:
     num_shared: int = 0
     num_cached: int = 0
     num_final: int = 0
+    max_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with nothing committed."""
+        self.max_length = max_length(self.prompt, self.sampling, self.special_tokens)
         self.commit_rounds = [0] * len(self.tokens)
 
     @classmethod
@@ -125,11 +128,6 @@ class RowState:
             is_masked=[token is None for token in given],
             **fields,
         )
-
-    @property
-    def max_length(self) -> int:
-        """Maximum length of the response."""
-        return max_length(self.prompt, self.sampling, self.special_tokens)
 
     @property
     def prompt_length(self) -> int:

@@ -18,12 +18,13 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.in_flight import InFlight
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, Stopping, cut_at_stop
-from refusion_lit.engine.reading import Read, Reader
-from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Steps
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
+from refusion_lit.engine.reading import Reader
+from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
+from refusion_lit.engine.stopping import Stopping
+from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.transfer import synchronised_time, to_device
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
@@ -127,6 +128,7 @@ class Engine:
         kept: KeptCache | None = None,
     ) -> None:
         self.model = model
+        self.device = model.device
         self.decoder = decoder
         self.options = options
         self.callbacks = callbacks
@@ -145,6 +147,7 @@ class Engine:
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
         self.num_rows = num_rows
+        self.forward_cost = model.forward_cost
         self.num_calls = 0
         self.num_positions = 0
         self.num_shared = 0
@@ -211,7 +214,7 @@ class Engine:
     def _admit(self, admitted: Admitted) -> InFlight:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
-        state.forward_cost = self.model.forward_cost
+        state.forward_cost = self.forward_cost
         state.num_rows = self.num_rows
         if admitted.num_shared:
             assert self.cache is not None
@@ -231,7 +234,7 @@ class Engine:
             request=next(steps, None),
             result=Generation(id=prompt.id),
             spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_holes else 0,
-            started=synchronised_time(self.model.device),
+            started=synchronised_time(self.device),
             waiting_since=self.num_calls,
             stopping=Stopping(sampling, self.detokenize) if stops else None,
             constraint=None if prompt.constraint is None else prompt.constraint.begin(state.max_length),
@@ -274,12 +277,11 @@ class Engine:
 
     def _run(self, rows: Sequence[InFlight]) -> dict[int, list[Reading]]:
         """Answer the rows' requests, all forwards or all further drafts, in as few calls of the model as possible."""
+        if rows and isinstance(rows[0].request, MoreDrafts):
+            return self._read(rows, _joined([row.states for row in rows]))
         answers: dict[int, list[Reading]] = {}
-        forwards = [row for row in rows if isinstance(row.request, Forward)]
-        if not forwards and rows:
-            return self._read(rows, _states(rows))
-        for cached in (True, False):
-            together = [row for row in forwards if row.pending.cached is cached]
+        for is_cached in (True, False):
+            together = [row for row in rows if row.pending.cached is is_cached]
             if together:
                 answers |= self._read(together, self._forward(together))
         return answers
@@ -291,28 +293,27 @@ class Engine:
             Hidden states of all rows in their order, followed by those of earlier forwards that guide them.
         """
         forwards = [row.pending for row in rows]
-        batch = Batch(forwards)
+        batch = Batch(forwards, [row.storage for row in rows], self.device)
         cache = self.cache if forwards[0].cached else None
-        device = self.model.device
         if cache is not None:
             for row, forward in zip(rows, forwards, strict=True):
                 if forward.keep is not None:
-                    cache.compact(row.storage, list(forward.keep.indices), forward.keep.num_leading)
-            cache.prepare(*batch.cache_plan([row.storage for row in rows], device))
-        ids = to_device(batch.ids, device)
-        hidden = self.run_body(ids, to_device(batch.positions, device), batch.visibility, cache)
+                    cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
+            batch.prepare(cache)
+        hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.num_calls += 1
-        self.num_positions += batch.ids.numel()
-        states = [hidden.flatten(0, 1)]
-        for row, forward, part in zip(rows, forwards, batch.sequences, strict=True):
+        self.num_positions += len(hidden)
+        states = [hidden]
+        length = batch.ids.shape[1]
+        for row, forward, part, starts in zip(rows, forwards, batch.parts, batch.starts, strict=True):
             row.twin = None
             if forward.twin_at is not None:
                 row.twin = sum(map(len, states)) + forward.twin_at
-                states.append(_states([row]))
-            row.begin_forward(hidden[part])
+                states.append(row.states)
+            row.begin_forward(hidden[part], starts, length)
             row.waiting_since = self.num_calls
             self.queue.computed(row.storage)
-        return torch.cat(states) if len(states) > 1 else states[0]
+        return _joined(states)
 
     def _read(self, rows: Sequence[InFlight], states: Tensor) -> dict[int, list[Reading]]:
         """Read what rows request from the hidden states of their last forwards, which follow one another."""
@@ -320,7 +321,7 @@ class Engine:
         first = 0
         for row in rows:
             reads[row.index] = row.reads(first)
-            first += row.size
+            first += len(row.states)
         self.reader.read(states, [read for own in reads.values() for read in own])
         for row in rows:
             if row.constraint is not None:
@@ -355,7 +356,7 @@ class Engine:
         result.token_ids = tokens
         result.num_forwards = state.num_forwards
         result.num_given = sum(token is not None for token in state.prompt.given[: len(tokens)])
-        result.seconds = synchronised_time(self.model.device) - row.started
+        result.seconds = synchronised_time(self.device) - row.started
         if self.detokenize is not None:
             result.text = cut_at_stop(self.detokenize(tokens), state.sampling.stop)
         for callback in self.callbacks:
@@ -377,7 +378,6 @@ def _fitting(rows: Sequence[InFlight], max_tokens: int) -> list[InFlight]:
     return [row for row in rows if row.index in chosen]
 
 
-def _states(rows: Sequence[InFlight]) -> Tensor:
-    """Return the hidden states of rows' last forwards [position, hidden], one after the other."""
-    states = [row.hidden.flatten(0, 1) for row in rows if row.hidden is not None]
-    return torch.cat(states) if len(states) > 1 else states[0]
+def _joined(states: Sequence[Tensor]) -> Tensor:
+    """Return hidden states [position, hidden] one after the other."""
+    return torch.cat([*states]) if len(states) > 1 else states[0]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.output import Generation, Stopping, TraceRound
-from refusion_lit.engine.reading import Read
-from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Reading, Request, Steps
+from refusion_lit.engine.output import Generation, TraceRound
+from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
+from refusion_lit.engine.stopping import Stopping
 from refusion_lit.types import ConstraintState
 
 
@@ -32,7 +32,9 @@ class InFlight:
         constraint: Which tokens may be drawn; ``None``: all.
         trace: Whether every forward is recorded.
         forward: Its last forward.
-        hidden: Hidden states of that forward, for further reads.
+        hidden: Hidden states of that forward [position, hidden], padding included, for further reads.
+        starts: First position of each branch among them.
+        length: Length of a sequence of that forward, padding included.
         twin: Index of the unconditional logits of the pending forward's first draft, if an earlier forward gives them.
         num_forwards_before: Its forwards up to the last commit.
         stopped_at: Tokens that remain if a stop string or a low entropy ends the response.
@@ -52,6 +54,8 @@ class InFlight:
     trace: bool = False
     forward: Forward | None = None
     hidden: Tensor | None = None
+    starts: Sequence[int] = ()
+    length: int = 0
     twin: int | None = None
     num_forwards_before: int = 0
     stopped_at: int | None = None
@@ -63,26 +67,33 @@ class InFlight:
         return self.request
 
     @property
-    def size(self) -> int:
-        """Number of hidden states of the last forward, padding included."""
+    def states(self) -> Tensor:
+        """Hidden states of the last forward, of which there must be one."""
         assert self.hidden is not None
-        return self.hidden.shape[0] * self.hidden.shape[1]
+        return self.hidden
 
-    def begin_forward(self, hidden: Tensor) -> None:
-        """Take the hidden states [sequence, token, hidden] of the pending forward, and count it.
+    def begin_forward(self, hidden: Tensor, starts: Sequence[int], length: int) -> None:
+        """Take the hidden states of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
+
+        Args:
+            hidden: The hidden states [position, hidden], padding included.
+            starts: First position of each branch.
+            length: Length of a sequence, padding included.
         """
         forward = self.pending
         self.forward = forward
         self.hidden = hidden
+        self.starts = starts
+        self.length = length
         self.state.num_forwards += 1
         num_shared = self.state.num_shared if self.state.num_forwards == 1 else 0
-        num_rows, length = forward.shape
+        num_rows, own_length = forward.shape
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
-        self.result.forward_shapes.append((num_rows, length + num_shared))
+        self.result.forward_shapes.append((num_rows, own_length + num_shared))
         if self.trace:
-            self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, length + num_shared)))
+            self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, own_length + num_shared)))
 
     def reads(self, first: int) -> list[Read]:
         """Return what the pending request reads from each branch of the last forward.
@@ -91,24 +102,20 @@ class InFlight:
             first: Index of that forward's first hidden state among those of all rows.
         """
         assert self.forward is not None
-        assert self.hidden is not None
-        request = self.request
-        assert request is not None
-        length = self.hidden.shape[1]
+        assert self.request is not None
+        draw = self.request.draw
+        more = self.request.draft_at if isinstance(self.request, MoreDrafts) else None
         found = []
-        for number, (branch, start) in enumerate(zip(self.forward.branches, self.forward.starts(length), strict=True)):
-            is_more = isinstance(request, MoreDrafts)
-            draft_at = request.draft_at[number] if is_more else branch.draft_at
-            read = Read.of(
-                branch, request.draw, draft_at, prompt_id=self.state.prompt.id, start=first + start,
-                spans_end=self.spans_end,
+        for number, (branch, start) in enumerate(zip(self.forward.branches, self.starts, strict=True)):
+            draft_at = branch.draft_at if more is None else more[number]
+            score_at = branch.score_at if more is None else ()
+            read = Read(
+                draw=draw, branch=branch, start=first + start, draft_at=draft_at, score_at=score_at,
+                prompt_id=self.state.prompt.id, spans_end=self.spans_end,
             )  # fmt: skip
-            if branch.score_at and not is_more:
-                read.scored = [first + start + offset for offset, _ in branch.score_at]
-                read.given = [token for _, token in branch.score_at]
-            if request.draw.guidance is not None and read.drafts:
+            if draw.guidance is not None and draft_at:
                 # The second branch, without the condition, is the next sequence.
-                read.guide = length if self.twin is None else self.twin - read.drafts[0]
+                read.guide = self.length if self.twin is None else self.twin - read.start - draft_at[0]
             if self.constraint is not None:
                 read.contexts = [self._context(branch, offset) for offset in draft_at]
                 read.allowed = [self.constraint.allowed(*context) for context in read.contexts]

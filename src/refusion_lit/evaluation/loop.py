@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 
-from refusion_lit.api import TextModel, load
+from refusion_lit.api import load
 from refusion_lit.data.evaluation import collate_prompts
 from refusion_lit.decoding import Decoder, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
@@ -24,6 +24,7 @@ from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, PromptBatch, SamplingParams
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.visibility import ranges_mask
+from refusion_lit.modeling.spans import ranges_mask
 
 IGNORE_INDEX = -100
 """Label of a position without a target."""
@@ -92,8 +92,6 @@ class CorruptedBatch:
         num_views: Number of views of each sample.
         rejected: Token that each position should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
             two texts. Such batches cannot be packed.
-        teacher_visible: What each token sees when the model without its adapters reads the same input to make the
-            targets, in the form of ``visible``. ``None``: no such pass.
         num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
         draft_offsets: Offset of each mask in the slot that a decoder drafts at once, -1 at other tokens. A slot's masks
@@ -111,7 +109,6 @@ class CorruptedBatch:
     is_real: Bool[Tensor, "batch token"] | None = None
     num_views: int = 1
     rejected: Int[Tensor, "batch token"] | None = None
-    teacher_visible: Int[Tensor, "batch token range 2"] | None = None
     num_drafts: int = 0
     draft_offsets: Int[Tensor, "batch token"] | None = None
 

@@ -97,25 +97,13 @@ class Objective(ABC):
             ValueError: If the objective needs a mask token and there is none, or a ratio is out of range.
         """
 
-    @property
-    def distills(self) -> bool:
-        """Whether the targets are predictions of the model without its low-rank adapters (``backbone.lora``)."""
-        return False
-
-    def loss(
-        self,
-        hidden: Float[Tensor, "batch token hidden"],
-        head: Head,
-        corrupted: CorruptedBatch,
-        teacher: Float[Tensor, "batch token hidden"] | None = None,
-    ) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
         """Compute the loss from the backbone's outputs.
 
         Args:
             hidden: Hidden states of ``corrupted``, in its order.
             head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
-            teacher: Hidden states whose predictions are the targets instead of the labels.
         """
         reads = None if corrupted.draft_offsets is None or torch.is_grad_enabled() else DraftReads([], [])
         sums = chunked_cross_entropy(
@@ -125,7 +113,6 @@ class Objective(ABC):
             corrupted.weights,
             corrupted.terms,
             num_terms=len(corrupted.counts),
-            teacher=teacher,
             chunk_size=self.chunk_size,
             reads=reads,
         )
@@ -144,13 +131,10 @@ def chunked_cross_entropy(
     terms: Int[Tensor, "batch token"],
     *,
     num_terms: int,
-    teacher: Float[Tensor, "batch token hidden"] | None = None,
     chunk_size: int | None = None,
     reads: DraftReads | None = None,
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
-
-    With a teacher, sums Kullback-Leibler divergences from its distributions instead.
 
     With gradients and more than one chunk, each chunk's logits are recomputed in the backward pass instead of kept.
 
@@ -161,36 +145,27 @@ def chunked_cross_entropy(
         weights: Weight of each labelled position; other entries have no influence.
         terms: Term of each labelled position, in ``[0, num_terms)``.
         num_terms: Number of sums to return.
-        teacher: Hidden states from which the head computes target distributions, without gradients. Labels then only
-            say which positions count.
         chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
             chunk's float32 logits below ``LOGITS_BYTES``.
-        reads: Gets each chunk's most probable tokens; without gradients and without a teacher only.
+        reads: Gets each chunk's most probable tokens; without gradients only.
 
     Returns:
         The sums in nats, in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
     """
     selected = (labels != IGNORE_INDEX).flatten().nonzero().squeeze(1)
     values = hidden.flatten(0, 1)[selected]
-    factors, groups = (tensor.flatten()[selected] for tensor in (weights, terms))
-    targets = labels.flatten()[selected] if teacher is None else teacher.detach().flatten(0, 1)[selected]
-
-    def term_sums(losses: Tensor, groups: Tensor) -> Tensor:
-        # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
-        return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
+    targets, factors, groups = (tensor.flatten()[selected] for tensor in (labels, weights, terms))
 
     size = chunk_size or default_chunk_size(values, head)
 
     def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
-        logits = _at_least_float32(head(values))
+        logits = head(values)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if reads is not None:
             reads.add(logits, targets)
-        if teacher is None:
-            return term_sums(F.cross_entropy(logits, targets, reduction="none") * factors, groups)
-        with torch.no_grad():
-            expected = _at_least_float32(head(targets)).log_softmax(-1)
-        divergences = F.kl_div(logits.log_softmax(-1), expected, log_target=True, reduction="none").sum(-1)
-        return term_sums(divergences * factors, groups)
+        losses = F.cross_entropy(logits, targets, reduction="none") * factors
+        # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
+        return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
 
     # Splitting an empty tensor gives one empty chunk: the loss then stays attached to the weights, as DDP needs.
     chunks = list(zip(*(tensor.split(size) for tensor in (values, targets, factors, groups)), strict=True))
@@ -198,10 +173,6 @@ def chunked_cross_entropy(
         return torch.stack([chunk_sums(*chunk) for chunk in chunks]).sum(0)
     sums = [checkpoint(chunk_sums, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(sums).sum(0)
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def default_chunk_size(values: Tensor, head: Head) -> int:

@@ -58,10 +58,6 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     def taken(values: Tensor, fill: int | float) -> Tensor:
         return values.flatten()[source.clamp(min=0)].masked_fill(source < 0, fill)
 
-    def packed(visible: Tensor | None) -> Tensor:
-        assert corrupted.is_real is not None
-        return _packed_ranges(visible, corrupted.is_real, starts.flatten(), source)
-
     return replace(
         corrupted,
         input_ids=taken(corrupted.input_ids, pad_token_id),
@@ -72,8 +68,7 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         is_masked=None if corrupted.is_masked is None else taken(corrupted.is_masked, False),
         is_real=source >= 0,
         draft_offsets=None if corrupted.draft_offsets is None else taken(corrupted.draft_offsets, -1),
-        visible=packed(corrupted.visible),
-        teacher_visible=None if corrupted.teacher_visible is None else packed(corrupted.teacher_visible),
+        visible=_packed_ranges(corrupted.visible, corrupted.is_real, starts.flatten(), source),
     )
 
 

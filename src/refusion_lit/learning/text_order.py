@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.modeling.transfer import to_host
+from refusion_lit.modeling.devices import to_host
 from refusion_lit.types import SpecialTokens
 
 

@@ -1,4 +1,4 @@
-"""Conversions of what a token sees to the masks that the attention kernels take, and attention by ranges on CPUs."""
+"""Attention by ranges of keys, for training: masks of sdpa and flex attention, and sdpa in chunks on CPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from refusion_lit.modeling.transfer import to_device
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask, ranges_mask
+from refusion_lit.modeling.devices import to_device
+from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 _BLOCK = 128
 """Queries and keys of a block of flex attention's mask."""
@@ -31,15 +32,6 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
     if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * _CHUNK:
         return RangeMask.of(attention)
     return as_mask(attention, device, num_keys)[:, None]
-
-
-def additive_mask(
-    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "batch 1 token key"]:
-    """Convert a mask to what is added to attention scores: 0 or -inf."""
-    if isinstance(attention, Visibility) and device.type == "cpu":
-        return attention.additive_mask().to(dtype)[:, None]
-    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> BlockMask:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -141,6 +141,46 @@ class Drafter(nn.Module):
         finally:
             for handle in hooks:
                 handle.remove()
+
+
+def draft_states(
+    body: nn.Module,
+    drafter: Drafter,
+    input_ids: Int[Tensor, "batch token"],
+    position_ids: Int[Tensor, "batch token"],
+    mask: Any,  # noqa: ANN401 - in the form that the attention implementation takes
+    *,
+    length: int,
+    first: int,
+) -> Float[Tensor, "batch token hidden"]:
+    """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
+
+    Args:
+        body: The model's body.
+        drafter: Its drafter.
+        input_ids: The text, then draft masks.
+        position_ids: Position of each token.
+        mask: What the draft masks see.
+        length: Number of tokens of the text.
+        first: Id of the first draft mask.
+    """
+    with torch.no_grad():
+        text = body(
+            input_ids=input_ids[:, :length],
+            position_ids=position_ids[:, :length],
+            attention_mask=torch.ones_like(input_ids[:, :length]),
+            use_cache=True,
+        )
+    masks = drafter.masks[(input_ids[:, length:] - first).clamp(min=0)]
+    with drafter.applied(body):
+        drafts = body(
+            inputs_embeds=masks.to(next(body.parameters()).dtype),
+            position_ids=position_ids[:, length:],
+            attention_mask=mask,
+            past_key_values=text.past_key_values,
+            use_cache=True,
+        )
+    return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
 
 def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:

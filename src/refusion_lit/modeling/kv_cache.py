@@ -7,6 +7,7 @@ are written to; the attention mask says which entries a query sees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
-from refusion_lit.modeling.transfer import to_device
+from refusion_lit.modeling.devices import to_device
 
 CHUNK = 128
 """The number of entries in a row's storage is a multiple of this."""
@@ -146,7 +147,7 @@ class KVCache:
         for states in (states for layer in self._stored for states in layer if source != target):
             states[target, :length] = states[source, :length]
 
-    def compact(self, row: int, indices: list[int], num_leading: int = 0) -> None:
+    def compact(self, row: int, indices: Sequence[int], num_leading: int = 0) -> None:
         """Move the entries at ``indices`` to follow the row's first ones, in this order; all others are discarded.
 
         Args:

@@ -22,8 +22,8 @@ from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
-from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_new, special_tokens_of
-from refusion_lit.types import ModelTraits
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_new
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -133,7 +133,7 @@ class BackboneConfig:
             base = self.source if pretrained else None
             drafter = self._drafter(model, base)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
-        backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
+        backbone = Backbone(model, traits, SpecialTokens.of(tokenizer), **decoding)
         if drafter is not None:
             backbone.attach(drafter)
         if self.lora is not None:

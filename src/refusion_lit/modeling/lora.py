@@ -116,18 +116,6 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_adapters(model: Any) -> Iterator[None]:  # noqa: ANN401 - peft's class
-    """Make a ``PeftModel`` compute as its base does, with dropout off."""
-    was_training = model.training
-    with model.disable_adapter():
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(was_training)
-
-
 def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
     """Return a model with its adapters merged into its weights, in place; a model without adapters as it is."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

@@ -1,4 +1,4 @@
-"""Special tokens of a tokenizer, and the rows of a model's embedding and head for them."""
+"""Special tokens that a tokenizer lacks, and the rows of a model's embedding and head for new tokens."""
 
 from __future__ import annotations
 
@@ -8,30 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from refusion_lit.types import SpecialTokens
+from refusion_lit.types import EOS_IDS, SpecialTokens
 
 _NEW_MASK = "mask_token_is_new"
-_EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further ends of sequence; it is saved with the tokenizer."""
-
-
-def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
-
-    Raises:
-        ValueError: If it has no end-of-sequence token.
-    """
-    eos: Any = tokenizer.eos_token_id
-    mask: Any = tokenizer.mask_token_id
-    pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
-    if pad is None or eos is None:
-        raise ValueError(
-            "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
-        )
-    eos_token_ids = tuple(dict.fromkeys((int(eos), *tokenizer.init_kwargs.get(_EOS_IDS, ()))))
-    return SpecialTokens(
-        mask_token_id=mask, eos_token_ids=eos_token_ids, pad_token_id=int(pad), vocab_size=len(tokenizer)
-    )
 
 
 def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
@@ -42,9 +21,9 @@ def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int])
         token_ids: The ids; those that the tokenizer does not have are ignored.
     """
     known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
-    further = [*dict.fromkeys((*tokenizer.init_kwargs.get(_EOS_IDS, ()), *known))]
+    further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *known))]
     if any(token != tokenizer.eos_token_id for token in further):
-        tokenizer.init_kwargs[_EOS_IDS] = further
+        tokenizer.init_kwargs[EOS_IDS] = further
 
 
 def ensure_mask_token(
@@ -102,7 +81,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
-    mask = special_tokens_of(tokenizer).mask_token_id
+    mask = SpecialTokens.of(tokenizer).mask_token_id
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)

@@ -27,24 +27,14 @@ class SerialHybrid(Hybrid):
 
     Attributes:
         block_size: Tokens per serial block, at least 1; whole slots, at least one.
-        final_block_size: Tokens per block at the end of training; the size changes linearly. ``None``: it does not.
     """
 
     block_size: int = 32
-    final_block_size: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.block_size", self.block_size, 1)
-        require_at_least("objective.final_block_size", self.final_block_size, 1, optional=True)
-
-    def at(self, progress: float) -> SerialHybrid:
-        """Return the objective with the block size of this point of training; see :meth:`Objective.at`."""
-        if self.final_block_size is None:
-            return self
-        size = self.block_size + progress * (self.final_block_size - self.block_size)
-        return replace(self, block_size=round(size), final_block_size=None)
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None

@@ -19,7 +19,7 @@ from refusion_lit.learning.objective import (
     required_mask_id,
     response_positions,
 )
-from refusion_lit.modeling.transfer import to_host
+from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_at_least, require_number

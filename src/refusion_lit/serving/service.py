@@ -16,13 +16,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from refusion_lit.api import TextModel
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, RequestError
 from refusion_lit.serving.worker import Job, Update, Worker
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 
 log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only

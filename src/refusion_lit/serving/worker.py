@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refusion_lit.api import TextModel
 from refusion_lit.decoding import Decoder, Generation, GenerationCallback, RowState
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TextStream, TraceRound
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.serving import Limits
 from refusion_lit.serving.protocol import RequestError
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 

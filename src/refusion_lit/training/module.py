@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.api import TextModel
 from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, collect_metadata, merged_weights
 from refusion_lit.data.module import InstructionDataModule
@@ -26,9 +25,9 @@ from refusion_lit.metrics import TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.modeling.lora import without_adapters
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import PromptBatch, SamplingParams, SpecialTokens
@@ -78,9 +77,6 @@ class SlotDiffusionModule(L.LightningModule):
         resume: bool = False,
     ) -> None:
         super().__init__()
-        is_impossible = objective.distills and backbone.lora is None
-        fix = "set backbone.lora.rank"
-        require(not is_impossible, "objective.distill", "a model with backbone.lora", "one without", fix)
         self.backbone_config = backbone
         self.tokenizer = tokenizer
         self.objective = objective
@@ -197,11 +193,7 @@ class SlotDiffusionModule(L.LightningModule):
         hidden = self.model(
             corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts
         )
-        if corrupted.teacher_visible is None:
-            return self.objective.loss(hidden, self.model.head, corrupted)
-        with torch.no_grad(), without_adapters(self.model.model):
-            teacher = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.teacher_visible)
-        return self.objective.loss(hidden, self.model.head, corrupted, teacher)
+        return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
         """Return a micro-batch's share of its step's loss; log the step's loss after the last one."""

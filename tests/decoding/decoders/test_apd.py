@@ -11,8 +11,8 @@ from torch import Tensor
 from decoder_cases import prompts, traits_for
 from fakes import MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import APD, Autoregressive, decode
+from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.paired import PairedModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
 

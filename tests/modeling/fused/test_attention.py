@@ -15,7 +15,8 @@ from refusion_lit.modeling.fused import segments
 from refusion_lit.modeling.fused.attention import PaddedAttention, Rows, attend_rows
 from refusion_lit.modeling.fused.segments import SegmentedAttention, attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import Span, Visibility
+from refusion_lit.modeling.spans import Span
+from refusion_lit.modeling.visibility import Visibility
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)

@@ -9,7 +9,6 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
@@ -29,16 +28,14 @@ class DiffusionForcing(Objective):
     included. There is no clean copy, so a sample costs its own length. The term is ``mdm``, the mean over masked tokens
     of the cross-entropy / p.
 
-    With ``distill``, as in D2F, the targets are the distributions that the model without its adapters predicts for the
-    same input with bidirectional attention, and the term is the mean Kullback-Leibler divergence / p. Without it they
-    are the response's tokens, so that a model can be trained from any weights.
+    Deliberate difference: the targets are the response's tokens, so that a model can be trained from any weights; D2F
+    trains adapters on the distributions that the model without them predicts with bidirectional attention.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1; the decoder's may be another one.
         t_min: Smallest mask probability, in (0, 1]; the paper's text has 0.3, the released program 0.2.
         t_max: Largest mask probability, in [t_min, 1].
         shifted: The hidden state at position i - 1 predicts the mask at position i (Dream).
-        distill: Train low-rank adapters (``backbone.lora``) on the predictions of the masked model that they adapt.
     """
 
     term = "mdm"
@@ -46,7 +43,6 @@ class DiffusionForcing(Objective):
     t_min: float = 0.2
     t_max: float = 0.7
     shifted: bool = False
-    distill: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -54,11 +50,6 @@ class DiffusionForcing(Objective):
         require_at_least("objective.block_size", self.block_size, 1)
         require_number("objective.t_min", self.t_min, "(0, 1]")
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
-
-    @property
-    def distills(self) -> bool:
-        """With ``distill``."""
-        return self.distill
 
     @property
     def traits(self) -> ModelTraits:
@@ -108,7 +99,6 @@ class DiffusionForcing(Objective):
             visible=torch.where(is_real[..., None], seen, itself)[:, :, None],
             is_masked=is_masked,
             is_real=is_real,
-            teacher_visible=all_of(lengths[:, 0], len(positions)) if self.distill else None,
         )
 
     def _ratios(

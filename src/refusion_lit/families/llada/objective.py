@@ -226,13 +226,7 @@ class R2FT(Objective):
         is_rejected = (offset >= 0) & (offset < span[:, None]) & (cut > 0)[:, None]
         return repeated.where(is_rejected, IGNORE_INDEX)
 
-    def loss(
-        self,
-        hidden: Float[Tensor, "batch token hidden"],
-        head: Head,
-        corrupted: CorruptedBatch,
-        teacher: Float[Tensor, "batch token hidden"] | None = None,  # noqa: ARG002 - it never distills
-    ) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
         """Compute the loss; see :meth:`Objective.loss`."""
         labels = corrupted.labels
         rejected = corrupted.rejected

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from einops import repeat
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, MaskRatio, Objective, response_positions
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_number
@@ -34,14 +34,11 @@ class GatedDraft(Objective):
         stride: Distance between anchors in tokens, at least 1; the first one is drawn at random.
         decay: Weight of mask k is decay to the power k - 1, in (0, 1]: a draft counts only if those before it are
             accepted.
-        distill: Train on the model's distribution after each text prefix (forward Kullback-Leibler divergence) instead
-            of the text's next token.
     """
 
     term = "draft"
     stride: int = 5
     decay: float = 0.8
-    distill: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
@@ -101,20 +98,6 @@ class GatedDraft(Objective):
             is_masked=torch.zeros_like(joined, dtype=torch.bool),
             num_drafts=positions.shape[1],
         )
-
-    def loss(
-        self,
-        hidden: Float[Tensor, "batch token hidden"],
-        head: Head,
-        corrupted: CorruptedBatch,
-        teacher: Float[Tensor, "batch token hidden"] | None = None,
-    ) -> LossOutput:
-        """Compute the loss; see :meth:`Objective.loss`."""
-        if self.distill:
-            # The text's hidden state at a mask's position predicts the same token with all tokens before it in sight.
-            places = corrupted.position_ids.clamp(max=hidden.shape[1] - 1)
-            teacher = hidden.detach().take_along_dim(places[..., None], 1)
-        return super().loss(hidden, head, corrupted, teacher)
 
 
 def _two_pass_ranges(

@@ -22,10 +22,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.modeling.attention import RangeMask, additive_mask, sdpa_mask
+from refusion_lit.modeling.attention import RangeMask, sdpa_mask
 from refusion_lit.modeling.fused.linear import NUM_ROWS
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import AttentionMask, Visibility
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, additive_mask
 
 NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""

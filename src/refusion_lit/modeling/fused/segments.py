@@ -29,10 +29,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.attention import additive_mask
 from refusion_lit.modeling.fused.attention import Attention, InvariantAttention, PaddedAttention, Rows, attend_rows
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import AttentionMask, Span, Visibility
+from refusion_lit.modeling.spans import Span
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, additive_mask
 
 _CALL = 1 << 17
 """Cost of one more call of attention on a CPU thread, in multiply-adds of queries and keys that take the same time.

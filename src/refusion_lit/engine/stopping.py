@@ -1,0 +1,53 @@
+"""Early ends of a response, at a stop string or where it repeats itself."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from refusion_lit.types import SamplingParams
+
+
+class Stopping:
+    """Finds where stop strings or a low entropy end a response.
+
+    It looks at one token after the other in text order, so a response ends at the same token whatever a decoder commits
+    together.
+
+    Args:
+        sampling: Stop strings, entropy and its window.
+        detokenize: Turns tokens into text; only needed for stop strings.
+    """
+
+    def __init__(self, sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None) -> None:
+        self._sampling = sampling
+        self._detokenize = detokenize
+        self._num_seen = 0
+
+    def length(self, tokens: list[int]) -> int | None:
+        """Return how many tokens remain of a response that ends, else ``None``.
+
+        Args:
+            tokens: The response so far, which starts with the tokens of the last call.
+        """
+        for num_tokens in range(self._num_seen + 1, len(tokens) + 1):
+            if self._repeats(tokens[:num_tokens]):
+                return num_tokens - self._sampling.entropy_window
+            if self._sampling.stop and self._shows_stop(tokens[:num_tokens]):
+                return num_tokens
+        self._num_seen = len(tokens)
+        return None
+
+    def _repeats(self, tokens: list[int]) -> bool:
+        """Whether the counts of the last window of tokens have too low an entropy."""
+        window = self._sampling.entropy_window
+        if self._sampling.min_entropy is None or len(tokens) <= window:
+            return False
+        counts = Counter(tokens[-window:]).values()
+        return math.log(window) - sum(count * math.log(count) for count in counts) / window < self._sampling.min_entropy
+
+    def _shows_stop(self, tokens: list[int]) -> bool:
+        assert self._detokenize is not None
+        text = self._detokenize(tokens)
+        return any(string in text for string in self._sampling.stop)

@@ -1,0 +1,276 @@
+"""A model with its tokenizer: decodes texts and token ids. Every command decodes through :class:`TextModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.encoding import encode_prompt, prompt_of
+from refusion_lit.data.templates import fill_templates
+from refusion_lit.decoding import (
+    Decoder,
+    DecodingOutput,
+    Generation,
+    ModelMismatchError,
+    SelfSpeculative,
+    check_model,
+    decode,
+    default_decoder,
+)
+from refusion_lit.engine.admission import KeptCache
+from refusion_lit.engine.checks import check_arguments, decoding_options
+from refusion_lit.engine.output import GenerationCallback
+from refusion_lit.families.llada.apd import PairedModel
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.traces import Trace, trace_of
+from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.require import require
+
+_OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates")
+"""Further arguments of the methods, for messages about unknown ones."""
+
+
+class TextModel:
+    """A backbone with its tokenizer.
+
+    Args:
+        backbone: The model.
+        tokenizer: Its tokenizer.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_template: str = "{query}"
+    ) -> None:
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.prompt_template = prompt_template
+        self.verifier: Backbone | None = None
+
+    @property
+    def default_decoder(self) -> Decoder:
+        """The decoder of this model where none is named.
+
+        It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the published one of the
+        model's layout, or one for its traits.
+        """
+        if self.backbone.drafter is not None:
+            return SelfSpeculative()
+        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
+        return default_decoder(self.backbone.traits, stored.get("decoder"))
+
+    def to(self, device: str | torch.device) -> TextModel:
+        """Move the weights to a device."""
+        self.backbone.to(device)
+        if self.verifier is not None:
+            self.verifier.to(device)
+        return self
+
+    def pair_with(self, other: TextModel) -> None:
+        """Take an autoregressive model as the verifier of :class:`~refusion_lit.decoding.APD`.
+
+        Raises:
+            ValueError: If it has another tokenizer.
+        """
+        own = self.tokenizer.get_vocab()
+        given = other.tokenizer.get_vocab()
+        differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
+        expected = "a model with the same tokenizer"
+        got = f"one with another id for {differing!r}"
+        require(differing is None, "verifier", expected, got, "load another one")
+        self.verifier = other.backbone
+
+    def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
+        """Return a query's prompt tokens, chat template or ``prompt_template`` included.
+
+        Args:
+            query: The text.
+            messages: Chat turns in place of the query, for tokenizers with a chat template.
+
+        Raises:
+            ValueError: If the query is empty or cannot be encoded.
+        """
+        return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, special tokens left out."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder,
+        sampling: SamplingParams,
+        *,
+        callbacks: Sequence[GenerationCallback] = (),
+        trace: bool = False,
+        kept: KeptCache | None = None,
+        **options: Any,  # noqa: ANN401 - fields of DecodingOptions
+    ) -> DecodingOutput:
+        """Decode prompts; the model is in evaluation mode meanwhile.
+
+        Args:
+            prompts: Encoded prompts.
+            decoder: The strategy.
+            sampling: Length limit, sampling options and stop strings.
+            callbacks: Notified when tokens are committed and prompts finish.
+            trace: Record a trace of every forward.
+            kept: Keeps the cache of one call for the next, whose prompts share prefixes with those of this one.
+            options: Fields of :class:`~refusion_lit.types.DecodingOptions`, such as ``batch_size``.
+
+        Raises:
+            TypeError: If an option is unknown.
+            ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
+        """
+        chosen = decoding_options(options, *_OWN)
+        check_arguments(decoder, sampling, callbacks)
+        model = self.model_for(decoder)
+        was_training = self.backbone.training
+        if was_training:
+            self.backbone.eval()
+        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
+        try:
+            return decode(model, decoder, prompts, sampling, chosen, **watch)
+        except ModelMismatchError:
+            self.check_decoder(decoder)  # raises the error with the name of a decoder that fits
+            raise
+        finally:
+            if was_training:
+                self.backbone.train()
+
+    def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
+        """Refuse a decoder that the model was not trained for, and name one that fits.
+
+        Args:
+            decoder: The strategy.
+            allow_mismatch: Only warn.
+
+        Returns:
+            The reasons, if allowed.
+
+        Raises:
+            ModelMismatchError: With the reasons.
+        """
+        traits = self.backbone.traits
+        own = default_decoder(traits)
+        fits = type(own) is not type(decoder) and not own.requirements().mismatches(traits)
+        hint = f"{type(own).__name__} fits." if fits else ""
+        return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch, hint=hint)
+
+    def model_for(self, decoder: Decoder) -> LanguageModel:
+        """Return the backbone, or for decoders that need two models the pair of it and the verifier.
+
+        Raises:
+            ValueError: If such a decoder's verifier is missing.
+        """
+        if "verifier" not in decoder.requirements().predictions:
+            return self.backbone
+        fix = "load one with --verifier, model.decoding.verifier, or load(..., verifier=...)"
+        require(self.verifier is not None, "verifier", "a second model for this decoder", None, fix)
+        assert self.verifier is not None
+        return PairedModel(self.backbone, self.verifier)
+
+    def piece(self, token_id: int) -> str:
+        """Return the text of a single token, special ones by name."""
+        name = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
+        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
+
+    def trace(
+        self,
+        query: str,
+        *,
+        decoder: Decoder | None = None,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        token_ids: Sequence[int] | None = None,
+        prompt_id: str = "0",
+        **options: Any,  # noqa: ANN401 - options of decode
+    ) -> tuple[Generation, Trace]:
+        """Answer a query, and record every forward; :func:`~refusion_lit.traces.page` shows the trace.
+
+        Args:
+            query: The text.
+            decoder: The strategy; by default :attr:`default_decoder`, fitted to the length limit.
+            max_new_tokens: Maximum number of tokens of the response; ignored if ``sampling`` is given.
+            sampling: Length limit, sampling options and stop strings.
+            token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
+            prompt_id: Keys the sampling noise.
+            options: Options of :meth:`decode`.
+
+        Raises:
+            ValueError: As for :meth:`decode`.
+        """
+        require(isinstance(query, str), "query", "a text", query, "trace one text at a time")
+        ids = tuple(self.encode(query) if token_ids is None else token_ids)
+        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
+        decoder = decoder or self.default_decoder.fitted(sampling)
+        row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
+        name = type(decoder).__name__
+        slot_size = getattr(decoder, "slot_size", None) or 1
+        shown = {"prompt": query, "prompt_length": len(ids), "decoder": name, "slot_size": slot_size}
+        return row, trace_of(row, **shown, piece=self.piece)
+
+    def generate(
+        self,
+        queries: Sequence[str],
+        *,
+        decoder: Decoder | None = None,
+        max_new_tokens: int = 128,
+        **options: Any,  # noqa: ANN401 - options of generate_ids
+    ) -> list[Generation]:
+        """Answer queries.
+
+        Args:
+            queries: Texts; the tokenizer's chat template or ``prompt_template`` is applied.
+            decoder: The strategy; by default :attr:`default_decoder`.
+            max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
+            options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
+                default), ``templates``, ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
+                A template is the given text of a response, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}``
+                (one to six, of which the most probable filling is returned), and ``{{...}}`` at its end if the response
+                may continue after it; ``None`` gives nothing. ``max_new_tokens`` does not count given tokens.
+
+        Raises:
+            TypeError: If an option is unknown.
+            ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
+                :meth:`decode`.
+        """
+        queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
+        holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
+        require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
+        prompts = [self.encode(query) for query in queries]
+        return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        decoder: Decoder | None = None,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        ids: Sequence[str] | None = None,
+        templates: Sequence[str | None] | None = None,
+        **options: Any,  # noqa: ANN401 - options of decode
+    ) -> list[Generation]:
+        """Continue prompts given as token ids; for arguments see :meth:`generate`.
+
+        Raises:
+            TypeError: If an option is unknown.
+            ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
+        """
+        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
+        names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+        require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
+        named = [prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
+        decoder = decoder or self.default_decoder.fitted(sampling)
+        if templates is None:
+            return self.decode(named, decoder, sampling, **options).rows
+        decode = partial(self.decode, decoder=decoder)
+        return fill_templates(decode, named, templates, sampling, self.tokenizer, **options)
