@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 21,
     "token ids to text: lines": 4_241,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_189,
+    "examples to loss: lines": 3_274,
     "test: files": 60,
-    "test: lines": 12_067,
-    "package: files": 178,
-    "package: lines": 26_833,
-    "package: lines of code": 16_810,
+    "test: lines": 12_147,
+    "package: files": 182,
+    "package: lines": 27_619,
+    "package: lines of code": 17_332,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

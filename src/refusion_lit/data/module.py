@@ -26,7 +26,7 @@ from refusion_lit.data.examples import (
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task, examples_of
-from refusion_lit.types import Example, Prompt
+from refusion_lit.types import Example, Prompt, PromptBatch
 from refusion_lit.utils.require import require, require_at_least
 
 _LAZY_ABOVE = 20_000
@@ -103,6 +103,7 @@ class InstructionDataModule(L.LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, EncodedOnRead | EncodedStore] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
+        self._train_examples: dict[str, Example] = {}
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -181,13 +182,29 @@ class InstructionDataModule(L.LightningDataModule):
             ValueError: If there are none, or two have the same id.
         """
         if not self._prompts:
-            examples = examples_of(self.task, "test")
-            if self.max_eval_prompts is not None:
-                examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
-            self._prompts = encode_prompts(examples, self.built_tokenizer, self.prompt_template)
+            self._prompts = self._encoded_prompts("test", self.max_eval_prompts)
             fix = "give the task some to decode"
             require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
         return self._prompts
+
+    def train_example(self, name: str) -> Example:
+        """Return the example of the training split with an id; the ids of most tasks end with the index."""
+        examples = examples_of(self.task, "train")
+        index = name.rpartition("-")[2]
+        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
+            return found
+        self._train_examples = self._train_examples or {example.id: example for example in examples}
+        return self._train_examples[name]
+
+    def sample_prompts(self, count: int) -> PromptBatch:
+        """Return the first prompts of the validation split."""
+        return collate_prompts(self._encoded_prompts("validation", count))
+
+    def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
+        examples = examples_of(self.task, split)
+        if limit is not None:
+            examples = [examples[i] for i in range(min(limit, len(examples)))]
+        return encode_prompts(examples, self.built_tokenizer, self.prompt_template)
 
     def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
         return evaluation_loader(data, collate, self.eval_batch_size, self.num_workers, self.trainer)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import lightning as L
 
 from refusion_lit.api import load
 from refusion_lit.data.evaluation import collate_prompts
-from refusion_lit.decoding import Decoder, GenerationCallback, check_prompts
+from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
 from refusion_lit.metrics import DecodingMetrics
@@ -25,7 +24,7 @@ from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import DecodingOptions, PromptBatch, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, PromptBatch, SamplingParams
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
@@ -130,6 +129,27 @@ class Evaluation:
         self._resume = resume
         self._running: dict[str, _DecoderState] = {}
 
+    def decoders(self, model: TextModel) -> dict[str, Decoder]:
+        """Return the decoders by name; the model's own one where none is named."""
+        if self.named:
+            return self.named
+        decoder = model.default_decoder.fitted(self.sampling)
+        return {type(decoder).__name__.lower(): decoder}
+
+    def decode(
+        self,
+        model: TextModel,
+        decoder: Decoder,
+        prompts: Sequence[Prompt],
+        callbacks: Sequence[GenerationCallback] = (),
+        sampling: SamplingParams | None = None,
+        *,
+        trace: bool = False,
+    ) -> DecodingOutput:
+        """Decode prompts with the options of the evaluation; ``sampling`` replaces its own."""
+        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
+        return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
+
     def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
 
@@ -152,9 +172,7 @@ class Evaluation:
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
-        own = model.default_decoder.fitted(self.sampling)
-        named = self.named or {type(own).__name__.lower(): own}
-        decoders = dict(list(named.items())[: None if is_test else 1])
+        decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
         self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
         gather(model.backbone)
         batch = collate_prompts(data.test_prompts())
@@ -224,14 +242,12 @@ class Evaluation:
         missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
         if not missing:
             return []
-        options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
-        decode = partial(self._model.decode, decoder=state.decoder, sampling=self.sampling, **options)
         if state.metrics is not None and not state.is_warm:
-            decode([missing[0][0]])  # the first calls of kernels take longer
+            self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
             state.is_warm = True
         recorder = None if state.trajectories is None else TrajectoryRecorder(state.decoder)
         watch = [*callbacks] if recorder is None else [*callbacks, recorder]
-        output = decode([prompt for prompt, _ in missing], callbacks=watch)
+        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], watch)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)
