@@ -17,6 +17,7 @@ from experiments.latin_study import plot as latin
 from experiments.lossless import coupling
 from experiments.lossless import table as lossless
 from experiments.main_results import run as main_results
+from experiments.policy_additions import plot as policy
 from experiments.real_conversion import table as conversion
 
 from refusion_lit.reports import wilson
@@ -231,6 +232,16 @@ def _slot_order(results: Result) -> str:
     return markdown_table([*head, "in text order"], rows)
 
 
+@table("policy_additions", _path("policy_additions"))
+def _policy_additions(results: Result) -> str:
+    runs = {f"seed {seed}": run for seed, run in results["results"].items()}
+    return markdown_table(policy.HEAD, policy.rows(results["before"], runs))
+
+
+def _policy_curves(results: Result) -> policy.Curves:
+    return policy.curves({f"seed {seed}": run for seed, run in results["results"].items()})
+
+
 _CONVERSION = (_path("real_conversion"), _path("real_conversion", "longer.json"))
 
 
@@ -265,6 +276,7 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
+_plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(
     "controlled_comparison",

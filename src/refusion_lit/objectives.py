@@ -9,6 +9,7 @@ from refusion_lit.families.set_diffusion.objective import StaggeredSets
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
+from refusion_lit.policy.objective import GroupPolicy
 from refusion_lit.refusion.objective import Hybrid
 from refusion_lit.refusion.serial import SerialHybrid
 from refusion_lit.refusion.windows import MaskWindows
@@ -22,6 +23,7 @@ __all__ = [
     "DualStream",
     "EditableBlockMasked",
     "GatedDraft",
+    "GroupPolicy",
     "Hybrid",
     "MaskWindows",
     "Masked",

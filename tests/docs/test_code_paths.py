@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 21,
     "token ids to text: lines": 4_247,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_211,
+    "examples to loss: lines": 3_289,
     "test: files": 62,
-    "test: lines": 12_462,
-    "package: files": 178,
-    "package: lines": 27_095,
-    "package: lines of code": 17_014,
+    "test: lines": 12_522,
+    "package: files": 182,
+    "package: lines": 27_860,
+    "package: lines of code": 17_522,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

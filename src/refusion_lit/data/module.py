@@ -103,6 +103,7 @@ class InstructionDataModule(L.LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, LazyExamples | EncodedStore] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
+        self._train_examples: dict[str, Example] = {}
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -186,6 +187,15 @@ class InstructionDataModule(L.LightningDataModule):
                 len(self._prompts) > 0, "data.task", "examples in the test split", 0, "give the task some to decode"
             )
         return self._prompts
+
+    def train_example(self, name: str) -> Example:
+        """Return the example of the training split with an id; the ids of most tasks end with the index."""
+        examples = examples_of(self.task, "train")
+        index = name.rpartition("-")[2]
+        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
+            return found
+        self._train_examples = self._train_examples or {example.id: example for example in examples}
+        return self._train_examples[name]
 
     def sample_prompts(self, count: int) -> PromptBatch:
         """Return the first prompts of the validation split."""

@@ -151,10 +151,13 @@ class Evaluation:
         decoder: Decoder,
         prompts: Sequence[Prompt],
         callbacks: Sequence[GenerationCallback] = (),
+        sampling: SamplingParams | None = None,
+        *,
+        trace: bool = False,
     ) -> DecodingOutput:
-        """Decode prompts with the options of the evaluation."""
+        """Decode prompts with the options of the evaluation; ``sampling`` replaces its own."""
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
-        return model.decode(prompts, decoder, self.sampling, callbacks=callbacks, **options)
+        return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
     def pair(self, model: TextModel) -> TextModel:
         """Give a model the verifier that decoders such as APD need, on the model's device."""

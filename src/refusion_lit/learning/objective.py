@@ -182,7 +182,7 @@ def default_chunk_size(values: Tensor, head: Head) -> int:
     return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
-def required_mask_id(objective: Objective, special_tokens: SpecialTokens) -> int:
+def required_mask_id(objective: object, special_tokens: SpecialTokens) -> int:
     """Return the id of the mask token.
 
     Raises:

@@ -177,7 +177,7 @@ def corrupt_slots(
     masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, noise.bits("slot_order", num_slots))
     following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
-    labels = _next_in_slot(batch, in_response, offsets, slot_sizes)
+    labels = next_in_slot(batch, in_response, offsets, slot_sizes)
     if block is not None:
         first, end = (bound[:, None] for bound in block)
         numbers = torch.arange(num_slots, device=slots.device)
@@ -204,7 +204,7 @@ def corrupt_slots(
     )
 
 
-def _next_in_slot(
+def next_in_slot(
     batch: ResponseBatch,
     in_response: Bool[Tensor, "batch token"],
     offsets: Int[Tensor, "batch token"],

@@ -59,6 +59,11 @@ class Task(ABC):
             response: The decoded response, without end-of-sequence token.
         """
 
+    def reward(self, example: Example, response: str) -> float:
+        """Return the reward of a response in training on rewards; by default its score, NaN if that comes later."""
+        score, _ = score_of(self, example, response)
+        return math.nan if score is None else float(score)
+
     def characters(self) -> str | None:
         """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -25,10 +27,11 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Hybrid, Objective
+from refusion_lit.objectives import GroupPolicy, Hybrid, Objective
 from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.rollouts import Rollouts
 from refusion_lit.training.validation import Validation, is_whole
 from refusion_lit.types import PromptBatch, SamplingParams
 from refusion_lit.utils.keys import stable_key
@@ -89,6 +92,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation = Validation(objective, self.evaluation)
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
+        self.rollouts = Rollouts(objective, self.evaluation, seed) if isinstance(objective, GroupPolicy) else None
 
     # --- model -----------------------------------------------------------------------------------------------
 
@@ -121,6 +125,8 @@ class SlotDiffusionModule(L.LightningModule):
         assert self.tokenizer is not None
         checkpoint[METADATA_KEY] = collect_metadata(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.num_positions)
+        if self.rollouts is not None and self._trainer is not None:
+            self.rollouts.save(checkpoint, self._trainer.world_size)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
@@ -135,6 +141,8 @@ class SlotDiffusionModule(L.LightningModule):
         if "state_dict" in checkpoint and (self._trainer is None or is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
+        if self.rollouts is not None:
+            self.rollouts.load(checkpoint)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -143,6 +151,9 @@ class SlotDiffusionModule(L.LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
             data.check_context(self.model.max_positions)
+        if self.rollouts is not None:
+            assert isinstance(data, InstructionDataModule)
+            self.rollouts.start(data, self.text_model(), self.global_rank)
         self.model.traits = self.objective.traits
         self.model.train()
         self._progress.start(self.device, self.trainer.world_size)
@@ -205,7 +216,9 @@ class SlotDiffusionModule(L.LightningModule):
             batch = MicroBatch((batch,), 0)
         if batch.index == 0:
             sample_ids = [name for each in batch.step for name in each.ids]
-            self._progress.begin_step([self.corrupt(each) for each in batch.step], sample_ids)
+            rollouts = self.rollouts
+            own = self._rolled_out(rollouts, batch) if rollouts else [self.corrupt(each) for each in batch.step]
+            self._progress.begin_step(own, sample_ids)
         loss = self.loss(self._progress.next_micro_batch())
         self._progress.add(loss)
         if batch.is_last and self._logs_now():
@@ -213,6 +226,35 @@ class SlotDiffusionModule(L.LightningModule):
                 self.log(f"train/{name}", value, prog_bar=name == "loss")
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
         return loss.total * (num_accumulated * self.trainer.world_size)
+
+    def _rolled_out(self, rollouts: Rollouts, batch: MicroBatch) -> list[CorruptedBatch]:
+        """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts."""
+        if not rollouts.pending:
+            with torch.autocast(self.device.type, enabled=False):  # the fused backbone decodes without it
+                answers = rollouts.answers(batch.step, self.global_step)
+            for number in range(rollouts.objective.num_updates):
+                fresh = stable_key("update", number, self.global_step)  # bounds mask anew for every update
+                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
+                rollouts.pending.append([self._with_fixed_terms(self.corrupt(each), rollouts) for each in keyed])
+            if self._logs_now():
+                for name, value in rollouts.figures.items():
+                    shown = name in ("reward", "rollout_seconds", "update_seconds")
+                    self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
+        return [each.to(self.device) for each in rollouts.pending.pop(0)]
+
+    def _with_fixed_terms(self, corrupted: CorruptedBatch, rollouts: Rollouts) -> CorruptedBatch:
+        """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        passes: dict[str, AbstractContextManager[None]] = {}
+        if rollouts.objective.num_updates > 1:
+            passes["old"] = nullcontext()
+        if rollouts.objective.kl_weight > 0:
+            passes["reference"] = self.model.model.disable_adapter()
+        for name, context in passes.items():
+            with torch.no_grad(), context:
+                hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+                values = rollouts.objective.log_probabilities(hidden, self.model.head, corrupted)[0]
+            corrupted = replace(corrupted, **{name: values})
+        return corrupted
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping; stop if it or the loss is not finite.

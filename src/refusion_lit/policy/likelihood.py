@@ -1,0 +1,145 @@
+"""Likelihoods of answers for policy optimisation: how an answer is laid out for the training forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.families.autoregressive import objective as autoregressive
+from refusion_lit.families.autoregressive.decoder import Autoregressive
+from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import required_mask_id, response_positions
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.refusion.objective import next_in_slot
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likelihood(ABC):
+    """The log-probability of an answer, or a bound of it, as a weighted sum of its tokens' log-probabilities.
+
+    Class attributes:
+        is_exact: Whether the sum is the log-probability with which :attr:`decoders` sample the answer; else it is a
+            bound or an approximation, as the class says, and only ratios of sequences are defined.
+        decoders: Decoders that may roll answers out.
+    """
+
+    is_exact: ClassVar[bool] = False
+    decoders: ClassVar[tuple[type[Decoder], ...]] = ()
+
+    @property
+    @abstractmethod
+    def traits(self) -> ModelTraits:
+        """What a model must be trained for."""
+
+    def refusal(self, decoder: Decoder) -> str | None:
+        """Return why the answers of a decoder have no such likelihood; ``None`` if they have."""
+        name = type(decoder).__name__
+        if type(decoder) not in self.decoders:
+            known = ", ".join(cls.__name__ for cls in self.decoders)
+            return f"{type(self).__name__} gives the likelihood of answers of {known}, not of {name}"
+        sizes = (getattr(decoder, "slot_size", None), getattr(self, "slot_size", None))
+        return None if sizes[0] == sizes[1] else f"{name} has slot_size {sizes[0]}, {type(self).__name__} {sizes[1]}"
+
+    @abstractmethod
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+        """Lay answers out for a training forward.
+
+        Returns:
+            A batch whose labelled positions predict tokens of the answers. ``weights`` are the coefficients of their
+            log-probabilities in the likelihood, ``places`` the places of their targets, if every place has only one.
+            ``terms`` and ``counts`` are unused.
+        """
+
+
+def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> CorruptedBatch:
+    """Return a batch with weight 1 for every label, unless ``weights`` says otherwise."""
+    fields.setdefault("weights", (labels != IGNORE_INDEX).float())
+    counts = torch.zeros(1, device=labels.device)
+    return CorruptedBatch(labels=labels, terms=torch.zeros_like(labels), counts=counts, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextToken(Likelihood):
+    """Exact, one forward: the sum of next-token log-probabilities.
+
+    For next-token models decoded by ``Autoregressive`` or ``SelfSpeculative``, whose text has the same distribution.
+    """
+
+    is_exact = True
+    decoders = (Autoregressive, SelfSpeculative)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Causal attention; every token predicts the next."""
+        return ModelTraits(attention="causal", predictions=("next_token",))
+
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+        """Label each token with the next one; see :meth:`Likelihood.layout`."""
+        corrupted = autoregressive.Autoregressive().corrupt(batch, noise, special_tokens)
+        places = corrupted.position_ids + 1 - batch.prompt_lengths[:, None]
+        return replace(corrupted, places=places.where(corrupted.labels != IGNORE_INDEX, -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftToRight(Likelihood):
+    """Exact, one forward: a hybrid model that fills slots from left to right, as ``SelfSpeculative(slot_size=K)``.
+
+    A slot's first token is predicted by its mask, each other one by the token before it. The forward feeds prompt and
+    answer in text order, then the mask of each slot's first place, which sees the text before its slot and itself. So
+    it computes P + L + ceil(L / K) positions, and the sum over all answers of their probabilities is 1.
+
+    Attributes:
+        slot_size: Tokens per slot, K; that of the decoder.
+    """
+
+    is_exact = True
+    decoders = (SelfSpeculative,)
+    slot_size: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The traits of the hybrid objective."""
+        return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:  # noqa: ARG002
+        """Append the masks of the slots' first places; see :meth:`Likelihood.layout`."""
+        size = self.slot_size
+        num_samples, num_tokens = batch.input_ids.shape
+        positions, in_response = response_positions(batch)
+        places = positions - batch.prompt_lengths[:, None]
+        rest = next_in_slot(batch, in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
+        starts = (torch.arange(-(-num_tokens // size), device=positions.device) * size).expand(num_samples, -1)
+        exists = starts < batch.response_lengths[:, None]
+        firsts = batch.prompt_lengths[:, None] + starts
+        first_tokens = batch.input_ids.gather(1, firsts.clamp(max=num_tokens - 1)).where(exists, IGNORE_INDEX)
+        mask = required_mask_id(self, special_tokens)
+        masks = torch.full_like(firsts, mask).where(exists, special_tokens.pad_token_id)
+        labels = torch.cat((rest, first_tokens), 1)
+        # A token sees the text up to itself, a mask the text before its slot and itself.
+        index = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+        is_mask = index >= num_tokens
+        before = F.pad(firsts.where(exists, 0), (num_tokens, 0))
+        own = torch.stack((index.where(is_mask, 0), index + 1), -1)
+        return laid_out(
+            labels,
+            input_ids=torch.cat((batch.input_ids, masks), 1),
+            position_ids=torch.cat((positions.expand_as(rest), firsts.where(exists, num_tokens)), 1),
+            visible=torch.stack((torch.stack((torch.zeros_like(before), before), -1), own), 2),
+            is_masked=F.pad(exists, (num_tokens, 0)),
+            is_real=torch.cat((places < batch.response_lengths[:, None], exists), 1),
+            places=torch.cat((places + 1, starts), 1).where(labels != IGNORE_INDEX, -1),
+        )

@@ -1,0 +1,277 @@
+"""The roll-out stage of training on rewards: prompts become answers with advantages, in the training process."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from refusion_lit.data.examples import EncodedExample, collate_responses
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.decoding import Generation, check_prompts
+from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
+from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
+from refusion_lit.tasks.base import Task
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import Example, Prompt
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
+
+_STATE = "refusion_lit_rollouts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReward(Reward):
+    """:meth:`Task.reward <refusion_lit.tasks.base.Task.reward>` of each response."""
+
+    task: Task
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return the rewards; see :meth:`Reward.rewards`."""
+        return [self.task.reward(example, text) for example, text in zip(examples, responses, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer that was rolled out."""
+
+    prompt: Prompt
+    row: Generation
+    trajectory: Trajectory
+    reward: float
+
+
+class Rollouts:
+    """Decodes groups of answers, rewards them, and keeps what the updates on them need.
+
+    Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
+
+    Args:
+        objective: The objective.
+        evaluation: Names the decoder (its first one), sampling and decoding options.
+        seed: Seeds their noise.
+
+    Attributes:
+        pending: The micro-batches of each update that is left of the last roll-out.
+        figures: What the last roll-out showed, by name.
+    """
+
+    def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
+        self.objective = objective
+        self.pending: list[list[CorruptedBatch]] = []
+        self.figures: dict[str, float] = {}
+        self._evaluation = evaluation
+        self._seed = seed
+        self._finished = 0.0
+        self._restored: Mapping[str, Any] | None = None
+
+    def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
+        """Check, before any work, that answers can be decoded, have a likelihood and a reward.
+
+        Raises:
+            ValueError: Naming the option.
+        """
+        options = self.objective
+        self._model = model
+        self._data = data
+        self._decoder = next(iter(self._evaluation.decoders(model).values()))
+        sampling = self._evaluation.sampling
+        self._sampling = replace(sampling, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+        options.check(self._decoder, self._sampling)
+        self._decoder.check(self._sampling)
+        has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
+        fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
+        require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
+        self._rewards = options.rewards or (TaskReward(task=data.task),)
+        prompts = data.sample_prompts(1).prompts
+        if model.backbone.traits.predictions is not None:
+            model.check_decoder(self._decoder)
+        check_prompts(model.model_for(self._decoder), self._decoder, prompts, self._sampling, None)
+        self._check_memory(len(prompts[0].token_ids))
+        if self._restored is not None:
+            self._restore(self._restored, rank)
+
+    def _check_memory(self, prompt_length: int) -> None:
+        """Refuse a KV cache of all prompts in flight that is larger than the host's or the device's memory."""
+        backbone = self._model.backbone
+        config = backbone.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * size * backbone.dtype.itemsize
+        num_rows = self._evaluation.options.batch_size
+        needed = num_rows * (prompt_length + self._sampling.max_new_tokens) * per_token
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if backbone.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(backbone.device)[1]
+        expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
+        got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
+        require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
+
+    def answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
+        """Decode and reward a group of answers for each prompt of a step.
+
+        Args:
+            step: The step's micro-batches; their responses are not used.
+            number: Number of the optimizer step.
+
+        Returns:
+            A batch of all answers for each micro-batch.
+        """
+        started = time.perf_counter()
+        update_seconds = started - self._finished if self._finished else 0.0
+        parts = [_prompts(batch) for batch in step]
+        found = self._decoded([prompt for part in parts for prompt in part], number)
+        self.figures = self._figures(list(found.values()))
+        self._finished = time.perf_counter()
+        self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
+        return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
+
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by its id; groups with equal rewards are tried again."""
+        found: dict[str, list[_Answer]] = {}
+        waiting = list(prompts)
+        size = self.objective.group_size
+        for attempt in range(1 + self.objective.max_resamples):
+            copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
+            recorder = TrajectoryRecorder(self._decoder)
+            sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
+            rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
+            trajectories = [recorder.trajectories[index] for index in range(len(rows))]
+            answers = [_Answer(*parts) for parts in zip(copies, rows, trajectories, rewards, strict=True)]
+            found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
+            waiting = [prompt for prompt in waiting if len({answer.reward for answer in found[prompt.id]}) == 1]
+            if not waiting:
+                break
+        return found
+
+    def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
+        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit."""
+        examples = [self._data.train_example(prompt.id) for prompt in prompts]
+        texts = [row.text for row in rows]
+        totals = [0.0] * len(rows)
+        for reward in self._rewards:
+            values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
+        return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
+
+    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
+        answers = [answer for group in groups for answer in group]
+        samples = [EncodedExample(a.prompt.id, a.prompt.token_ids, a.row.token_ids) for a in answers]
+        batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
+        engine = torch.full(batch.input_ids.shape, math.nan, dtype=torch.float64)
+        for row, answer in enumerate(answers):
+            for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
+                engine[row, position] = value
+        advantages = group_advantages(_reward_table(groups), scale=self.objective.scale_rewards).flatten()
+        return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
+
+    def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
+        """Return what a roll-out showed."""
+        rows = [answer.row for group in groups for answer in group]
+        rewards = _reward_table(groups)
+        valid = rewards[rewards.isfinite()]
+        num_distinct = sum(len({tuple(answer.row.token_ids) for answer in group}) for group in groups)
+        num_tokens = sum(row.num_tokens for row in rows)
+        equal = (group_advantages(rewards, scale=False) == 0).all(1)
+        return {
+            "reward": float(valid.mean()) if len(valid) else math.nan,
+            "dropped_rewards": float(rewards.numel() - len(valid)),
+            "length": num_tokens / len(rows),
+            "distinct_answers": num_distinct / len(rows),
+            "equal_groups": float(equal.double().mean()),
+            "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
+            "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
+        }
+
+    def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
+        """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
+        own = [[{f.name: getattr(batch, f.name) for f in fields(batch)} for batch in update] for update in self.pending]
+        states: list[Any] = [own]
+        if num_processes > 1:
+            states = [None] * num_processes
+            torch.distributed.all_gather_object(states, own)
+        checkpoint[_STATE] = {"pending": states, "rewards": repr(self._rewards)}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the state over, which :meth:`start` restores."""
+        self._restored = checkpoint.get(_STATE)
+
+    def _restore(self, state: Mapping[str, Any], rank: int) -> None:
+        fix = "give the rewards of the run that is resumed, or start a new one from its weights"
+        require(state["rewards"] == repr(self._rewards), "objective.rewards", state["rewards"], self._rewards, fix)
+        pending = state["pending"]
+        fits = rank < len(pending) or not pending[0]
+        fix = "resume with as many processes as before, or set num_updates to 1"
+        require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
+        self.pending = [[CorruptedBatch(**values) for values in update] for update in pending[rank % len(pending)]]
+        self._restored = None
+
+
+def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
+    """Return the log-probability that the engine gave each token of a traced answer when it was drawn, by position.
+
+    In a forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the first draw
+    of the last group of masks that holds the place.
+    """
+    found = {}
+    start = len(trajectory.prompt_ids)
+    for entry in row.trace:
+        for position in entry.accepted:
+            draws = [i for i, other in enumerate(entry.positions) if other == position]
+            is_first = trajectory.slot_size is not None and (position - start) % trajectory.slot_size == 0
+            if draws and entry.probabilities:
+                found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+    return found
+
+
+def _prompts(batch: ResponseBatch) -> list[Prompt]:
+    rows = zip(batch.ids, batch.input_ids.tolist(), batch.prompt_lengths.tolist(), strict=True)
+    return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
+
+
+def _reward_table(groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt answer"]:
+    return torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
+
+
+def checked_rewards(
+    reward: Reward, examples: Sequence[Example], responses: Sequence[str], seconds: float
+) -> list[float]:
+    """Return the rewards of responses.
+
+    Raises:
+        ValueError: In one line, if the reward raises, takes more than the given seconds, or returns something else than
+            a number for each response.
+    """
+    name = f"{type(reward).__name__}.rewards"
+    found: dict[str, Any] = {}
+
+    def call() -> None:
+        try:
+            found["values"] = list(reward.rewards(examples, responses))
+        except Exception as error:
+            found["error"] = error
+
+    # A daemon, as a thread that hangs cannot be ended and must not keep the process.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    fix = "the weights are those of the last checkpoint; mend it, then resume with --ckpt_path last"
+    require(not thread.is_alive(), name, f"an answer within {seconds:g} s (objective.reward_seconds)", "none", fix)
+    require("error" not in found, name, "rewards", found.get("error"), fix)
+    values = found["values"]
+    require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)
+    wrong = [value for value in values if not isinstance(value, Real)]
+    require(not wrong, name, "numbers", wrong[:1], fix)
+    return [float(value) for value in values]

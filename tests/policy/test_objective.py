@@ -1,0 +1,185 @@
+"""The loss of GroupPolicy: gradients of the expected reward, ratios and clipping, divergences, advantages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from experiments.policy_estimators.likelihoods import MaskedBound
+from torch import Tensor
+
+from fakes import EOS, tiny_backbone
+from policy.test_likelihood import answers, batch_of, every_answer, laid, small
+from refusion_lit.decoding import Autoregressive, SelfSpeculative, decode
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.policy import GroupPolicy, LeftToRight, NextToken
+from refusion_lit.policy.objective import group_advantages
+from refusion_lit.types import Prompt, SamplingParams
+
+TEXTS = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
+ADVANTAGES = torch.tensor([1.5, -0.5, -1.0], dtype=torch.float64)
+
+
+def hybrid() -> Backbone:
+    return tiny_backbone(LeftToRight().traits)
+
+
+def loss_of(model: Backbone, objective: GroupPolicy, corrupted: CorruptedBatch) -> LossOutput:
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    return objective.loss(hidden, model.head, corrupted)
+
+
+def answered(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> CorruptedBatch:
+    return laid(model, objective, replace(batch_of(TEXTS), advantages=advantages))
+
+
+def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: CorruptedBatch) -> Tensor:
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    return objective.log_probabilities(hidden, model.head, corrupted)[0]
+
+
+def gradient(model: Backbone, value: Tensor) -> Tensor:
+    model.zero_grad()
+    value.backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.model.parameters()])
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: str) -> None:
+    model = hybrid()
+    objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, max_new_tokens=20)
+    loss = loss_of(model, objective, answered(model, objective))
+    means = loss.named_means()
+    weights = torch.tensor([len(text) if unit == "token" else 20 for text in TEXTS]).double() / 20
+    assert float(means["policy"]) == pytest.approx(-float((weights * ADVANTAGES).mean()), abs=1e-12)
+    assert float(means["clipped_low"]) == float(means["clipped_high"]) == 0
+    assert float(means["entropy"]) > 0
+    old = log_probabilities(model, objective, answered(model, objective)).detach()
+    again = loss_of(model, objective, replace(answered(model, objective), old=old))
+    torch.testing.assert_close(again.sums, loss.sums, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_clipping_acts_past_its_bounds_alone(unit: str) -> None:
+    model = hybrid()
+    objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, clip_low=0.2, clip_high=0.3)
+    corrupted = answered(model, objective)
+    values = log_probabilities(model, objective, corrupted).detach()
+    labelled = corrupted.labels >= 0
+    for ratio, low, high in [(1.29, False, False), (1.31, False, True), (0.81, False, False), (0.79, True, False)]:
+        old = (values - math.log(ratio)).where(labelled, 0.0)
+        loss = loss_of(model, objective, replace(corrupted, old=old))
+        means = loss.named_means()
+        assert (float(means["clipped_low"]) > 0, float(means["clipped_high"]) > 0) == (low, high)
+        found = gradient(model, loss.total)
+        only_positive = loss_of(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(min=0)))
+        only_negative = loss_of(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(max=0)))
+        assert bool((gradient(model, only_positive.total) == 0).all()) is high, "a clipped unit has no gradient"
+        assert bool((gradient(model, only_negative.total) == 0).all()) is low
+        assert not (found == 0).all()
+
+
+def test_equal_rewards_give_no_gradient() -> None:
+    model = hybrid()
+    objective = GroupPolicy(likelihood=LeftToRight(slot_size=2))
+    advantages = group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64), scale=True)
+    loss = loss_of(model, objective, answered(model, objective, advantages[0]))
+    assert (gradient(model, loss.total) == 0).all()
+
+
+@pytest.mark.parametrize("likelihood", [NextToken(), LeftToRight(slot_size=2)], ids=repr)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | LeftToRight, temperature: float) -> None:
+    """All answers, each weighted by its probability, in place of samples."""
+    model = small(tiny_backbone(likelihood.traits), 2)
+    texts = every_answer(model, 3)
+    rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
+    objective = GroupPolicy(likelihood=likelihood, temperature=temperature, max_new_tokens=3)
+    batch = batch_of(texts)
+    plain = laid(model, objective, batch)
+    sums = log_probabilities(model, objective, plain).sum(1)
+    expected = gradient(model, (sums.exp() * rewards).sum())
+    weights = sums.detach().exp() * rewards
+    corrupted = laid(model, objective, replace(batch, advantages=weights))
+    loss = loss_of(model, objective, corrupted)
+    found = gradient(model, -loss.sums[0] * 3)  # the budget
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
+    likelihood = LeftToRight(slot_size=2)
+    model = small(tiny_backbone(likelihood.traits), 2)
+    texts = every_answer(model, 3)
+    size = 1000
+    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(size)]
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
+    rows = decode(model, SelfSpeculative(slot_size=2), prompts, sampling, batch_size=size).rows
+    probability = answers(model, likelihood, batch_of(texts)).exp()
+    drawn = torch.tensor([sum(tuple(row.token_ids) == text for row in rows) for text in texts]).double()
+    deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
+    assert float(drawn.sum()) == size
+    assert float(deviations.abs().max()) < 4.5
+
+
+def test_answers_of_a_group_differ() -> None:
+    model = tiny_backbone(NextToken().traits)
+    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(8)]
+    rows = decode(
+        model, Autoregressive(), prompts, SamplingParams(max_new_tokens=8, temperature=1.0), batch_size=8
+    ).rows
+    assert len({tuple(row.token_ids) for row in rows}) > 4
+
+
+def test_leave_one_out_and_scaled_advantages_are_parallel() -> None:
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, math.nan, 1.0, 0.0]], dtype=torch.float64)
+    scaled, plain = (group_advantages(rewards, scale=scale) for scale in (True, False))
+    assert plain[0].tolist() == pytest.approx([r - (2.5 - r) / 3 for r in rewards[0].tolist()])
+    ratio = scaled / plain
+    assert ratio[0].tolist() == pytest.approx([float(ratio[0, 0])] * 4)
+    assert (scaled[1] == 0).all()
+    assert (plain[1] == 0).all()
+    assert scaled[2, 1] == plain[2, 1] == 0
+    assert plain[2, [0, 2, 3]].tolist() == pytest.approx([-0.5, 1.0, -0.5])
+    assert float(scaled[0].square().sum() / 3) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
+    likelihood = NextToken()
+    model = small(tiny_backbone(likelihood.traits), 2)  # three tokens may be drawn
+    objective = GroupPolicy(likelihood=likelihood, kl_weight=1.0, unit="sequence")
+    texts = [(token,) for token in (EOS, 3, 4)]
+    batch = replace(batch_of(texts), advantages=torch.zeros(3, dtype=torch.float64))
+    corrupted = laid(model, objective, batch)
+    # With respect to hidden states: transformers' norms compute in float32, also backwards.
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)[:1].detach().requires_grad_()
+    values = objective.log_probabilities(hidden.expand(3, -1, -1), model.head, corrupted)[0]
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    own = values.sum(1)
+    (expected,) = torch.autograd.grad((own.exp() * (own - reference)).sum(), hidden, retain_graph=True)
+    dense = reference[:, None].expand_as(values)
+    total = torch.zeros_like(expected)
+    for number in range(3):
+        one = laid(model, objective, replace(batch_of(texts[number : number + 1]), advantages=torch.zeros(1).double()))
+        loss = objective.loss(hidden, model.head, replace(one, reference=dense[number : number + 1]))
+        total += own[number].detach().exp() * torch.autograd.grad(loss.sums[1], hidden)[0]
+    assert float(expected.abs().max()) > 1e-3
+    torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1}, "objective.group_size: expected an integer of at least 2"),
+        ({"temperature": 0.0}, "objective.temperature"),
+        ({"clip_low": 1.5}, "objective.clip_low"),
+        ({"unit": "token", "likelihood": MaskedBound()}, "objective.unit: expected sequence with MaskedBound"),
+        ({"num_updates": 0}, "objective.num_updates"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupPolicy(**options)

@@ -1,0 +1,202 @@
+"""Training on rewards from end to end: resuming, two processes, adapters, dynamic sampling, and bad rewards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from refusion_lit import SlotDiffusionModule
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
+from refusion_lit.evaluation.loop import EvaluationOptions
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.lora import LoraOptions
+from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
+from refusion_lit.tasks import Additions
+from refusion_lit.types import Example
+from tiny import TINY_QWEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyDigits(Reward):
+    """The share of different characters in an answer, so that most groups have several rewards."""
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return the shares."""
+        assert len(examples) == len(responses)
+        return [len(set(text)) / 10 for text in responses]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Reward):
+    """Does what no reward should."""
+
+    how: str
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> Any:
+        """Fail."""
+        assert examples
+        if self.how == "raises":
+            raise RuntimeError("no answer")
+        if self.how == "hangs":
+            time.sleep(3)
+        few = {"fewer": [0.5], "words": ["good"] * len(responses), "none": None}
+        return few.get(self.how, [0.0 if self.how == "constant" else math.nan] * len(responses))
+
+
+OBJECTIVE = GroupPolicy(
+    likelihood=LeftToRight(slot_size=4), rewards=(ManyDigits(),), group_size=3, max_new_tokens=6, temperature=0.9
+)
+
+
+class Recorded(SlotDiffusionModule):
+    """Writes its weights at the end: other processes share no memory."""
+
+    path: Path
+
+    def on_train_end(self) -> None:
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        torch.save(weights, f"{self.path}.{self.trainer.global_rank}")
+
+
+def fitted(
+    folder: Path,
+    objective: GroupPolicy = OBJECTIVE,
+    *,
+    decoder: Decoder | None = None,
+    steps: int = 3,
+    batch_size: int = 4,
+    ckpt_path: Path | None = None,
+    lora: LoraOptions | None = None,
+    rows: int = 16,
+    **options: Any,
+) -> tuple[Recorded, dict[str, Tensor]]:
+    """Train a tiny hybrid model; return the module, and the weights at the end."""
+    task = Additions(max_terms=2, num_train=64, num_validation=4, num_test=4)
+    data = InstructionDataModule(task, CharacterTokenizer(), batch_size)
+    module = Recorded(
+        BackboneConfig(config=TINY_QWEN, lora=lora),
+        data.built_tokenizer,
+        objective,
+        decoders={"first": decoder or SelfSpeculative(slot_size=4)},
+        decoding=EvaluationOptions(batch_size=rows),
+        optimizer=lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+    )
+    module.path = folder / "weights"
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"precision": "64-true", **options}
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, limit_val_batches=0, callbacks=[saving],
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=1,
+        **options,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return module, torch.load(folder / "weights.0")
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **{"rtol": 0, "atol": 0, **tolerance})
+
+
+@pytest.mark.parametrize("num_updates", [1, 3])
+def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_updates: int) -> None:
+    """Also between two updates on the same answers."""
+    objective = replace(OBJECTIVE, num_updates=num_updates)
+    single: Any = {"precision": "32-true", "steps": 5}
+    _, expected = fitted(tmp_path / "whole", objective, **single)
+    _, found = fitted(tmp_path / "resumed", objective, ckpt_path=tmp_path / "whole" / "step=2.ckpt", **single)
+    assert_equal(found, expected)
+    stored = torch.load(tmp_path / "whole" / "step=2.ckpt", weights_only=True)["state_dict"]
+    assert any(not torch.equal(stored[f"backbone.{name}"], value) for name, value in expected.items())
+
+
+def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
+    _, expected = fitted(tmp_path / "one", steps=2, batch_size=4, accumulate_grad_batches=1)
+    _, found = fitted(tmp_path / "two", steps=2, batch_size=2, devices=2, strategy="ddp_fork")
+    assert_equal(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_an_adapter_learns_beside_its_frozen_reference(tmp_path: Path) -> None:
+    objective = replace(OBJECTIVE, kl_weight=0.1)
+    module, weights = fitted(tmp_path, objective, lora=LoraOptions(rank=2))
+    assert module.trainer.callback_metrics["train/kl"] > 0
+    assert {name for name in weights if "lora" in name.lower()}
+
+
+def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
+    module, _ = fitted(tmp_path, steps=1)
+    logged = {name.removeprefix("train/"): float(value) for name, value in module.trainer.callback_metrics.items()}
+    assert 0 < logged["reward"] <= 1
+    assert 0.5 < logged["distinct_answers"] <= 1
+    assert logged["engine_kl"] < 1e-12
+    assert logged["entropy"] > 0
+    assert logged["length"] > 0
+    assert logged["clipped_low"] == logged["clipped_high"] == 0
+    assert {"overlong", "equal_groups", "tokens_per_forward", "rollout_seconds", "update_seconds"} <= logged.keys()
+
+
+def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
+    short = replace(OBJECTIVE, group_size=2, max_new_tokens=3)
+    plain, _ = fitted(tmp_path / "plain", short, steps=1, batch_size=32)
+    again, _ = fitted(tmp_path / "again", replace(short, max_resamples=4), steps=1, batch_size=32)
+    shares = [float(each.trainer.callback_metrics["train/equal_groups"]) for each in (plain, again)]
+    assert shares[0] > shares[1]
+
+
+@pytest.mark.parametrize("how", ["constant", "nan"])
+def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str) -> None:
+    objective = replace(OBJECTIVE, rewards=(Broken(how=how),), max_resamples=1)
+    _, one = fitted(tmp_path / "one", objective, steps=1)
+    _, two = fitted(tmp_path / "two", objective, steps=2)
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", r"Broken\.rewards: expected rewards, got RuntimeError\('no answer'\); the weights are"),
+        ("hangs", r"Broken\.rewards: expected an answer within 0\.2 s \(objective\.reward_seconds\), got 'none'"),
+        ("fewer", r"Broken\.rewards: expected 12 numbers, one per response, got 1"),
+        ("words", r"Broken\.rewards: expected numbers, got \['good'\]"),
+        ("none", r"Broken\.rewards: expected rewards, got TypeError"),
+    ],
+)
+def test_a_broken_reward_ends_the_run_in_one_line(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}[^\n]*$"):
+        fitted(tmp_path, replace(OBJECTIVE, rewards=(Broken(how=how),), reward_seconds=0.2))
+
+
+def test_a_run_resumed_with_another_reward_is_refused(tmp_path: Path) -> None:
+    fitted(tmp_path, steps=1)
+    other = replace(OBJECTIVE, rewards=(ManyDigits(weight=2.0),))
+    with pytest.raises(ValueError, match=r"^objective\.rewards: expected .*weight=1\.0.* got .*weight=2\.0"):
+        fitted(tmp_path / "resumed", other, ckpt_path=tmp_path / "step=1.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decoder": ReFusion(slot_size=4)}, r"^objective\.likelihood: expected .* not of ReFusion"),
+        ({"decoder": Autoregressive()}, r"^objective\.likelihood: expected .* not of Autoregressive"),
+        ({"rows": 2**40}, r"^model\.decoding\.batch_size: expected answers in flight that fit into"),
+        ({"objective": replace(OBJECTIVE, kl_weight=0.1)}, r"^objective\.kl_weight: expected 0 without adapters"),
+    ],
+    ids=str,
+)
+def test_impossible_runs_are_refused_before_work(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted(tmp_path, **options)
+    assert not list(tmp_path.glob("*.ckpt"))
