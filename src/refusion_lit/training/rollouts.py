@@ -111,12 +111,9 @@ class Rollouts:
         per_token = 2 * config.num_hidden_layers * heads * size * backbone.dtype.itemsize
         num_rows = self._evaluation.options.batch_size
         needed = num_rows * (prompt_length + self._sampling.max_new_tokens) * per_token
-        is_cuda = backbone.device.type == "cuda"
-        memory = (
-            torch.cuda.mem_get_info(backbone.device)[1]
-            if is_cuda
-            else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        )
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if backbone.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(backbone.device)[1]
         expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
         got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
         require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
