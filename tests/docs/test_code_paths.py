@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_531,
+    "command to text: lines": 4_525,
     "token ids to text: files": 21,
-    "token ids to text: lines": 4_255,
+    "token ids to text: lines": 4_249,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_289,
-    "test: files": 62,
-    "test: lines": 12_530,
+    "examples to loss: lines": 3_274,
+    "test: files": 60,
+    "test: lines": 12_155,
     "package: files": 183,
-    "package: lines": 28_141,
-    "package: lines of code": 17_712,
+    "package: lines": 27_900,
+    "package: lines of code": 17_522,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -158,9 +158,9 @@ def template_of(options: Namespace) -> str | None:
     """
     if options.template is None:
         return None
-    from refusion_lit.data.templates import Template, read_template
+    from refusion_lit.data.templates import Template
 
-    text = read_template(options.template)
+    text = read_text(options.template, "template").removesuffix("\n")
     Template.parse(text)
     return text
 
