@@ -22,9 +22,9 @@ import matplotlib.pyplot as plt
 import refusion_lit
 from refusion_lit import tasks
 from refusion_lit.data.encoding import encode_example
+from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Example
-from refusion_lit.utils.files import read_json_lines
 
 sys.path.append(str(Path(__file__).parents[2]))
 

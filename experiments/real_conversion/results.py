@@ -13,8 +13,8 @@ from experiments.common import write_json
 from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed
 
 import refusion_lit
+from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.reports.results import environment
-from refusion_lit.utils.files import read_json_lines
 
 JUDGE = "autoregressive"
 """The next-token model: it judges all answers, and ``generate`` decodes it."""

@@ -15,7 +15,7 @@ import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion, read_trajectories
-from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.text_model import TextModel
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
@@ -185,13 +185,13 @@ def test_each_decoder_decodes_one_prompt_before_it_is_timed(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[tuple[str, int]] = []
-    plain = Evaluation.decode
+    plain = TextModel.decode
 
-    def recorded(self: Evaluation, model: Any, decoder: Any, prompts: Any, callbacks: Any = ()) -> Any:
+    def recorded(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
         decoded.append((type(decoder).__name__, len(prompts)))
-        return plain(self, model, decoder, prompts, callbacks)
+        return plain(self, prompts, decoder, *args, **options)
 
-    monkeypatch.setattr(Evaluation, "decode", recorded)
+    monkeypatch.setattr(TextModel, "decode", recorded)
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     args += ["--trainer.enable_progress_bar=false", "--model.decoding.batch_size=8", "--data.eval_batch_size=8"]
     assert main([*args, "--model.decoders.one=RecomputeKV", "--model.sampling.max_new_tokens=16"]) == 0

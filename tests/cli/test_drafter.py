@@ -43,7 +43,6 @@ def write_config(path: Path, objective: dict[str, Any], max_steps: int, **backbo
             "backbone": backbone,
             "objective": objective,
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
-            "decoding": {"num_logged_samples": 0},
             "schedule": {"warmup_steps": 1},
         },
         "data": {

@@ -103,9 +103,9 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
         "folder": "output: expected a file in a directory that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1' 2 times in",
         "unknown": "1 of 1 ids",
-        "fields": "expected an object with texts 'id' and 'response', got '{\"id\": \"test:test.jsonl:1\"}'; correct",
+        "fields": "fields.jsonl:1: expected a field 'response'; it has 'id'; correct the line",
         "empty": "empty.jsonl; give another",
-        "missing": "no.jsonl (No such file or directory); check the path",
+        "missing": "no.jsonl: expected a data file, but it does not exist; check the path",
         "same": "output: expected another file",
     }
     for name, arguments in wrong.items():

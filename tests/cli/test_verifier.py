@@ -82,7 +82,7 @@ def test_the_context_of_a_chat_is_the_shorter_one() -> None:
         ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
     )
     chat = Chat(
-        Setup(model, options.decoder, sampling_of(options), DecodingOptions()), options, Console(file=io.StringIO())
+        Setup(model, options.decoder, sampling_of(options), DecodingOptions()), None, Console(file=io.StringIO())
     )
     chat.turns = [("2" * 20, "3" * 20)]
     chat.ask("12+34")

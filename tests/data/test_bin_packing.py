@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.datasets import PackedBatches, pack_samples
+from refusion_lit.data.datasets import collate_packed, pack_samples
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
@@ -40,7 +40,7 @@ def test_padding_is_under_five_percent_on_lengths_like_gsm8k(seed: int) -> None:
 
 def test_a_batch_holds_the_samples_of_its_rows() -> None:
     samples = [EncodedExample(f"s{i}", [5] * i, [6, 1]) for i in range(4)]
-    batch = PackedBatches(samples, [[3], [0, 2], [1]], pad_token_id=0)[[1, 0]]
+    batch = collate_packed([[0, 2], [3]], samples, pad_token_id=0)
     assert batch.ids == ["s0", "s2", "s3"]
     assert batch.rows is not None
     assert batch.rows.tolist() == [0, 0, 1]

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from jsonargparse import Namespace
 
+from refusion_lit.cli.parser import template_of
 from refusion_lit.data.evaluation import given_tokens
-from refusion_lit.data.templates import Template, read_template
+from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.types import Example
 
@@ -73,9 +75,9 @@ def test_holes_of_an_example_are_as_long_as_its_text() -> None:
 def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a{{2}}\n\n")
-    assert read_template(str(path)) == "a{{2}}\n"
+    assert template_of(Namespace(template=str(path))) == "a{{2}}\n"
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
-        read_template(str(path))
+        template_of(Namespace(template=str(path)))
     with pytest.raises(ValueError, match="template: expected a file"):
-        read_template(str(tmp_path / "none"))
+        template_of(Namespace(template=str(tmp_path / "none")))

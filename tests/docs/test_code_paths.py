@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_497,
+    "command to text: lines": 4_492,
     "token ids to text: files": 21,
-    "token ids to text: lines": 4_247,
+    "token ids to text: lines": 4_241,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_289,
-    "test: files": 62,
-    "test: lines": 12_522,
+    "examples to loss: lines": 3_274,
+    "test: files": 60,
+    "test: lines": 12_147,
     "package: files": 182,
-    "package: lines": 27_860,
-    "package: lines of code": 17_522,
+    "package: lines": 27_619,
+    "package: lines of code": 17_332,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -34,8 +34,8 @@ def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
         ('{"prompt": "\\ud800"}', "a lone surrogate; remove"),
         ('{"prompt": "a", "id": "\\ud800"}', "a lone surrogate; remove"),
         ('{"prompt": "a", "reference": "\\udfff"}', "a lone surrogate; remove"),
-        (nested(100_000), "is not JSON"),
-        (f'{{"prompt": "a", "id": {"7" * 5000}}}', "is not JSON"),
+        (nested(100_000), "broken JSON"),
+        (f'{{"prompt": "a", "id": {"7" * 5000}}}', "broken JSON"),
     ],
 )
 def test_invalid_prompts_are_refused_with_their_line(tmp_path: Path, line: str, message: str) -> None:

@@ -52,5 +52,5 @@ def fit_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "fit", "--config", QUICKSTART, "--config", str(overlay), *TINY, "--trainer.max_steps=40",
         "--trainer.val_check_interval=14", "--trainer.accumulate_grad_batches=2",
         "--model.backbone.config.attention_dropout=0.1", "--model.schedule.warmup_steps=5",
-        "--trainer.num_sanity_val_steps=0", "--model.decoding.num_logged_samples=0", "--data.task.num_train=96",
+        "--trainer.num_sanity_val_steps=0", "--data.task.num_train=96",
     ]  # fmt: skip

@@ -14,9 +14,9 @@ import pytest
 
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.text_model import TextModel
 from robustness.conftest import finished, start
 from robustness.test_two_processes import MODEL, OPTIONS
 
@@ -33,16 +33,16 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
 
     def patch() -> None:
-        decode, count = Evaluation.decode, 0
+        decode, count = TextModel.decode, 0
 
-        def interrupted(self: Evaluation, model: Any, decoder: Any, *args: Any) -> Any:
+        def interrupted(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
-            return decode(self, model, decoder, *args)
+            return decode(self, prompts, decoder, *args, **options)
 
-        Evaluation.decode = interrupted
+        TextModel.decode = interrupted
 
     return patch
 
@@ -133,18 +133,18 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     tmp_path: Path, unbroken: Path
 ) -> None:
     def fill_up() -> None:
-        decode, count = Evaluation.decode, 0
+        decode, count = TextModel.decode, 0
 
-        def limited(self: Evaluation, model: Any, *args: Any) -> Any:
+        def limited(self: TextModel, *args: Any, **options: Any) -> Any:
             nonlocal count
             count += 1
             if count == 7:
                 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
-                model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
-            return decode(self, model, *args)
+                self.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
+            return decode(self, *args, **options)
 
-        Evaluation.decode = limited
+        TextModel.decode = limited
 
     args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
@@ -209,9 +209,9 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit.cli.answers import _Writer
+        from refusion_lit.cli.answers import _Answers
 
-        on_finished, count = _Writer.on_finished, 0
+        on_finished, count = _Answers.on_finished, 0
 
         def interrupted(self: Any, index: int, generation: Any) -> None:
             nonlocal count
@@ -220,7 +220,7 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        _Writer.on_finished = interrupted
+        _Answers.on_finished = interrupted
 
     assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refusion_lit.evaluation.predictions import as_line, read_json_lines
 from refusion_lit.tasks.readers import read_rows, text_field
 from tasks.samples import ROWS
 
@@ -163,3 +164,35 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"run pip install pyarrow\."):
         list(read_rows(str(path)))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
+def test_only_a_line_feed_ends_a_json_line(tmp_path: Path, name: str) -> None:
+    rows = [{"id": str(i), "response": f"a{separator}b"} for i, separator in enumerate("\u2028\u2029\x85\x0c\x1c\n\r")]
+    text = "\r\n \n".join(map(as_line, rows)).encode()
+    assert "\u2028".encode() in text
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert read_json_lines(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("p.jsonl", b'{"id": ', r"predictions: .*p\.jsonl:3: broken JSON \(.*\); correct the line\."),
+        ("p.jsonl", b"[" * 100_000, r"predictions: .*p\.jsonl:3: broken JSON \(.*\); correct the line\."),
+        ("p.jsonl", b"[1]", r"predictions: .*p\.jsonl:3: expected a JSON object, got list; correct the line\."),
+        ("p.jsonl", b'{"id": 3}', r"predictions: .*p\.jsonl:3: expected text in field 'id', got int; quote it\."),
+        ("p.jsonl", b"{}", r"predictions: .*p\.jsonl:3: expected a field 'id'; it has none; correct the line\."),
+        ("p.gz", b"", r"predictions: .*p\.gz: cannot be read \(.*\); fetch it again\."),
+        (
+            "p.jsonl/none",
+            b"",
+            r"predictions: .*none: expected a data file, but it does not exist; check the path \(.*\)\.",
+        ),
+    ],
+)
+def test_a_broken_json_line_is_named(tmp_path: Path, name: str, line: bytes, message: str) -> None:
+    path = tmp_path / name
+    (tmp_path / Path(name).parts[0]).write_bytes(b'{"id": "a"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        read_json_lines(path, "predictions", texts=("id",))

@@ -15,12 +15,10 @@ from torch import nn
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
-from refusion_lit.decoding import APD, ReFusion
-from refusion_lit.evaluation.loop import EvaluationOptions
+from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.modeling.saving import save_model
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
-from refusion_lit.tasks import Additions, Holes
+from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
 from tiny import TINY_QWEN
@@ -122,48 +120,6 @@ def test_impossible_decoder_settings_are_refused_at_once() -> None:
 def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="decoders: expected names of letters"):
         _parts(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
-
-
-def _logged_samples(directory: Path, module: SlotDiffusionModule, data: InstructionDataModule) -> list[str]:
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(str(directory), name="run", version="v")
-    _trainer(directory, logger=logger, max_steps=2, val_check_interval=2, num_sanity_val_steps=0).fit(module, data)
-    logger.experiment.flush()
-    events = EventAccumulator(str(directory / "run" / "v"))
-    events.Reload()
-    tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("samples")]
-    return [events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags]
-
-
-def test_decoded_samples_are_logged_as_text(tmp_path: Path) -> None:
-    module, data = _parts(sampling=SamplingParams(max_new_tokens=16), decoding=EvaluationOptions(num_logged_samples=2))
-    [text] = _logged_samples(tmp_path, module, data)
-    assert text.count("(reference `") == 2
-    assert data.task.examples("validation")[0].query in text
-
-
-def test_samples_of_a_decoder_with_a_verifier_are_logged(tmp_path: Path) -> None:
-    decoding = EvaluationOptions(num_logged_samples=2, verifier=str(tmp_path / "verifier"))
-    module, data = _parts(sampling=SamplingParams(max_new_tokens=8), decoding=decoding, decoders={"apd": APD()})
-    module.objective = Masked()
-    verifier = BackboneConfig(config=TINY_QWEN).build(data.built_tokenizer, seed=1)
-    save_model(verifier, data.built_tokenizer, tmp_path / "verifier", prompt_template="{query}")
-    [text] = _logged_samples(tmp_path, module, data)
-    assert text.count("(reference `") == 2
-
-
-def test_samples_that_cannot_be_decoded_do_not_end_a_training(tmp_path: Path) -> None:
-    task = Holes(task=Additions(num_train=64, num_validation=16, num_test=8))
-    data = InstructionDataModule(task, CharacterTokenizer(), 8, 8)
-    options = EvaluationOptions(num_logged_samples=2)
-    module = SlotDiffusionModule(
-        BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Autoregressive(), decoding=options
-    )
-    with pytest.warns(UserWarning, match=r"no samples are logged \(decoder: Autoregressive cannot keep the template"):
-        assert _logged_samples(tmp_path, module, data) == []
-    assert module.trainer.global_step == 2
 
 
 @pytest.mark.parametrize("objective", [Hybrid(slot_sizes=(4,)), BlockMasked(block_size=4)])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import stat
@@ -10,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.evaluation.predictions import as_line
 from refusion_lit.utils.files import (
     atomic_writer,
     read_json,
-    read_json_lines,
     read_text,
     write_atomically,
     write_json_atomically,
@@ -62,33 +59,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, message: s
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=f"^{message}$"):
         read_text(tmp_path / name, "prompts", "a list")
-
-
-@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
-def test_only_a_line_feed_ends_a_json_line(tmp_path: Path, name: str) -> None:
-    rows = [{"id": str(i), "response": f"a{separator}b"} for i, separator in enumerate("\u2028\u2029\x85\x0c\x1c\n\r")]
-    text = "\r\n \n".join(map(as_line, rows)).encode()
-    assert "\u2028".encode() in text
-    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    assert read_json_lines(tmp_path / name) == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("p.jsonl", b'{"id": ', r"predictions: .*p\.jsonl:3 is not JSON \(.*\); remove or mend the line\."),
-        ("p.jsonl", b"[" * 100_000, r"predictions: .*p\.jsonl:3 is not JSON \(.*\); remove or mend the line\."),
-        ("p.jsonl", b"[1]", r"predictions: .*p\.jsonl:3: expected an object with texts 'id', got '\[1\]'; correct .*"),
-        ("p.jsonl", b'{"id": 3}', r"predictions: .*p\.jsonl:3: expected an object with texts 'id', got .* the line\."),
-        ("p.gz", b"", r"predictions: .*p\.gz cannot be decompressed \(.*\); fetch it again\."),
-        ("p.jsonl/none", b"", r"predictions: expected a file of JSON lines, got .* \(.*\); check the path\."),
-    ],
-)
-def test_a_broken_json_line_is_named(tmp_path: Path, name: str, line: bytes, message: str) -> None:
-    path = tmp_path / name
-    (tmp_path / Path(name).parts[0]).write_bytes(b'{"id": "a"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        read_json_lines(path, "predictions", texts=("id",))
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])

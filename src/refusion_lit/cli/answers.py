@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -25,13 +23,10 @@ from refusion_lit.evaluation.predictions import (
     prediction,
     predictions_fingerprint,
 )
+from refusion_lit.tasks.readers import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
-from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    pass
 
 _SECONDS_BETWEEN_WRITES = 1.0
 
@@ -74,24 +69,30 @@ def write_answers(options: Namespace) -> None:
     _check_model(setup, prompts)
     contents = {name: (tokens, templates[name]) if templates[name] else tokens for name, tokens in encoded.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
-    progress = AnswerProgress()
+    file = None
+    if options.output is not None:
+        file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
+    waiting = [request for request in requests if file is None or request.id not in file.done]
     decoder = type(setup.decoder).__name__
-    with _writer(options, requests, fingerprint) as (waiting, write):
-        watch = [progress.watch(decoder, len(requests), len(requests) - len(waiting))] if options.output else []
-        try:
-            model.generate_ids(
-                [encoded[request.id] for request in waiting],
-                decoder=setup.decoder,
-                sampling=setup.sampling,
-                ids=[request.id for request in waiting],
-                templates=[templates[request.id] for request in waiting],
-                callbacks=[_Writer(write, waiting, decoder), *watch],
-                **vars(setup.decoding),
-            )
-        finally:
-            progress.stop()
-        about = f"{len(waiting)} answers"
-    if options.output:
+    answers = _Answers(file, waiting, decoder)
+    progress = AnswerProgress()
+    watch = [] if file is None else [progress.watch(decoder, len(requests), len(requests) - len(waiting))]
+    try:
+        model.generate_ids(
+            [encoded[request.id] for request in waiting],
+            decoder=setup.decoder,
+            sampling=setup.sampling,
+            ids=[request.id for request in waiting],
+            templates=[templates[request.id] for request in waiting],
+            callbacks=[answers, *watch],
+            **vars(setup.decoding),
+        )
+    finally:
+        progress.stop()
+        answers.close()
+    about = f"{len(waiting)} answers"
+    if file is not None:
+        file.complete()
         pace = progress.paces[decoder]
         about = f"{pace.answers} answers, {pace.rate()}, {options.output}"
     sys.stderr.write(f"{decoder}: {about}\n")
@@ -128,64 +129,43 @@ def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
     setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
-@contextmanager
-def _writer(
-    options: Namespace, requests: list[_Request], fingerprint: Fingerprint
-) -> Iterator[tuple[list[_Request], Callable[[dict[str, Any]], None]]]:
-    """Open the output; yield the requests that are not answered yet, and what writes an answer."""
-    if options.output is None:
-        yield requests, _print_line
-        return
-    file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
-    pending = _Pending(file)
-    try:
-        yield [request for request in requests if request.id not in file.done], pending.add
-        pending.flush()
-        file.complete()
-    finally:
-        with suppress(ValueError):  # the error of a failed write is on its way already
-            pending.flush()
-        file.close()
+class _Answers(GenerationCallback):
+    """Writes each response as it finishes: to standard output, or those of a second together to a file.
 
+    Each write to the file is synced to disk.
+    """
 
-def _print_line(line: dict[str, Any]) -> None:
-    sys.stdout.write(as_line(line))
-    sys.stdout.flush()
-
-
-class _Pending:
-    """Answers that wait for a second to be written together, as each write is synced to disk."""
-
-    def __init__(self, file: PredictionsFile) -> None:
+    def __init__(self, file: PredictionsFile | None, requests: list[_Request], decoder: str) -> None:
         self._file = file
-        self._lines: list[dict[str, Any]] = []
-        self._written = time.monotonic()
-
-    def add(self, line: dict[str, Any]) -> None:
-        self._lines.append(line)
-        if time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
-            self.flush()
-
-    def flush(self) -> None:
-        lines = self._lines
-        self._lines = []
-        if lines:
-            self._file.write(lines)
-        self._written = time.monotonic()
-
-
-class _Writer(GenerationCallback):
-    """Writes each response as it finishes."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], None], requests: list[_Request], decoder: str) -> None:
-        self._write = write
         self._requests = requests
         self._decoder = decoder
+        self._lines: list[dict[str, Any]] = []
+        self._written = time.monotonic()
 
     def on_finished(self, index: int, generation: Generation) -> None:
         request = self._requests[index]
         line = prediction(generation, decoder=self._decoder, prompt=request.prompt, reference=request.reference)
-        self._write(line)
+        self._lines.append(line)
+        if self._file is None or time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        try:
+            self._flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _flush(self) -> None:
+        lines = self._lines
+        self._lines = []
+        if self._file is None:
+            sys.stdout.write("".join(map(as_line, lines)))
+            sys.stdout.flush()
+        elif lines:
+            self._file.write(lines)
+        self._written = time.monotonic()
 
 
 def read_prompts(source: str) -> Iterator[_Request]:
@@ -200,32 +180,25 @@ def read_prompts(source: str) -> Iterator[_Request]:
         text = decoded_text(sys.stdin.buffer.read(), "standard input", "prompts")
     else:
         text = read_text(source, "prompts")
-    lines = text.split("\n")  # other line separators (U+2028, say) are characters of a prompt
-    is_json = source.endswith((".jsonl", ".json")) or (bool(lines) and lines[0].lstrip().startswith("{"))
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        yield _from_json(line, f"{source}:{number}", str(number - 1)) if is_json else _Request(str(number - 1), line)
+    if source.endswith((".jsonl", ".json")) or text.split("\n", 1)[0].lstrip().startswith("{"):
+        yield from map(_from_row, json_rows(source, text))
+        return
+    for number, line in enumerate(text.split("\n")):  # other line separators (U+2028, say) are characters of a prompt
+        if line.strip():
+            yield _Request(str(number), line)
 
 
-def _from_json(line: str, where: str, default_id: str) -> _Request:
+def _from_row(row: Row) -> _Request:
+    """Return the request of a JSON object.
+
+    Raises:
+        ValueError: Naming the line and what is wrong with it.
+    """
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"prompts: {where} is not JSON ({getattr(error, 'msg', error)}); correct the line.") from error
-    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
-        raise ValueError(
-            f"prompts: {where}: expected an object with a text field 'prompt', got {line[:80]!r}; correct the line."
-        )
-    reference = values.get("reference")
-    template = values.get("template")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"prompts: {where}: expected text in field 'template', got {template!r:.60}; write one text.")
-    try:
-        reference = None if reference is None else str(reference)
-        name = default_id if values.get("id") is None else str(values["id"])
-        request = _Request(name, values["prompt"], reference, template)
-        "".join((request.id, request.prompt, reference or "", template or "")).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompts: {where}: expected Unicode, got a lone surrogate; remove its \\udXXX.") from error
-    return request
+        given = {name: value for name, value in values_of(row).items() if value is not None}
+        template = text_field(row, "template") if "template" in given else None
+        reference = unicode_text(row, "reference", str(given["reference"])) if "reference" in given else None
+        name = unicode_text(row, "id", str(given.get("id", row.line - 1)))
+        return _Request(name, text_field(row, "prompt", "add it"), reference, template)
+    except ValueError as error:
+        raise ValueError(f"prompts: {error}") from error

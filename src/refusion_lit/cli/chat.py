@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -14,19 +12,16 @@ from rich.text import Text
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.admission import KeptCache
-from refusion_lit.traces import Trace, check_replaceable, page, write_trace
+from refusion_lit.traces import Trace
 from refusion_lit.traces.document import visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
-from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 
 _HELP = """\
-/help          this
-/reset         forget the conversation
-/history       show it
-/trace FILE    write the last answer's trace (.html or .json)
-/quit          leave; so do Ctrl-C at the prompt and the end of input
+/help     this
+/reset    forget the conversation
+/quit     leave; so do Ctrl-C at the prompt and the end of input
 
 order: [2]12[1]+34 below an answer says that forward 2 decoded "12" and forward 1 "+34".
 """
@@ -37,10 +32,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
-    history = "earlier turns (question and answer) that the model sees at most; all by default"
-    parser.add_argument("--history", type=int | None, default=None, help=history)
-    add_decoding_options(parser, "share_prefixes", "allow_mismatch")
-    parser.add_argument("--show_order", type=bool, default=True, help="show which forward decoded what")
+    add_decoding_options(parser, "allow_mismatch")
     add_model_options(parser, max_new_tokens=256)
     return parser
 
@@ -52,8 +44,6 @@ def run(args: list[str]) -> int:
         ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
     """
     options = build_parser().parse(args)
-    if options.history is not None and options.history < 0:
-        raise ValueError(f"history: expected an integer of at least 0, got {options.history}; set it to 0 or more.")
     setup = setup_of(options)
     context = setup.model.model_for(setup.decoder).max_positions
     fits = context is None or options.max_new_tokens < context
@@ -61,7 +51,7 @@ def run(args: list[str]) -> int:
     require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
     if not options.allow_mismatch:
         setup.model.check_decoder(setup.decoder)
-    chat = Chat(setup, options, Console())
+    chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
     sys.stderr.write(f"decoder: {type(setup.decoder).__name__}\n")
@@ -104,19 +94,18 @@ class Chat:
 
     Args:
         setup: Model, decoder and sampling.
-        options: The command's options.
+        system: The system message; ``None`` for none.
         console: Where answers are shown.
     """
 
-    def __init__(self, setup: Setup, options: Namespace, console: Console) -> None:
+    def __init__(self, setup: Setup, system: str | None, console: Console) -> None:
         self.model = setup.model
         self.decoder = setup.decoder
         self.setup = setup
-        self.options = options
+        self.system = system
         self.console = console
         self.turns: list[tuple[str, str]] = []
-        self.last: Trace | None = None
-        self._kept = KeptCache() if options.share_prefixes else None
+        self._kept = KeptCache()
 
     def take(self, line: str) -> bool:
         """Run one line of input, a command or a question; return whether the conversation continues.
@@ -127,32 +116,19 @@ class Chat:
         if not line.startswith("/"):
             self.ask(line)
             return True
-        command, _, rest = line.partition(" ")
-        if command == "/quit":
+        if line == "/quit":
             return False
-        if command == "/help":
-            self._print(_HELP.rstrip())
-        elif command == "/reset":
+        require(line in ("/help", "/reset"), "chat", "one of its commands", visible(line), "/help lists them")
+        if line == "/reset":
             self.turns.clear()
-        elif command == "/history":
-            for question, answer in self.turns:
-                self._print(f"> {visible_lines(question)}\n{visible_lines(answer)}")
-        elif command == "/trace":
-            self._write(rest.strip())
         else:
-            raise ValueError(f"{visible(command)}: no such command; /help lists them.")
+            self._print(_HELP.rstrip())
         return True
 
-    @property
-    def num_turns(self) -> int:
-        """Number of earlier turns that the model is shown if they fit its context."""
-        limit = self.options.history
-        return len(self.turns) if limit is None else min(limit, len(self.turns))
-
-    def messages(self, question: str, num_turns: int | None = None) -> list[dict[str, str]]:
-        """Return what the model is shown: system message, the last turns, the question."""
-        turns = self.turns[len(self.turns) - (self.num_turns if num_turns is None else num_turns) :]
-        messages = [] if self.options.system is None else [{"role": "system", "content": self.options.system}]
+    def messages(self, question: str, num_turns: int) -> list[dict[str, str]]:
+        """Return what the model is shown: system message, a number of the last turns, the question."""
+        turns = self.turns[len(self.turns) - num_turns :]
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return [*messages, {"role": "user", "content": question}]
@@ -164,20 +140,17 @@ class Chat:
             ValueError: If it cannot be encoded, or is too long for the model.
         """
         ids = self._encode(question)
-        show_order = self.options.show_order
-        watching = show_order and self.console.is_terminal
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            callbacks = [_Watch(live, self.model.piece)] if watching else []
+            callbacks = [_Watch(live, self.model.piece)] if self.console.is_terminal else []
             name = str(len(self.turns))
-            row, self.last = self.model.trace(
+            row, trace = self.model.trace(
                 question, decoder=self.decoder, sampling=self.setup.sampling, token_ids=ids, prompt_id=name,
                 callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
         self._print(visible_lines(answer))
-        if show_order:
-            self.console.print(order_line(self.last, plain=not self.console.is_terminal), soft_wrap=True)
+        self.console.print(order_line(trace, plain=not self.console.is_terminal), soft_wrap=True)
         pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
         self.console.print(pace, style="dim", highlight=False, markup=False)
         return answer
@@ -186,7 +159,7 @@ class Chat:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
         context = self.model.model_for(self.decoder).max_positions
         room = self.setup.sampling.max_new_tokens
-        num_turns = self.num_turns if self.model.tokenizer.chat_template else 0
+        num_turns = len(self.turns) if self.model.tokenizer.chat_template else 0
         kept = num_turns
         ids = self.model.encode(question, self.messages(question, kept))
         while context is not None and len(ids) + room > context and kept > 0:
@@ -195,19 +168,6 @@ class Chat:
         if kept < num_turns:
             self.console.print(f"{num_turns - kept} earlier turns are left out: the context is full", style="yellow")
         return ids
-
-    def _write(self, name: str) -> None:
-        if self.last is None:
-            raise ValueError("/trace: expected an answer to trace, got none yet; ask something first.")
-        path = Path(name)
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"/trace: expected a file that ends in .html or .json, got {visible(name)!r}; name one.")
-        check_replaceable(path, "/trace")
-        if path.suffix == ".json":
-            write_trace(self.last, path)
-        else:
-            write_atomically(path, page(self.last))
-        self._print(f"wrote {path}")
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -347,10 +347,6 @@ def _use_source(config: Namespace, source: str) -> None:
         config.model.backbone.drafter = None if drafter is None else Namespace(**asdict(drafter))
         config.model.backbone.draft = None
         return
-    if source == "best":
-        raise ValueError("ckpt_path: expected a path or 'last', got 'best', which only a training knows; give a path.")
-    if source == "hpc":
-        return
     check_source(source, "ckpt_path")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",

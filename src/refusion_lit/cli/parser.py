@@ -15,6 +15,7 @@ from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loade
 from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
+from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -156,9 +157,9 @@ def template_of(options: Namespace) -> str | None:
     """
     if options.template is None:
         return None
-    from refusion_lit.data.templates import Template, read_template
+    from refusion_lit.data.templates import Template
 
-    text = read_template(options.template)
+    text = read_text(options.template, "template").removesuffix("\n")
     Template.parse(text)
     return text
 

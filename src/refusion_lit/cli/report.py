@@ -18,16 +18,11 @@ def run(args: list[str]) -> int:
     parser.add_argument("--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default")
     parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
     parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
-    parser.add_argument("--num_resamples", type=int, default=2000, help="resamples of the bootstrap")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap")
     options = parser.parse(args)
 
-    from refusion_lit.reports.intervals import Bootstrap
     from refusion_lit.reports.write import FORMATS, write_report
 
     formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
-    bootstrap = Bootstrap(num_resamples=options.num_resamples, seed=options.seed)
-    files = write_report(options.runs, options.output, baseline=options.baseline, formats=formats, bootstrap=bootstrap)
-    for path in files:
+    for path in write_report(options.runs, options.output, baseline=options.baseline, formats=formats):
         sys.stdout.write(f"wrote {path}\n")
     return 0

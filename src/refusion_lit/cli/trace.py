@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import Namespace
 from rich.console import Console
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace
-from refusion_lit.traces import write_trace as write_json
+from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, write_trace
 from refusion_lit.utils.files import write_atomically
 
 
@@ -23,10 +20,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint, directory or hub id")
     parser.add_argument("--prompt", type=str | None, default=None, help="what is decoded")
     parser.add_argument("--trace_file", type=str | None, default=None, help="JSON trace to show; decodes nothing")
-    parser.add_argument("--output", type=str | None, default=None, help="file to write; trace.html by default")
-    parser.add_argument("--format", type=Literal["html", "json"] | None, default=None,
-                        help="what to write; by default as the output's name says, or html")  # fmt: skip
-    parser.add_argument("--seconds_per_forward", type=float, default=0.4, help="pace of the animation")
+    output = "file to write: a page, or the trace itself if the name ends in .json"
+    parser.add_argument("--output", type=str, default="trace.html", help=output)
     add_model_options(parser)
     add_decoding_options(parser, "allow_mismatch")
     return parser
@@ -40,13 +35,13 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     _check(options)
-    output, kind = _output(options)
+    output = _output(options)
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
-    animate(trace, console=console, seconds_per_forward=options.seconds_per_forward)
+    animate(trace, console=console)
     print_statistics(trace, console=console)
-    if kind == "json":
-        write_json(trace, output)
+    if output.suffix == ".json":
+        write_trace(trace, output)
     else:
         write_atomically(output, page(trace))
     sys.stderr.write(f"wrote {output}\n")
@@ -61,22 +56,17 @@ def _check(options: Namespace) -> None:
         raise ValueError("prompt: expected --ckpt_path with --prompt, or --trace_file; give one or the other.")
     elif not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    pace = options.seconds_per_forward
-    if not (math.isfinite(pace) and pace >= 0):
-        raise ValueError(f"seconds_per_forward: expected a number of at least 0, got {pace}; set it to 0 or more.")
 
 
-def _output(options: Namespace) -> tuple[Path, str]:
-    """Return where to write and what, having made sure that it can be."""
-    suffix = "" if options.output is None else Path(options.output).suffix.lower()
-    kind = options.format or ("json" if suffix == ".json" else "html")
-    output = Path(options.output or f"trace.{kind}")
+def _output(options: Namespace) -> Path:
+    """Return where to write, having made sure that it can be."""
+    output = Path(options.output)
     if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ValueError(f"output: expected a file in a directory that can be written, got {output}; make it first.")
     if options.trace_file is not None and output.resolve() == Path(options.trace_file).resolve():
         raise ValueError(f"output: expected another file than --trace_file, got {output}; choose another name.")
     check_replaceable(output, "output")
-    return output, kind
+    return output
 
 
 def _decode(options: Namespace) -> Trace:

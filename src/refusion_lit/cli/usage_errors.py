@@ -33,8 +33,13 @@ REMOVED = {
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
+    "decoding.num_logged_samples": "trainings log no decoded samples; leave it out",
     "export.layout": "export writes our own format; convert with the family's own tools",
     "forward_cost": "forwards are the same on every machine; leave it out",
+    "chat.history": "the model sees as many turns as fit its context; leave it out",
+    "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
+    "chat.show_order": "chat always shows it; leave it out",
+    "evaluate.model": "evaluate takes no name of a model class; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "limits.disk_mb": _SANDBOX,
@@ -43,6 +48,7 @@ REMOVED = {
     "limits.num_processes": _SANDBOX,
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
     "max_post_forwards": "TokenEditing makes at most 16; leave it out",
+    "minimum_isolation.files": "set it to full, or to limits where the kernel offers less",
     "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
     "objective.distill": "objectives train on texts; leave it out, or write the model's own answers with generate",
     "objective.eos_chance": "rejected texts always have an end of sequence; leave it out",
@@ -66,11 +72,15 @@ REMOVED = {
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
     "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
+    "report.num_resamples": "intervals are of 2000 resamples; leave it out",
+    "report.seed": "intervals are those of one seed; leave it out",
+    "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "task.num_samples": "pass@k is gone; leave it out",
     "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
     "tokenizer.max_examples": "it is always 100 000; leave it out",
     "tokenizer.min_frequency": "it is always 2; leave it out",
+    "trace.format": "name --output with the ending .json or .html",
 }
 """Options and classes that earlier versions had, each with what to do instead.
 
@@ -307,6 +317,10 @@ class _Refusal:
         listing = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
         default = getattr(self._actions.get(option.name), "default", None)
         is_example = isinstance(default, int | float | str) and default != ""
+        if reason := removal_of(f"{option.name}.{option.value}"):
+            return (
+                f"{option.where}{option.name}: expected {listing}, got {option.value!r}, which was removed; {reason}."
+            )
         fix = "set it to such a value" + (f", for example {default} (the default)" if is_example else "")
         return f"{option.where}{option.name}: expected {listing}, got {option.value!r}; {fix}."
 

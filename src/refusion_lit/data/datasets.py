@@ -18,7 +18,7 @@ _PACKED_TOGETHER = 4096
 """Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
 
 
-class LazyExamples(Dataset[EncodedExample]):
+class EncodedOnRead(Dataset[EncodedExample]):
     """A dataset that generates and encodes each example when it is read.
 
     Args:
@@ -76,25 +76,15 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     return rows
 
 
-class PackedBatches(Dataset[ResponseBatch]):
-    """Maps a list of row indices to the batch of the rows' samples.
+def collate_packed(
+    rows: list[list[int]], samples: Dataset[EncodedExample] | Sequence[EncodedExample], pad_token_id: int
+) -> ResponseBatch:
+    """Return the batch of the samples of rows.
 
     Args:
-        samples: The samples.
         rows: Indices of each row's samples.
+        samples: All samples.
         pad_token_id: The padding token.
     """
-
-    def __init__(
-        self, samples: Dataset[EncodedExample] | Sequence[EncodedExample], rows: list[list[int]], pad_token_id: int
-    ) -> None:
-        self._samples = samples
-        self._rows = rows
-        self._pad_token_id = pad_token_id
-
-    def __getitem__(self, index: list[int]) -> ResponseBatch:
-        """Return a batch."""
-        rows = [self._rows[i] for i in index]
-        samples = [self._samples[i] for row in rows for i in row]
-        numbers = [number for number, row in enumerate(rows) for _ in row]
-        return collate_responses(samples, self._pad_token_id, rows=numbers)
+    numbers = [number for number, row in enumerate(rows) for _ in row]
+    return collate_responses([samples[i] for row in rows for i in row], pad_token_id, rows=numbers)

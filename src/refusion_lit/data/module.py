@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader
-from refusion_lit.data.datasets import LazyExamples, PackedBatches, pack_samples
+from refusion_lit.data.datasets import EncodedOnRead, collate_packed, pack_samples
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.data.evaluation import collate_prompts, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import (
@@ -101,7 +101,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_too_long = 0
         self.num_malformed = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._splits: dict[Split, LazyExamples | EncodedStore] = {}
+        self._splits: dict[Split, EncodedOnRead | EncodedStore] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
         self._train_examples: dict[str, Example] = {}
 
@@ -123,7 +123,7 @@ class InstructionDataModule(L.LightningDataModule):
         """
         for split in ("train", "validation"):
             samples = self._encoded(split)
-            if isinstance(samples, LazyExamples):
+            if isinstance(samples, EncodedOnRead):
                 samples.max_length = min(samples.max_length, max_positions)
                 continue
             longest = max(range(len(samples)), key=samples.length)
@@ -142,18 +142,18 @@ class InstructionDataModule(L.LightningDataModule):
         else:
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
             if self.pack_length is None:
-                batches: Dataset[ResponseBatch] = BatchDataset(data, self._collate)
+                batches = BatchDataset(data, self._collate)
                 order = LengthGroupedBatches(len(data), self.batch_size, data.length, seed=self.seed, **share)
             else:
                 rows = self._packed(data, self.pack_length)
-                batches = PackedBatches(data, rows, self._collate.keywords["pad_token_id"])
+                batches = BatchDataset(rows, partial(collate_packed, samples=data, **self._collate.keywords))
                 order = LengthGroupedBatches(len(rows), self.batch_size, None, seed=self.seed, **share)
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
         return loader
 
-    def _packed(self, data: LazyExamples | EncodedStore, pack_length: int) -> list[list[int]]:
+    def _packed(self, data: EncodedOnRead | EncodedStore, pack_length: int) -> list[list[int]]:
         """Return the indices of each row's samples."""
         lengths = [data.length(i) for i in range(len(data))]
         rows = pack_samples(lengths, pack_length, seed=self.seed)
@@ -183,9 +183,8 @@ class InstructionDataModule(L.LightningDataModule):
         """
         if not self._prompts:
             self._prompts = self._encoded_prompts("test", self.max_eval_prompts)
-            require(
-                len(self._prompts) > 0, "data.task", "examples in the test split", 0, "give the task some to decode"
-            )
+            fix = "give the task some to decode"
+            require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
         return self._prompts
 
     def train_example(self, name: str) -> Example:
@@ -220,7 +219,7 @@ class InstructionDataModule(L.LightningDataModule):
     def _encode(self) -> Encode:
         return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
 
-    def _encoded(self, split: Split) -> LazyExamples | EncodedStore:
+    def _encoded(self, split: Split) -> EncodedOnRead | EncodedStore:
         if split not in self._splits:
             examples = examples_of(self.task, split)
             num_examples = len(examples)
@@ -228,7 +227,7 @@ class InstructionDataModule(L.LightningDataModule):
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
-                self._splits[split] = LazyExamples(examples, self._encode, self.max_length)
+                self._splits[split] = EncodedOnRead(examples, self._encode, self.max_length)
             else:
                 self._splits[split] = self._stored(split, examples)
         return self._splits[split]

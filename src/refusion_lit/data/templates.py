@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
@@ -89,15 +88,6 @@ class Template:
             for part in self.parts
         ]
         return [tuple(token for tokens in chosen for token in tokens) + tuple(ends) for chosen in product(*choices)]
-
-
-def read_template(path: str) -> str:
-    """Return the text of a template file, without the line break at its end.
-
-    Raises:
-        ValueError: If the file is missing or not UTF-8.
-    """
-    return read_text(path, "template").removesuffix("\n")
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

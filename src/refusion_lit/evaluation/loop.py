@@ -27,7 +27,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, PromptBatch, SamplingParams
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,13 @@ class EvaluationOptions(DecodingOptions):
 
     Attributes:
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
-        num_logged_samples: Number of validation samples that are decoded and logged as text after each validation, at
-            least 0.
         record_trajectories: Let ``predict`` record in which forward and order each token became final, in the
             directory ``trajectories`` of the run (:func:`~refusion_lit.decoding.read_trajectories` reads it).
     """
 
     batch_size: int = 64
     verifier: str | None = None
-    num_logged_samples: int = 4
     record_trajectories: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        require_at_least("model.decoding.num_logged_samples", self.num_logged_samples, 0)
 
 
 @dataclass(kw_only=True)
@@ -135,7 +127,6 @@ class Evaluation:
         self.config: dict[str, Any] | None = None
         self._seed = seed
         self._resume = resume
-        self._verifier: TextModel | None = None
         self._running: dict[str, _DecoderState] = {}
 
     def decoders(self, model: TextModel) -> dict[str, Decoder]:
@@ -159,13 +150,6 @@ class Evaluation:
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
-    def pair(self, model: TextModel) -> TextModel:
-        """Give a model the verifier that decoders such as APD need, on the model's device."""
-        if self.options.verifier is not None:
-            self._verifier = self._verifier or load(self.options.verifier, device=model.backbone.device)
-            model.pair_with(self._verifier)
-        return model
-
     def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
 
@@ -181,7 +165,9 @@ class Evaluation:
         data: Any = getattr(trainer, "datamodule", None)
         require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
         self._trainer = trainer
-        self._model = self.pair(model)
+        self._model = model
+        if self.options.verifier is not None:
+            model.pair_with(load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
@@ -259,15 +245,15 @@ class Evaluation:
         if state.metrics is not None and not state.is_warm:
             self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
             state.is_warm = True
-        recorder = TrajectoryRecorder(state.decoder)
-        callbacks = [*callbacks, recorder] if state.trajectories is not None else callbacks
-        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+        recorder = None if state.trajectories is None else TrajectoryRecorder(state.decoder)
+        watch = [*callbacks] if recorder is None else [*callbacks, recorder]
+        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], watch)
         lines = []
         for (_, example), row in zip(missing, output.rows, strict=True):
             score, metrics = score_of(self._task, example, row.text)
             about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
             lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-        if state.trajectories is not None:  # before the predictions, which say what is done
+        if state.trajectories is not None and recorder is not None:  # before the predictions, which say what is done
             state.trajectories.write(list(recorder.trajectories.values()))
         if state.metrics is None:
             state.file.write(lines)

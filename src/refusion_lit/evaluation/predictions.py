@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
+from refusion_lit.tasks.readers import check_exists, decompressed_text, json_rows, text_field, values_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
@@ -146,6 +147,29 @@ def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprin
         # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
         meta_path(file).unlink(missing_ok=True)
     write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
+
+
+def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
+
+    Args:
+        file: The file.
+        option: The option that names it, for messages.
+        texts: Keys that every object must have, with texts as values.
+
+    Raises:
+        ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
+    """
+    try:
+        check_exists(Path(file))
+        rows = list(json_rows(str(file), decompressed_text(Path(file))))
+        objects = [dict(values_of(row)) for row in rows]
+        for row in rows:
+            for field in texts:
+                text_field(row, field, fix="correct the line")
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    return objects
 
 
 class PredictionsFile:

@@ -15,14 +15,7 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
-from refusion_lit.reports.results import (
-    RESULTS,
-    described_environment,
-    read_config,
-    read_environment,
-    read_results,
-    written,
-)
+from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.version import __version__
@@ -86,7 +79,6 @@ def model_card(
         has_drafter=has_drafter,
         is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
         has_own_decoder=has_own_decoder(traits),
-        training=_training(config) if config else {},
         tests=[_figures(test) for test in tests],
         environment=described_environment(environment),
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
@@ -162,23 +154,6 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                 )
 
 
-def _training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a model was trained, by name, without what the config leaves open."""
-    limits = {name: _lookup(config, "trainer", name) for name in ("max_steps", "max_epochs", "max_time")}
-    rows = {
-        "objective": _component(_lookup(config, "model", "objective")),
-        "task": _component(_lookup(config, "data", "task")),
-        "weights from": _lookup(config, "model", "backbone", "source") or "random initialisation",
-        "optimizer": _component(_lookup(config, "model", "optimizer")),
-        "samples per batch and process": _lookup(config, "data", "batch_size"),
-        "batches per optimizer step": _lookup(config, "trainer", "accumulate_grad_batches") or 1,
-        "at most": ", ".join(f"{name} {value}" for name, value in limits.items() if value not in (None, -1)) or None,
-        "precision": _lookup(config, "trainer", "precision") or "32-true",
-        "seed": config.get("seed_everything"),
-    }
-    return {name: value for name, value in rows.items() if value is not None}
-
-
 def _read_test(directory: Path) -> dict[str, Any]:
     """Return the content of a test's ``results.json``."""
     path = directory / RESULTS
@@ -208,11 +183,6 @@ def _shown(decoder: Mapping[str, Any]) -> str:
     """Return a recorded decoder as ``Class(option=value)``, without options that have no value."""
     options = [f"{name}={value}" for name, value in decoder.items() if name != "class" and value is not None]
     return f"{decoder.get('class')}({', '.join(options)})"
-
-
-def _component(part: object) -> str:
-    """Return a component of a config as ``Class(option=value)``."""
-    return "default" if part is None else written(_without_unset(part))
 
 
 def _class_name(part: object) -> str | None:

@@ -23,10 +23,16 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_READ_FILE, _READ_DIR, _WRITE_FILE = 0b0100, 0b1000, 0b0010
-_EPERM, _ENOSYS = 1, 38
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_ADD_RULE = 445
+_LANDLOCK_RESTRICT_SELF = 446
+_WRITE_FILE = 0b0010
+_READ_FILE = 0b0100
+_READ_DIR = 0b1000
+_EPERM = 1
+_ENOSYS = 38
 _NUM_OPEN_FILES = 64
 
 # Linux x86_64 system calls that a computation does not need and that Landlock and resource limits leave allowed.
@@ -41,7 +47,9 @@ _DENIED = {
     "io_uring, bpf, perf, keys, userfaultfd": (425, 426, 427, 321, 248, 249, 250, 298, 323),
     "priorities of other processes": (141, 142, 144, 203, 251, 314),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT64 = 56, 435, 302
+_CLONE = 56
+_CLONE3 = 435
+_PRLIMIT64 = 302
 
 
 def main() -> None:
@@ -107,7 +115,8 @@ def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:
     if version < 3:  # earlier versions cannot deny truncation
         return False
     all_rights = (1 << (16 if version >= 5 else 15)) - 1
-    tcp, scopes = (0b11 if version >= 4 else 0), (0b11 if version >= 6 else 0)
+    tcp = 0b11 if version >= 4 else 0
+    scopes = 0b11 if version >= 6 else 0
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, struct.pack("=QQQ", all_rights, tcp, scopes), size, 0)
     if ruleset < 0:
@@ -136,8 +145,14 @@ def _apply_seccomp(libc: Any) -> bool:  # noqa: ANN401
     if os.uname().machine != "x86_64" or sys.maxsize < 1 << 32:
         return False
     # Opcodes of classic BPF: load a word, jump if equal / greater or equal / any bit set, return.
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, deny, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    answer = 0x06
+    allow = 0x7FFF0000
+    deny = 0x00050000 | _EPERM
+    kill = 0x80000000
     program = [
         (load, 0, 0, 4),
         (equal, 1, 0, 0xC000003E),  # AUDIT_ARCH_X86_64: other architectures number their calls differently

@@ -231,29 +231,17 @@ def _run_commands(place: Path, point: dict[str, Any]) -> str | None:
         for subcommand, command in point["commands"].items():
             arguments = list(command)
             if subcommand == "test" and "fit" in point["commands"]:
-                try:
-                    arguments.append(f"--ckpt_path={_last_checkpoint(place / 'fit')}")
-                except ValueError as error:
-                    return str(error)
+                checkpoints = place / "fit" / "checkpoints"
+                found = [(path.name == "last.ckpt", path.stat().st_mtime, path) for path in checkpoints.glob("*.ckpt")]
+                if not found:
+                    return f"fit left no checkpoint in {checkpoints}; add a ModelCheckpoint to trainer.callbacks."
+                arguments.append(f"--ckpt_path={max(found)[-1]}")
             done = subprocess.run(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
             )
             if done.returncode:
                 return f"{subcommand} ended with exit code {done.returncode}:\n{tail(place / LOG)}"
     return None
-
-
-def _last_checkpoint(fit: Path) -> Path:
-    """Return the last checkpoint in a fit's directory.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    directory = fit / "checkpoints"
-    files = sorted(directory.glob("*.ckpt"), key=lambda path: (path.name == "last.ckpt", path.stat().st_mtime))
-    if not files:
-        raise ValueError(f"fit left no checkpoint in {directory}; add a ModelCheckpoint to trainer.callbacks.")
-    return files[-1]
 
 
 def tail(path: Path) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.readers import Row, text_field
+from refusion_lit.tasks.readers import Row, text_field, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
@@ -121,8 +121,6 @@ class CodeTask(Task):
         )
         seen: set[str] = set()
         for row in source.rows():
-            if row.values is None:
-                raise ValueError(f"{row.location}: {row.error}; fix the line.")
             split, example = self.read(row)
             if example.id in seen:
                 raise ValueError(f"{row.location}: expected each problem once, got {example.id} again; remove one.")
@@ -190,9 +188,9 @@ class Mbpp(CodeTask):
 
     def read(self, row: Row) -> tuple[Split, Example]:
         """Convert a row of the published format."""
-        assert row.values is not None
-        number = row.values.get("task_id")
-        tests = row.values.get("test_list")
+        values = values_of(row)
+        number = values.get("task_id")
+        tests = values.get("test_list")
         if not isinstance(number, int):
             raise ValueError(f"{row.location}: expected an integer in field 'task_id', got {number!r}; number it.")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.readers import HubDataset, Row, read_rows, text_field, unicode_text
+from refusion_lit.tasks.hub import HubDataset
+from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
@@ -145,14 +146,13 @@ class InstructionFiles(Task):
         return HubDataset(self.dataset, self.dataset_name, self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
-        if row.values is None:
-            raise ValueError(f"{row.location}: {row.error}; fix the line, or set malformed: skip in the task.")
+        values = values_of(row, "fix the line, or set malformed: skip in the task")
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
         query = text_field(row, self.query_field or query_field)
         response = text_field(row, self.response_field or response_field)
-        if self.preset == "instruction" and row.values.get("input"):
+        if self.preset == "instruction" and values.get("input"):
             query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
             raise ValueError(
@@ -168,8 +168,7 @@ def _own_id(row: Row) -> str | None:
 
 
 def _from_messages(row: Row, identity: str, name: str) -> Example:
-    assert row.values is not None
-    turns: Any = row.values.get(name)
+    turns: Any = values_of(row).get(name)
     is_valid = isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("content"), str) and isinstance(turn.get("role"), str)
         for turn in turns

@@ -1,4 +1,4 @@
-"""Reads rows of instruction data from files and hub data sets, with their locations for error messages."""
+"""Reads rows of instruction data from files, with their locations for error messages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from refusion_lit.utils.errors import reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +47,14 @@ def read_rows(file: str) -> Iterator[Row]:
         ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
     """
     path = Path(file)
-    if not path.is_file():
-        raise ValueError(
-            f"{file}: expected a data file, but it does not exist; check the path (relative to {Path.cwd().name}/)."
-        )
+    check_exists(path)
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         rows = _read_parquet(file)
     elif name.endswith(".jsonl"):
-        rows = _read_json_lines(file, _read_text(path))
+        rows = json_rows(file, decompressed_text(path))
     elif name.endswith(".json"):
-        rows = _read_json_list(file, _read_text(path))
+        rows = _read_json_list(file, decompressed_text(path))
     else:
         raise ValueError(
             f"{file}: expected a name ending in .json, .jsonl, .json.gz, .jsonl.gz or .parquet; rename it."
@@ -74,19 +67,30 @@ def read_rows(file: str) -> Iterator[Row]:
         raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
 
 
-def text_field(row: Row, field: str) -> str:
-    """Return the text in a field of a row.
+def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
+    """Return the object of a row.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if row.values is None:
+        raise ValueError(f"{row.location}: {row.error}; {fix}.")
+    return row.values
+
+
+def text_field(row: Row, field: str, fix: str = "add it, or set task.preset") -> str:
+    """Return the text in a field of a row; ``fix`` says what to do where it is missing.
 
     Raises:
         ValueError: If the field is missing (the message suggests the nearest name) or not text.
     """
-    assert row.values is not None
-    if field not in row.values:
-        close = get_close_matches(field, list(row.values), n=1)
-        names = ", ".join(map(repr, row.values)) or "none"
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; add it, or set task.preset."
+    values = values_of(row)
+    if field not in values:
+        close = get_close_matches(field, list(values), n=1)
+        names = ", ".join(map(repr, values)) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; {fix}."
         raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
-    value = row.values[field]
+    value = values[field]
     if not isinstance(value, str):
         raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; quote it.")
     return unicode_text(row, field, value)
@@ -107,7 +111,24 @@ def unicode_text(row: Row, field: str, text: str) -> str:
     return text
 
 
-def _read_text(path: Path) -> str:
+def check_exists(path: Path) -> None:
+    """Refuse a file that does not exist.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: expected a data file, but it does not exist; check the path (relative to {Path.cwd().name}/)."
+        )
+
+
+def decompressed_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, compressed (``.gz``) or not.
+
+    Raises:
+        ValueError: If it cannot be read; the message names file and line.
+    """
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
@@ -120,7 +141,15 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
 
 
-def _read_json_lines(file: str, text: str) -> Iterator[Row]:
+def json_rows(file: str, text: str) -> Iterator[Row]:
+    """Yield the rows of JSON Lines; blank lines are skipped, and an invalid line is a row with an error.
+
+    Only a line feed ends a line: other line separators of Unicode, such as U+2028, are characters of a text.
+
+    Args:
+        file: Where the text comes from, for messages.
+        text: The lines.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -164,60 +193,3 @@ def _row(file: str, number: int, values: object) -> Row:
     if not isinstance(values, dict):
         return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}")
     return Row(file, number, values)
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set of the hub.
-
-    Attributes:
-        id: Its id.
-        config: Its configuration; ``None``: the default one.
-        revision: Its revision; ``None``: the newest.
-    """
-
-    id: str
-    config: str | None = None
-    revision: str | None = None
-
-    @cached_property
-    def splits(self) -> list[str]:
-        """Names of its splits."""
-        with self._errors():
-            return _datasets().get_dataset_split_names(self.id, self.config, revision=self.revision)
-
-    def rows(self, split: str) -> Iterator[Row]:
-        """Return the rows of a split.
-
-        Raises:
-            ValueError: If there is no such split, or it cannot be loaded.
-        """
-        if split not in self.splits:
-            raise ValueError(
-                f"task.dataset: expected a split of {self.id}, got {split!r}; it has {', '.join(self.splits)}. "
-                "Choose from these in task.train, task.validation and task.test."
-            )
-        with self._errors():
-            loaded = _datasets().load_dataset(self.id, self.config, split=split, revision=self.revision)
-        return (Row(f"{self.id}/{split}", number, dict(values)) for number, values in enumerate(loaded, start=1))
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turn errors of the hub into a one-line ``ValueError``."""
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            if str(error).startswith("task."):
-                raise
-            raise ValueError(
-                f"task.dataset: the hub data set {self.id!r} cannot be loaded ({reason_of(error)}). "
-                "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
-            ) from error
-
-
-def _datasets() -> Any:  # noqa: ANN401 - a module
-    try:
-        import datasets  # pyright: ignore[reportMissingImports] - an extra
-    except ImportError as error:
-        raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
-    return datasets

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,6 +75,11 @@ class Trace:
     def num_forwards(self) -> int:
         """Number of forwards."""
         return len(self.rounds)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Number of forwards of each phase, in the order in which the phases first occur."""
+        return Counter(entry.phase for entry in self.rounds)
 
     @property
     def canvas_length(self) -> int:
@@ -159,8 +165,10 @@ def read_trace(path: str | Path) -> Trace:
         head = (found.get("format"), found.get("version")) if isinstance(found, dict) else ()
         is_whole = bool(head) and found.get("digest") == digest(found.get("trace"))
     except (ValueError, RecursionError) as error:  # includes invalid UTF-8
-        raise ValueError(f"trace_file: {path} is not JSON in UTF-8 ({error}); save it with --format json.") from error
-    fix = "save the trace again with --format json"
+        raise ValueError(
+            f"trace_file: {path} is not JSON in UTF-8 ({error}); write one with --output NAME.json."
+        ) from error
+    fix = "write the trace again with --output NAME.json"
     require(head == (FORMAT, _VERSION), "trace_file", f"a {FORMAT} of version {_VERSION}", str(path), fix)
     require(is_whole, "trace_file", "a trace as it was written", f"{path}, which was changed", fix)
     values = found["trace"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -60,7 +59,6 @@ def _data(trace: Trace) -> dict[str, Any]:
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
-    counts = Counter(entry.phase for entry in trace.rounds)
     rounds = [
         {
             "phase": visible(entry.phase),
@@ -82,5 +80,5 @@ def _data(trace: Trace) -> dict[str, Any]:
         "rounds": rounds,
         "pieces": list(pieces),
         "statistics": trace_statistics(trace),
-        "phases": [[visible(phase), number, explain(phase)] for phase, number in counts.items()],
+        "phases": [[visible(phase), number, explain(phase)] for phase, number in trace.phases.items()],
     }

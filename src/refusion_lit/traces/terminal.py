@@ -1,9 +1,8 @@
-"""A trace in the terminal: an animation, or one plain line per forward if the output is not a terminal."""
+"""A trace in the terminal: an animation, and a table of its statistics."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group
@@ -15,6 +14,7 @@ from rich.text import Text
 from refusion_lit.traces.document import Trace, explain, visible
 from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
+_SECONDS_PER_FORWARD = 0.4
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
 _RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
 
@@ -33,33 +33,22 @@ def round_style(number: int, num_forwards: int) -> Style:
     return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")
 
 
-def animate(
-    trace: Trace,
-    *,
-    console: Console,
-    seconds_per_forward: float = 0.4,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Show a decode forward by forward; if the console is not a terminal, print all forwards as plain text at once.
+def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show a decode forward by forward on a terminal, and nothing elsewhere.
 
     Args:
         trace: The decode.
         console: Where to show it.
-        seconds_per_forward: Display time of a forward in seconds, at least 0.
         sleep: Waits for a number of seconds.
     """
-    history = timeline(trace)
     if not console.is_terminal:
-        lines = [f"decoder: {visible(trace.decoder)}", "(drafted) ~rejected~ · masked", *_explanations(trace)]
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        for number in range(1, trace.num_forwards + 1):
-            console.print(_plain(trace, history, number), markup=False, highlight=False, soft_wrap=True)
         return
+    history = timeline(trace)
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         for number in range(trace.num_forwards + 1):
             live.update(_frame(trace, history, number), refresh=True)
             if number < trace.num_forwards:
-                sleep(seconds_per_forward)
+                sleep(_SECONDS_PER_FORWARD)
 
 
 def print_statistics(trace: Trace, *, console: Console) -> None:
@@ -67,8 +56,8 @@ def print_statistics(trace: Trace, *, console: Console) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    phases = Counter(entry.phase for entry in trace.rounds)
-    rows = trace_statistics(trace) | {f"forwards: {visible(phase)}": str(count) for phase, count in phases.items()}
+    phases = {f"forwards: {visible(phase)}": str(count) for phase, count in trace.phases.items()}
+    rows = trace_statistics(trace) | phases
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     console.print(table)
@@ -92,26 +81,6 @@ def _about(trace: Trace, number: int) -> str:
         return "Every token of the response is masked."
     does = explain(trace.rounds[number - 1].phase)
     return f"This forward {does}." if does else ""
-
-
-def _explanations(trace: Trace) -> list[str]:
-    """Return a line for each phase of a trace that says what its forwards do; of ``a+b`` one for ``a`` and ``b``."""
-    phases = dict.fromkeys(phase for entry in trace.rounds for phase in entry.phase.split("+"))
-    return [f"{visible(phase)}: {explain(phase)}" for phase in phases if explain(phase)]
-
-
-def _plain(trace: Trace, history: Timeline, number: int) -> str:
-    """Return one forward as text: accepted tokens as they are, drafts in (), rejected drafts in ~~, masks as dots."""
-    marks = {"accepted": ("", ""), "drafted": ("(", ")"), "rejected": ("~", "~")}
-    text = ""
-    previous: str | None = None
-    for change in history.after(number):
-        status = None if change is None else change.status
-        if status != previous:
-            text += (marks[previous][1] if previous else "") + (marks[status][0] if status else "")
-            previous = status
-        text += "·" if change is None else _piece(trace, change)
-    return f"{_heading(trace, history, number)}\n    {text}{marks[previous][1] if previous else ''}"
 
 
 def _frame(trace: Trace, history: Timeline, number: int) -> Group:

@@ -194,19 +194,15 @@ class CheckpointWriteError(ValueError):
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint plugin with atomic writes and loading without code execution.
 
-    A process that dies while writing leaves the old checkpoint under that name, or none. Remote paths go to Lightning's
-    own plugin.
+    A process that dies while writing leaves the old checkpoint under that name, or none.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - Lightning's signature
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401, ARG002 - Lightning's signature
         """Write a checkpoint.
 
         Raises:
             CheckpointWriteError: If it cannot be written, for lack of space or permission.
         """
-        if storage_options is not None or _is_remote(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
         try:
             with atomic_writer(path) as file:
                 torch.save(checkpoint, file)
@@ -219,7 +215,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Any = None,  # noqa: ANN401 - Lightning's signature
+        map_location: Any = None,  # noqa: ANN401, ARG002 - Lightning's signature
         weights_only: bool | None = None,  # noqa: ARG002
     ) -> dict[str, Any]:
         """Load a checkpoint to the CPU: tensors and plain values only, even with ``weights_only=False``.
@@ -227,10 +223,4 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             ValueError: If it is missing or damaged, or holds anything else.
         """
-        if _is_remote(path):
-            return super().load_checkpoint(path, map_location, weights_only=True)
         return read_checkpoint(path)
-
-
-def _is_remote(path: str | Path) -> bool:
-    return "://" in str(path)

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
+from refusion_lit.metrics import TermMeans
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
@@ -32,12 +33,12 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
-from refusion_lit.training.validation import Validation, is_whole
-from refusion_lit.types import PromptBatch, SamplingParams
+from refusion_lit.types import PromptBatch, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
+_NUM_STRATA = 16
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -47,9 +48,9 @@ class SlotDiffusionModule(L.LightningModule):
         backbone: Where the model comes from.
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
-        decoders: Decoders by name. ``test`` compares them; ``predict`` and logged samples use the first. By default the
-            one of the model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops
-            one that an earlier config has named.
+        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. By default the one of the
+            model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops one that an
+            earlier config has named.
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
@@ -61,7 +62,6 @@ class SlotDiffusionModule(L.LightningModule):
 
     Attributes:
         evaluation: Tests and predicts; its ``results`` are the figures of the last test by decoder name.
-        validation: Computes the validation loss.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.seed = seed
         self.prompt_template = prompt_template
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
-        self.validation = Validation(objective, self.evaluation)
+        self._validation_means = TermMeans(objective.terms)
         self.backbone: Backbone | None = None
         self._progress = TrainingProgress()
         self.rollouts = Rollouts(objective, self.evaluation, seed) if isinstance(objective, GroupPolicy) else None
@@ -138,7 +138,7 @@ class SlotDiffusionModule(L.LightningModule):
             is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
             if metadata.adapters is not None and self.model.adapters is None and not is_fit:
                 checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
-        if "state_dict" in checkpoint and (self._trainer is None or is_whole(self._trainer.strategy)):
+        if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
         if self.rollouts is not None:
@@ -286,18 +286,20 @@ class SlotDiffusionModule(L.LightningModule):
     def on_validation_start(self) -> None:
         """Stop the clock of training."""
         self._progress.pause()
-        self.validation.start(self.device)
+        self._validation_means.reset()
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Add a batch's loss."""
-        self.validation.step(batch, self.model.special_tokens, self.loss)
+        """Add the loss of a batch, which is empty on a process without samples."""
+        is_empty = len(batch.input_ids) == 0
+        corrupted = None if is_empty else corrupt_evenly(self.objective, batch, self.model.special_tokens)
+        self._validation_means.update(None if corrupted is None else self.loss(corrupted))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation losses and a few decoded samples."""
-        for name, value in self.validation.figures().items():
-            self.log(name, value, prog_bar=name == "val/loss")
-        if not self.trainer.sanity_checking and self.trainer.is_global_zero and is_whole(self.trainer.strategy):
-            self.validation.log_samples(self.trainer, self.text_model())
+        """Log the validation losses."""
+        means = self._validation_means.compute()
+        self.log("val/loss", means.pop("total").float(), prog_bar=True)
+        for name, mean in means.items():
+            self.log(f"val/{name}", mean.float())
 
     def on_validation_end(self) -> None:
         """Restart the clock of training."""
@@ -328,3 +330,22 @@ class SlotDiffusionModule(L.LightningModule):
     def on_predict_end(self) -> None:
         """Close the predictions file."""
         self.evaluation.finish()
+
+
+def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:
+    """Corrupt a batch with noise and mask ratios that depend on its samples only.
+
+    Args:
+        objective: The training objective.
+        batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1).
+        special_tokens: Ids of the tokenizer's special tokens.
+    """
+    strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
+    ratio = (strata.double() + 0.5) / _NUM_STRATA
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
+    return objective.corrupt(batch, noise, special_tokens, mask_ratio=ratio)
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    """Whether each process holds all weights and can run the model without the others."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)

@@ -5,13 +5,11 @@ Locks between processes are filelock's: held until they are released or their ho
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -128,14 +126,11 @@ def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
     Raises:
         ValueError: If it cannot be read or is not UTF-8.
     """
-    return decoded_text(_read_bytes(path, option, expected), str(path), option)
-
-
-def _read_bytes(path: str | Path, option: str, expected: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{option}: expected {expected}, got {path} ({error.strerror}); check the path.") from error
+    return decoded_text(content, str(path), option)
 
 
 def decoded_text(content: bytes, source: str, option: str) -> str:
@@ -144,40 +139,6 @@ def decoded_text(content: bytes, source: str, option: str) -> str:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{option}: {source} is not UTF-8 text ({error.reason}); convert it.") from error
-
-
-def read_json_lines(path: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, compressed (``.gz``) or not; blank lines are skipped.
-
-    Only a line feed ends a line: other line separators of Unicode, such as U+2028, are characters of a text.
-
-    Args:
-        path: The file.
-        option: The option that names it, for messages.
-        texts: Keys that every object must have, with texts as values.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
-    """
-    content = _read_bytes(path, option, "a file of JSON lines")
-    if Path(path).suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{option}: {path} cannot be decompressed ({error}); fetch it again.") from error
-    rows = []
-    for number, line in enumerate(decoded_text(content, str(path), option).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{option}: {path}:{number} is not JSON ({error}); remove or mend the line.") from error
-        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in texts):
-            expected = "an object" + (f" with texts {' and '.join(map(repr, texts))}" if texts else "")
-            raise ValueError(f"{option}: {path}:{number}: expected {expected}, got {line[:80]!r}; correct the line.")
-        rows.append(values)
-    return rows
 
 
 def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value

@@ -28,22 +28,16 @@ def is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def require_at_least(
-    option: str, value: float | str | None, minimum: float, word: str | None = None, *, optional: bool = False
-) -> None:
+def require_at_least(option: str, value: float | None, minimum: float, *, optional: bool = False) -> None:
     """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options.
 
-    ``word`` is a text that the option takes besides, such as ``measure``; with ``optional`` it may be ``None``.
+    With ``optional`` it may be ``None``.
     """
     if optional and value is None:
         return
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
-    holds = is_number(value, kind) and not isinstance(value, str | None) and value >= minimum
-    expected = f"{name} of at least {minimum}"
-    fix = f"set {option} to {minimum} or more"
-    if word is not None:
-        holds, expected, fix = holds or value == word, f"{word} or {expected}", f"{fix}, or to {word}"
-    require(holds, option, expected, value, fix)
+    holds = value is not None and is_number(value, kind) and value >= minimum
+    require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:

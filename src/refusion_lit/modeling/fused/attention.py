@@ -136,10 +136,10 @@ class PaddedAttention:
         if self._cache is None or self._is_causal:  # tokens that see only each other read no entry of the cache
             if self._cache is not None:
                 self._cache.store(layer, key, value)
-            key, value = (rows.padded(states).unflatten(0, (rows.shape[0], -1)) for states in (key, value))
+            key, value = (rows.padded(states).view(*rows.shape, *states.shape[1:]) for states in (key, value))
         else:
             key, value = self._cache.update(layer, key, value)
-        query = rows.padded(query).unflatten(0, (rows.shape[0], -1))
+        query = rows.padded(query).view(*rows.shape, *query.shape[1:])
         mixed = attend_rows(query, key, value, self._mask, is_causal=self._is_causal)
         return rows.real_of(mixed.flatten(0, 1))
 

@@ -50,7 +50,7 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_hand:  # w x / sqrt(|x|^2 / size + eps)
-            root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
             return x.div(root).mul_(self._weight)
         if x.dtype == torch.float64:  # the library's operations one by one, so that all roundings are equal
             rounded = x.float()

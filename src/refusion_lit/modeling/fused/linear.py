@@ -101,7 +101,9 @@ class Linear:
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
-        return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
+        if self._batch_invariant:
+            return in_blocks(self._product, x)
+        return F.linear(x, self.weight, self.bias) if self._packed is None else self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
         copy = self._packed_copy()
