@@ -111,19 +111,21 @@ def real_model(session: nox.Session) -> None:
     """Work with a pretrained model (SmolLM2-135M, a download of 93 MB): `nox -s real_model -- PART OPTIONS`.
 
     `fetch` fetches and imports the model, and every other part begins with it. `table` decodes without loss by the
-    drafter in the repository, the default. `draft` trains a drafter (six hours of one core). `convert` trains by five
-    objectives, decodes and measures (hours; resumes where it was): give it `--data DIR` with GSM8K's files.
+    drafter in the repository, the default. `draft` trains a drafter (six hours of one core). `convert` converts the
+    model to ReFusion on its own answers and measures (three hours; resumes where it was): give it `--questions` and
+    `--prompts`, GSM8K's files. `objectives` compares five objectives on human answers: give it `--data DIR`.
     """
     scripts = {
         "fetch": (),
         "draft": ("experiments/lossless/prepare.py", "draft"),
         "table": ("experiments/lossless/table.py",),
-        "convert": ("experiments/real_conversion/run.py",),
+        "convert": ("experiments/refusion_pays/convert.py",),
+        "objectives": ("experiments/real_conversion/run.py",),
     }
     part, *options = session.posargs or ["table"]
     if part not in scripts:
         session.error(f"expected {', '.join(scripts)}, got {part}")
-    install(session, ".[gguf,peft]" if part == "convert" else ".[gguf]")
+    install(session, ".[gguf,peft]" if part == "objectives" else ".[gguf]")
     session.run("python", "experiments/lossless/prepare.py", "fetch", env=ENVIRONMENT)
     if scripts[part]:
         session.run("python", *scripts[part], *options, env=ENVIRONMENT)

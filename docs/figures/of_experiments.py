@@ -34,10 +34,22 @@ def _demo(results: Result) -> str:
     return demo.table(results["rows"])
 
 
-@table("results", _path("demo"), _path("lossless"))
-def _results(of_demo: Result, of_lossless: Result) -> str:
+@table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "real_model.json"))
+def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
     head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    return markdown_table(head, [*demo.summary(of_demo["rows"]), *lossless.summary(of_lossless["runs"])])
+    found = list(of_pays["runs"].values())[-1]["decoders"]
+    converted = [
+        [
+            "SmolLM2 converted, GSM8K, alone",
+            f"`{name}`",
+            f"perplexity under the base: {figures['perplexity_under_base']:.2f}",
+            f"{figures['tokens_per_forward']:.2f}",
+            f"{figures['speed_over_autoregressive']:.2f}",
+        ]
+        for name, figures in found.items()
+        if not name.startswith("base")
+    ]
+    return markdown_table(head, [*demo.summary(of_demo["rows"]), *lossless.summary(of_lossless["runs"]), *converted])
 
 
 @table("lossless", _path("lossless"))
@@ -98,6 +110,30 @@ def _bonus(found: Result) -> str:
             f"{row['num_positions'] / row['num_tokens']:.2f}",
         ]
         for row in found["rows"]
+    ]
+    return markdown_table(titles, rows)
+
+
+@table("refusion_pays real model", _path("refusion_pays", "real_model.json"))
+def _real_model(found: Result) -> str:
+    titles = (
+        "training", "decoder", "prompts", "tokens/forward", "positions/token", "tokens/s, times `Autoregressive`",
+        "same text as the base", "tokens before the first difference", "perplexity under the base",
+    )  # fmt: skip
+    rows = [
+        [
+            f"`{name}`",
+            f"`{decoder}`",
+            run["num_prompts"],
+            f"{figures['tokens_per_forward']:.2f}",
+            f"{figures['positions_per_token']:.1f}",
+            f"{figures['speed_over_autoregressive']:.2f}",
+            figures["identical"],
+            f"{figures['common_prefix']:.0f}",
+            f"{figures['perplexity_under_base']:.2f}",
+        ]
+        for name, run in found["runs"].items()
+        for decoder, figures in run["decoders"].items()
     ]
     return markdown_table(titles, rows)
 

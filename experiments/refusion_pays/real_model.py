@@ -2,10 +2,10 @@
 
 usage: python experiments/refusion_pays/real_model.py --prompts GSM8K_TEST.jsonl@24 NAME=CHECKPOINT ... [--output FILE]
 
-NAME is that of a training (own_answers, own_answers_serial). Each prompt is decoded alone by every decoder in turn, so
-that other work on the machine meets all of them; times are processor time of one thread. The reference is the base's
-own answer, decoded by `Autoregressive`. Perplexity is that of the texts under the base. What the output holds already
-is kept.
+NAME is that of a training and its step. Each prompt is decoded alone by every decoder in turn, so that other work on
+the machine meets all of them; times are processor time of one thread. `--decoders` measures some of them only. The
+reference is the base's own answer, decoded by `Autoregressive`. Perplexity is that of the texts under the base. What
+the output holds already is kept.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
     blocks = max(max_new_tokens // BLOCK, 1)
 
     def refusion(infill: Any, threshold: float, **options: Any) -> ReFusion:
-        return ReFusion(
-            slot_size=8, num_serial_blocks=blocks, slot_threshold=threshold, token_threshold=threshold, infill=infill,
-            **options,
-        )  # fmt: skip
+        options = {"slot_size": 8, "num_serial_blocks": blocks, **options}
+        return ReFusion(slot_threshold=threshold, token_threshold=threshold, infill=infill, **options)
 
     return {
-        "SelfSpeculative": SelfSpeculative(slot_size=8),
-        "ReFusion, mask, 0.6": refusion("mask", 0.6),
-        "ReFusion, autoregressive, 0.6": refusion("autoregressive", 0.6),
-        "ReFusion, bonus, 0.6": refusion("bonus", 0.6),
-        "ReFusion, bonus, 0.9": refusion("bonus", 0.9),
-        "ReFusion, bonus, left to right": refusion("bonus", 0.9, selection="sequential", k=1),
+        "SelfSpeculative 8": SelfSpeculative(slot_size=8),
+        "SelfSpeculative 4": SelfSpeculative(slot_size=4),
+        "ReFusion mask 0.6": refusion("mask", 0.6),
+        "ReFusion autoregressive 0.6": refusion("autoregressive", 0.6),
+        "ReFusion bonus 0.6": refusion("bonus", 0.6),
+        "ReFusion bonus 0.9": refusion("bonus", 0.9),
+        "ReFusion bonus 2 0.6": refusion("bonus", 0.6, slot_size=2, num_serial_blocks=max(max_new_tokens // 4, 1)),
     }
 
 
@@ -65,17 +64,18 @@ def perplexity(base: refusion_lit.TextModel, prompt: Prompt, tokens: list[int]) 
 
 
 def compared(
-    base: refusion_lit.TextModel, model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int
-) -> dict[str, Any]:
-    """Decode all prompts with all decoders in turn; return figures by decoder."""
-    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    base: refusion_lit.TextModel, model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int,
+    names: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Decode all prompts with the named decoders in turn; return figures by decoder."""
+    sampling, short = SamplingParams(max_new_tokens=max_new_tokens), SamplingParams(max_new_tokens=BLOCK)
     ways = {"base, Autoregressive": (base, Autoregressive())}
-    ways |= {name: (model, decoder) for name, decoder in decoders(max_new_tokens).items()}
+    ways |= {name: (model, decoder) for name, decoder in decoders(max_new_tokens).items() if name in names}
     rows: dict[str, list[Any]] = {name: [] for name in ways}
     seconds = dict.fromkeys(ways, 0.0)
     for prompt in prompts:
         for name, (own, decoder) in ways.items():
-            own.decode([prompt], decoder, SamplingParams(max_new_tokens=BLOCK * 2)) if not rows[name] else None
+            own.decode([prompt], decoder.fitted(short), short) if not rows[name] else None  # warms up
             started = time.process_time()
             rows[name] += own.decode([prompt], decoder, sampling).rows
             seconds[name] += time.process_time() - started
@@ -112,21 +112,24 @@ def main() -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="NAME=CHECKPOINT")
     parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER")
     parser.add_argument("--max_new_tokens", type=int, default=160)
+    parser.add_argument("--decoders", nargs="+", choices=[*decoders(BLOCK)], default=[*decoders(BLOCK)], metavar="NAME")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("real_model.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    base = refusion_lit.load(BASE, device="cpu", dtype="float32")
+    base = refusion_lit.load(BASE, device="cpu", dtype=args.dtype)
     prompts = read_prompts(base, *args.prompts.split("@"))
-    result: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "runs": {}}
+    result: dict[str, Any] = {"runs": {}}
     if args.output.is_file():
         result = json.loads(args.output.read_text(encoding="utf-8"))
     for text in args.checkpoints:
         name, _, checkpoint = text.partition("=")
         if name in result["runs"]:
             continue
-        model = refusion_lit.load(checkpoint, device="cpu", dtype="float32")
-        found = compared(base, model, prompts, args.max_new_tokens)
-        result["runs"][name] = {"decoders": found, "environment": environment(0, sys.argv)}
+        model = refusion_lit.load(checkpoint, device="cpu", dtype=args.dtype)
+        found = compared(base, model, prompts, args.max_new_tokens, args.decoders)
+        settings = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "dtype": args.dtype}
+        result["runs"][name] = {**settings, "decoders": found, "environment": environment(0, sys.argv)}
         write_json(args.output, result)
         for decoder, figures in found.items():
             print(name, decoder, {key: value for key, value in figures.items() if key != "texts"}, flush=True)

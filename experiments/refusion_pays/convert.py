@@ -1,0 +1,66 @@
+"""Convert SmolLM2-135M-Instruct to ReFusion on its own answers, and measure.
+
+usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
+           [--num_questions 1000] [--max_steps N] [--work_dir DIR]
+
+Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, exports and measures. Each
+part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4 --prompts FILE@1`
+in a --work_dir of its own is a trial of minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from refusion_lit.utils.files import read_json_lines
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import command, configs, train
+from experiments.lossless.table import BASE
+
+HERE = Path(__file__).parent
+MAX_NEW_TOKENS = 256
+"""Of an answer. Longer ones are left out: seven of ten of the base's answers end within it."""
+
+
+def answer(questions: Path, num_questions: int, work_dir: Path) -> Path:
+    """Let the base answer the questions; return the file of the answers that ended."""
+    rows = read_json_lines(questions, "--questions", texts=("question",))[:num_questions]
+    lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
+    prompts, answers, finished = (work_dir / f"{name}.jsonl" for name in ("questions", "answers", "finished"))
+    prompts.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    command(
+        "generate", "--ckpt_path", str(BASE), "--dtype", "bfloat16", "--decoder", "Autoregressive",
+        "--batch_size", "64", "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts),
+        "--output", str(answers), "--resume",
+    )  # fmt: skip
+    subprocess.run([sys.executable, HERE / "finished.py", answers, "--output", finished], check=True)
+    return finished
+
+
+def main() -> None:
+    """Run all parts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--questions", required=True, type=Path, help="GSM8K's train.jsonl")
+    parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER", help="to measure with, GSM8K's test.jsonl")
+    parser.add_argument("--num_questions", type=int, default=1000)
+    parser.add_argument("--max_steps", type=int, default=None, help="of the training; for a trial")
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    finished = answer(args.questions, args.num_questions, args.work_dir)
+    options = [*configs(HERE / "own_answers.yaml", HERE / "windows.yaml")]
+    options += ["--data.task.init_args.train", str(finished)]
+    options += [] if args.max_steps is None else ["--trainer.max_steps", str(args.max_steps)]
+    checkpoint = train(args.work_dir / "windows" / "fit", *options)
+    measured = [sys.executable, HERE / "real_model.py", f"windows={checkpoint}", "--prompts", args.prompts]
+    subprocess.run([*measured, "--output", args.work_dir / "real_model.json"], check=True)
+
+
+if __name__ == "__main__":
+    main()
