@@ -280,7 +280,12 @@ def _policy_curves(results: Result) -> policy.Curves:
 
 @table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
-    return markdown_table(policy.HEAD, policy.rows(results["before"], _by_estimator(results)))
+    runs = _by_estimator(results)
+    rows = policy.rows(results["before"], runs)
+    against = [["", ""], *(list(run["against_exact"].values()) for run in runs.values())]
+    cells = [[f"{each[0]:+.1f}, {each[1]:+.1f} to {each[2]:+.1f}" if each else "" for each in pair] for pair in against]
+    head = [*policy.HEAD, "left to right, against exact", "thresholds, against exact"]
+    return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:
