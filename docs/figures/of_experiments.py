@@ -278,6 +278,21 @@ def _policy_curves(results: Result) -> policy.Curves:
     return policy.curves({f"seed {seed}": run for seed, run in results["results"].items()})
 
 
+@table("policy_estimators", _path("policy_estimators"))
+def _policy_estimators(results: Result) -> str:
+    runs = _by_estimator(results)
+    rows = policy.rows(results["before"], runs)
+    against = [["", ""], *(list(run["against_exact"].values()) for run in runs.values())]
+    cells = [[f"{each[0]:+.1f}, {each[1]:+.1f} to {each[2]:+.1f}" if each else "" for each in pair] for pair in against]
+    head = [*policy.HEAD, "left to right, against exact", "thresholds, against exact"]
+    return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
+
+
+def _by_estimator(results: Result) -> dict[str, Any]:
+    found = results["results"].items()
+    return {f"`{name}`, seed {seed}": run for name, runs in found for seed, run in runs.items()}
+
+
 _CONVERSION = (_path("real_conversion"), _path("real_conversion", "longer.json"))
 
 
@@ -312,6 +327,7 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
+_plot("policy_estimators", "reward.svg", lambda results: policy.curves(_by_estimator(results)), policy.draw)
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(

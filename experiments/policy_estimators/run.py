@@ -42,6 +42,7 @@ def main() -> None:
     before = kept(args.work_dir / "before.json", measured, start, args.num_prompts)
     plain = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
     results: dict[str, dict[str, Any]] = {}
+    exact: dict[str, Any] = {}
     for seed in args.seeds:
         for name in ESTIMATORS:
             run = args.work_dir / f"{name}{seed}" / "fit"
@@ -49,6 +50,9 @@ def main() -> None:
             last, seconds = trained(run, start, seed, *options)
             after = kept(args.work_dir / f"{name}{seed}.json", measured, last, args.num_prompts)
             found = {"seconds": round(seconds), "after": compared(before, after), "curve": curve(run, LOGGED)}
+            exact = after if name == ESTIMATORS[0] else exact
+            against = compared(exact, after)
+            found["against_exact"] = {decoder: each["difference_in_points"] for decoder, each in against.items()}
             results.setdefault(name, {})[str(seed)] = found
             config = {"start_step": START_STEP, "num_prompts": args.num_prompts, "seeds": args.seeds}
             about = environment(0, ["python", "experiments/policy_estimators/run.py"])

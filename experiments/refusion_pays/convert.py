@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from refusion_lit.utils.files import read_json_lines
+from refusion_lit.evaluation.predictions import read_json_lines
 
 sys.path.append(str(Path(__file__).parents[2]))
 

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from refusion_lit.utils.files import read_json_lines
+from refusion_lit.evaluation.predictions import read_json_lines
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
+from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
@@ -146,6 +147,7 @@ def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
     assert logged["length"] > 0
     assert logged["clipped_low"] == logged["clipped_high"] == 0
     assert {"overlong", "equal_groups", "tokens_per_forward", "rollout_seconds", "update_seconds"} <= logged.keys()
+    assert "train/reward" in RunProgress()._losses(module.trainer)
 
 
 def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:

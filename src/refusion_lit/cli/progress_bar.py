@@ -141,8 +141,8 @@ class RunProgress(ProgressBar):
         self._bars = self._steps = self._batches = self._answers = None
 
     def _losses(self, trainer: L.Trainer) -> str:
-        shown = {name: trainer.callback_metrics.get(name) for name in ("train/loss", "val/loss")}
-        return ", ".join(f"{name} {float(value):.4g}" for name, value in shown.items() if value is not None)
+        shown = trainer.progress_bar_metrics.items()
+        return ", ".join(f"{name} {float(value):.4g}" for name, value in shown)
 
     def _state(self, trainer: L.Trainer) -> str:
         """Return losses, pace and time left."""
