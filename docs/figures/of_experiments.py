@@ -62,6 +62,14 @@ def _coupling(results: Result) -> str:
     return coupling.markdown(results["temperatures"])
 
 
+@table("json schemas", _path("json_schemas"))
+def _json_schemas(results: Result) -> str:
+    head = ["decoder", "asked", "answered", "parse", "keep the schema", "tokens", "tokens/forward", "ms/forward"]
+    keys = ("asked", "answered", "parse", "keep_the_schema", "tokens", "tokens_per_forward", "cpu_ms_per_forward")
+    rows = [[f"`{name}`", *(run[key] for key in keys)] for name, run in results["runs"].items()]
+    return markdown_table(head, rows)
+
+
 @table("lossless default", _path("lossless", "default.json"))
 def _default(found: Result) -> str:
     rows = [
