@@ -2,7 +2,7 @@
 
 usage: python experiments/json_schemas/run.py [--model DIRECTORY] [--num_schemas N] [--output FILE]
 
-Answers each prompt of schemas.json freely, with the schema in the prompt only, and then by construction, with
+Answers each prompt of schemas.jsonl freely, with the schema in the prompt only, and then by construction, with
 `Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema
 judge. `nox -s real_model -- fetch` fetches the model.
 """
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    asked = json.loads((HERE / "schemas.json").read_text(encoding="utf-8"))[: options.num_schemas]
+    lines = (HERE / "schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = [json.loads(line) for line in lines][: options.num_schemas]
     model = load(options.model, dtype="float32", draft=options.draft)
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
     settings = {"max_new_tokens": options.max_new_tokens, "dtype": "float32", "threads": 1}
