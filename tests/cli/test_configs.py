@@ -53,6 +53,9 @@ def _overrides(name: str, data_file: str) -> list[str]:
         return [*CPU, *one, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     if name.startswith("refusion_qwen3"):
         return [*CPU, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
+    if name == "policy":
+        start = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+        return [f"--model.backbone.source={start}", f"--data.tokenizer.source={start}"]
     if name == "convert":
         task = [f"--data.task.init_args.train={data_file}", "--data.task.init_args.query_field=query"]
         return [*CPU, *NO_DOWNLOAD, *task]
