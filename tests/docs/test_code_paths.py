@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 60,
     "test: lines": 12_155,
     "package: files": 183,
-    "package: lines": 27_900,
-    "package: lines of code": 17_522,
+    "package: lines": 27_901,
+    "package: lines of code": 17_523,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
