@@ -43,9 +43,14 @@ GOOD = ["1+1", "12+3", "7,8", "99+1=", "3;4"]
 def model() -> TextModel:
     """A model that never ends a response."""
     endless = load(MODEL, device="cpu")
-    logits = endless.backbone.logits
+    head = endless.backbone.head_runner()
     ends = torch.tensor(endless.backbone.special_tokens.eos_token_ids)
-    endless.backbone.logits = lambda hidden: logits(hidden).index_fill_(-1, ends, -torch.inf)  # type: ignore[method-assign]
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return head(hidden).index_fill_(-1, ends, -torch.inf)
+
+    endless.backbone.logits = logits  # type: ignore[method-assign]
+    endless.backbone.head_runner = lambda: logits  # type: ignore[method-assign]
     return endless
 
 
