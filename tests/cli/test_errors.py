@@ -75,7 +75,6 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             ["test", "--config", QUICKSTART, "--ckpt_path=some/one"],
             "error: ckpt_path: expected a directory or a hub",
         ),
-        (["test", "--config", ABLATION, "--ckpt_path=best"], "got 'best', which only a training knows"),
         (
             ["fit", "--config", ABLATION],
             "backbone: expected a source (directory or hub id) or a config with model_type",

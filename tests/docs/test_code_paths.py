@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_525,
+    "command to text: lines": 4_526,
     "token ids to text: files": 21,
     "token ids to text: lines": 4_249,
     "examples to loss: files": 18,
@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 60,
     "test: lines": 12_155,
     "package: files": 183,
-    "package: lines": 27_901,
-    "package: lines of code": 17_523,
+    "package: lines": 27_906,
+    "package: lines of code": 17_528,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -28,7 +28,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"(<!-- not run: [\w ]+ -->\n)?^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 FEW = ["--data.max_eval_prompts=1", "--num_threads=1", "--trainer.enable_progress_bar=false"]
-SMALL = {"fit": TINY, "test": FEW, "predict": FEW, "sweep": ["--dry_run"], "report": ["--num_resamples=10"]}
+SMALL = {"fit": TINY, "test": FEW, "predict": FEW, "sweep": ["--dry_run"]}
 
 
 def commands(page: Path) -> list[tuple[list[str], bool]]:

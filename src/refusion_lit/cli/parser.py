@@ -176,7 +176,8 @@ def schema_of(options: Namespace) -> Any:  # noqa: ANN401 - any JSON value
     try:
         return json.loads(read_text(options.json_schema, "json_schema"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({error.msg}); correct it.") from error
+        place = f"line {error.lineno}: {error.msg}"
+        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({place}); write an object there.") from error
 
 
 def load_model_of(options: Namespace) -> TextModel:

@@ -43,7 +43,8 @@ def run(args: list[str]) -> int:
         from refusion_lit.serving.service import Service
         from refusion_lit.serving.worker import Worker
     except ImportError as error:
-        raise ValueError(f"serve: needs {error.name}; pip install 'refusion-lit[serve]'.") from error
+        packages = "fastapi llguidance prometheus-client uvicorn"
+        raise ValueError(f"serve: needs {error.name}; run pip install {packages}.") from error
     key = os.environ.get(API_KEY) or None
     fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
     is_safe = key is not None or options.host in LOCAL

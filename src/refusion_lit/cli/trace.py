@@ -8,9 +8,11 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from rich.console import Console
+from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
 from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, write_trace
+from refusion_lit.traces.document import visible
 from refusion_lit.utils.files import write_atomically
 
 
@@ -38,6 +40,7 @@ def run(args: list[str]) -> int:
     output = _output(options)
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
+    console.print(Text(f"decoder: {visible(trace.decoder)}"))
     animate(trace, console=console)
     print_statistics(trace, console=console)
     if output.suffix == ".json":

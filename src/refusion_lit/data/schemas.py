@@ -82,7 +82,7 @@ class _Vocabulary:
             self._library: Any = importlib.import_module("llguidance")
             wrap: Any = importlib.import_module("llguidance.hf").from_tokenizer
         except ImportError as error:
-            raise ValueError(f"{_OPTION}: needs the package llguidance; pip install 'refusion-lit[serve]'.") from error
+            raise ValueError(f"{_OPTION}: needs the package llguidance; run pip install llguidance.") from error
         self.ends = list(special.eos_token_ids)
         self.size = special.vocab_size
         try:
