@@ -56,6 +56,7 @@ def test_the_options_that_the_message_lists_are_taken(model: TextModel) -> None:
         "decoder": ReFusion(slot_size=8), "max_new_tokens": 64, "sampling": SamplingParams(max_new_tokens=64),
         "ids": ["a"], "templates": [None], "batch_size": 2, "max_tokens_per_forward": 64, "callbacks": (),
         "allow_mismatch": False, "trace": False, "share_prefixes": False, "max_cache_tokens": 128, "kept": None,
+        "json_schema": None,
     }  # fmt: skip
     assert set(listed) == set(values)
     assert model.generate([QUERY], **values)[0].text == "12+34=46;56+78=134;"
