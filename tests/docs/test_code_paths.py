@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 60,
     "test: lines": 12_155,
     "package: files": 183,
-    "package: lines": 27_906,
-    "package: lines of code": 17_528,
+    "package: lines": 27_904,
+    "package: lines of code": 17_526,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -129,6 +129,16 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
     assert num_stamps > 40
 
 
+def test_commands_in_results_run_on_any_machine() -> None:
+    """Their paths are relative to the repository: an absolute one is of the machine that measured."""
+    results = [path for folder in ("experiments", "benchmarks") for path in sorted((ROOT / folder).rglob("*.json"))]
+    stamped = [path for path in results if '"command"' in path.read_text(encoding="utf-8")]
+    assert len(stamped) > 20
+    absolute = re.compile(r'["=@](/(?!bin/|usr/)[\w.-]+/[^"\s]+)')
+    found = {str(path.relative_to(ROOT)): absolute.findall(path.read_text(encoding="utf-8")) for path in stamped}
+    assert {name: paths for name, paths in found.items() if paths} == {}
+
+
 def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
     from docs.figures import of_benchmarks  # pyright: ignore[reportMissingImports]
 

@@ -61,9 +61,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await service.answer(
-            parse(CompletionRequest, await _body(request, service.limits.max_body_bytes)), request
-        )
+        return await service.answer(parse(CompletionRequest, await _body(request, max_body)), request)
 
     @app.get("/v1/models")
     async def models() -> Response:
