@@ -38,7 +38,7 @@ NUM_TOKENS = 32
 
 
 def trained(sweep: Path) -> dict[str, refusion_lit.TextModel]:
-    """Return the models of a sweep of the demo by the name of a decoder that was tested on it; train what is missing."""
+    """Return the models of the demo by the name of a decoder that was tested on each; train what is missing."""
     command = ["sweep", "--config", str(DEMO), "--directory", str(sweep), "--resume"]
     subprocess.run([sys.executable, "-m", "refusion_lit.cli", *command], check=True)
     with (sweep / "results.csv").open(encoding="utf-8", newline="") as table:
