@@ -20,7 +20,7 @@ import refusion_lit
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.reports.intervals import Bootstrap
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks.arithmetic import Additions
+from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
