@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.readers import HubDataset, Row, read_rows, text_field, unicode_text, values_of
+from refusion_lit.tasks.hub import HubDataset
+from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
