@@ -39,8 +39,9 @@ NUM_TOKENS = 32
 
 def trained(sweep: Path) -> dict[str, refusion_lit.TextModel]:
     """Return the models of the demo by the name of a decoder that was tested on each; train what is missing."""
-    command = ["sweep", "--config", str(DEMO), "--directory", str(sweep), "--resume"]
-    subprocess.run([sys.executable, "-m", "refusion_lit.cli", *command], check=True)
+    if not (sweep / "report").is_dir():  # which comes last
+        command = ["sweep", "--config", str(DEMO), "--directory", str(sweep), "--resume"]
+        subprocess.run([sys.executable, "-m", "refusion_lit.cli", *command], check=True)
     with (sweep / "results.csv").open(encoding="utf-8", newline="") as table:
         folders = {row["decoder"]: Path(row["folder"]) for row in csv.DictReader(table) if not row["mismatch"]}
     names = ("refusion", "autoregressive")
