@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.types import (
     Example,
     ModelTraits,
     Prompt,
-    PromptBatch,
     SamplingParams,
     SpecialTokens,
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt, prompt_of
+from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
 from refusion_lit.decoding import (
@@ -271,7 +272,7 @@ class TextModel:
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
-        named = [prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
+        named = [_prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:
             is_free = not any(templates or ())
@@ -282,3 +283,29 @@ class TextModel:
             return self.decode(named, decoder, sampling, **options).rows
         decode = partial(self.decode, decoder=decoder)
         return fill_templates(decode, named, templates, sampling, self.tokenizer, **options)
+
+
+def _prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return a prompt of token ids.
+
+    Args:
+        tokens: The ids.
+        name: Id of the prompt.
+        tokenizer: Must know all of them.
+
+    Raises:
+        ValueError: Naming the prompt and what the tokenizer does not know.
+    """
+    option = f"prompt {name}"
+    size = len(tokenizer)
+    try:
+        token_ids = tuple(index(token) for token in tokens)
+    except TypeError as error:
+        raise ValueError(
+            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
+        ) from error
+    for token in token_ids:
+        # A vocabulary with gaps has ids beyond its size.
+        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
+        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
+    return Prompt(token_ids=token_ids, id=name)

@@ -219,25 +219,6 @@ class Prompt:
         return self.given_length - self.num_given
 
 
-class PromptBatch:
-    """Prompts to decode with the examples that they come from, in the same order.
-
-    Not a dataclass: Lightning looks for tensors in the fields of dataclasses, which it copies, and refuses frozen ones.
-
-    Args:
-        prompts: The prompts.
-        examples: Their examples.
-    """
-
-    def __init__(self, *, prompts: list[Prompt], examples: list[Example]) -> None:
-        self.prompts = prompts
-        self.examples = examples
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
-        """Return the batch itself: it holds no tensors."""
-        return self
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
     """How prompts are batched and decoded; apart from ``allow_mismatch``, no option changes a token.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,36 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
     assert_equal(found, expected)
     stored = torch.load(tmp_path / "whole" / "step=2.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(stored[f"backbone.{name}"], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(ManyDigits, "rewards"), (torch.optim.SGD, "step")], ids=["roll-out", "update"]
+)
+def test_a_killed_run_ends_where_the_unbroken_one_does(
+    tmp_path: Path, owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is killed while the third answers are rewarded, and in the third update."""
+    single: Any = {"precision": "32-true", "steps": 4}
+    _, expected = fitted(tmp_path / "whole", **single)
+    original, num_calls = getattr(owner, method), 0
+
+    def deadly(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, deadly)
+        process = get_context("fork").Process(target=fitted, args=(tmp_path / "killed",), kwargs=single)
+        process.start()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    saved = sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt"))
+    assert saved == ["step=1.ckpt", "step=2.ckpt"]
+    _, found = fitted(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / saved[-1], **single)
+    assert_equal(found, expected)
 
 
 def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:

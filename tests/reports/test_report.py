@@ -197,6 +197,28 @@ def test_curves_rise_to_the_right_and_name_every_point() -> None:
     assert {"one & only", "_other", "steps", "loss"} <= {text.text for text in root.iter(f"{SVG}text")}
 
 
+def test_a_tested_checkpoint_shows_its_training(tmp_path: Path) -> None:
+    training = tmp_path / "policy" / "first"
+    training.mkdir(parents=True)
+    rows = [f"{step},{step / 100},{'' if step % 50 else 2.5},nan" for step in range(121)]
+    (training / "metrics.csv").write_text("\n".join(["step,train/reward,val/loss,train/loss", *rows]))
+    runs = [write_run(tmp_path / name, {"a": predictions([1.0])}) for name in ("before", "after")]
+    for run, name in zip(runs, ("start", "policy/first"), strict=True):
+        results = json.loads((run / "results.json").read_text())
+        results["config"]["ckpt_path"] = str(tmp_path / name / "checkpoints" / "last.ckpt")
+        (run / "results.json").write_text(json.dumps(results))
+    page = write_report(runs, tmp_path / "report", bootstrap=QUICK)[0].read_text()
+    titles = re.findall(r"<title>(policy/first: [^<]*)</title>", page)
+    assert titles[:2] == [
+        "policy/first: reward 0.01 at step 1",
+        "policy/first: reward 0.04 at step 4",
+    ]  # means of three
+    assert sum("reward" in title for title in titles) == 41
+    assert titles[41:] == [f"policy/first: validation loss 2.5 at step {step}" for step in (0, 50, 100)]
+    assert "training loss" not in page
+    assert "<h2>Training</h2>" not in write_report(runs[:1], bootstrap=QUICK)[0].read_text()
+
+
 def test_table_heads_have_a_scope(tmp_path: Path) -> None:
     elements = _page(write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)[0]).elements
     assert {values.get("scope") for tag, values in elements if tag == "th"} == {"col", "row"}

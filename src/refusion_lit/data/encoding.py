@@ -6,13 +6,11 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.types import Example, Prompt, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.types import Example, SpecialTokens
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -86,32 +84,6 @@ def encode_example(
     except ValueError as error:
         raise ValueError(f"example {example.id}: {error}") from error
     return prompt, [*response, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
-
-
-def prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return a prompt of token ids.
-
-    Args:
-        tokens: The ids.
-        name: Id of the prompt.
-        tokenizer: Must know all of them.
-
-    Raises:
-        ValueError: Naming the prompt and what the tokenizer does not know.
-    """
-    option = f"prompt {name}"
-    size = len(tokenizer)
-    try:
-        token_ids = tuple(index(token) for token in tokens)
-    except TypeError as error:
-        raise ValueError(
-            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-        ) from error
-    for token in token_ids:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-    return Prompt(token_ids=token_ids, id=name)
 
 
 class _Guard:

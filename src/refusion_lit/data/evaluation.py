@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt, encode_text
 from refusion_lit.data.examples import BatchDataset
-from refusion_lit.types import Example, Prompt, PromptBatch
+from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
 
 
@@ -62,6 +63,25 @@ def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
     return encode_text(tokenizer, text) if text else ()
+
+
+class PromptBatch:
+    """Prompts to decode with the examples that they come from, in the same order.
+
+    Not a dataclass: Lightning looks for tensors in the fields of dataclasses, which it copies, and refuses frozen ones.
+
+    Args:
+        prompts: The prompts.
+        examples: Their examples.
+    """
+
+    def __init__(self, *, prompts: list[Prompt], examples: list[Example]) -> None:
+        self.prompts = prompts
+        self.examples = examples
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
+        """Return the batch itself: it holds no tensors."""
+        return self
 
 
 def collate_prompts(samples: Sequence[tuple[Prompt, Example]]) -> PromptBatch:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader
 from refusion_lit.data.datasets import EncodedOnRead, collate_packed, pack_samples
 from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import collate_prompts, encode_prompts, evaluation_loader
+from refusion_lit.data.evaluation import PromptBatch, collate_prompts, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import (
     BatchDataset,
     Encode,
@@ -26,7 +26,7 @@ from refusion_lit.data.examples import (
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task, examples_of
-from refusion_lit.types import Example, Prompt, PromptBatch
+from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require, require_at_least
 
 _LAZY_ABOVE = 20_000

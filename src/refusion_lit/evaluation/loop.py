@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 
 from refusion_lit.api import load
-from refusion_lit.data.evaluation import collate_prompts
+from refusion_lit.data.evaluation import PromptBatch, collate_prompts
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
@@ -24,7 +24,7 @@ from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import DecodingOptions, Prompt, PromptBatch, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.files import write_json_atomically
 from refusion_lit.utils.fingerprint import Fingerprint
 from refusion_lit.utils.require import require

@@ -18,6 +18,7 @@ from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
 from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.training import training_plots
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
@@ -132,6 +133,7 @@ def html_report(comparison: Comparison, plot: str) -> str:
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         tradeoff=Markup(plot),
+        training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],
         examples=_examples(comparison),

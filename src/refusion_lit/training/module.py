@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, collect_metadata, merged_weights
+from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
@@ -33,7 +34,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
-from refusion_lit.types import PromptBatch, SamplingParams, SpecialTokens
+from refusion_lit.types import SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
