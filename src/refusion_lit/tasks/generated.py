@@ -1,0 +1,248 @@
+"""Generated tasks: sums, sheets of independent sums, records to sort, and both with holes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations_with_replacement
+from math import perm
+from operator import itemgetter
+from random import Random
+from typing import Any
+
+from refusion_lit.tasks.base import GeneratedTask, LazyExamples, Split, Task, digits
+from refusion_lit.types import Example
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require, require_between
+
+_NUM_OPERANDS = 90  # 10 to 99
+_NUM_SUMS = _NUM_OPERANDS**2
+_MAX_TERMS = 64
+_PAIRS = tuple(combinations_with_replacement(range(10, 100), 2))  # the smaller number first
+
+_COLUMNS = ("name", "age", "city")
+_NAMES = (
+    "ada amy ann ben bob cleo dan dora eli emma eve finn gus hana ida ivan joe kim leo mia nina omar rosa tom".split()  # noqa: SIM905
+)
+_AGES = range(10, 100)
+_CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rome seoul tokyo turin".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additions(GeneratedTask):
+    """Two to five sums of two two-digit numbers: the response to ``12+34,56+78>`` is ``12+34=46;56+78=134;``.
+
+    The key determines the first ``min_terms`` sums.
+
+    Attributes:
+        min_terms: Minimum number of sums in a query, 1 to 64.
+        max_terms: Maximum number of sums in a query, ``min_terms`` to 64. The number is uniformly distributed.
+    """
+
+    min_terms: int = 2
+    max_terms: int = 5
+
+    def __post_init__(self) -> None:
+        require_between("min_terms", self.min_terms, 1, _MAX_TERMS)
+        require_between("max_terms", self.max_terms, self.min_terms, _MAX_TERMS)
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """8100 possible sums for each of the first ``min_terms``."""
+        return _NUM_SUMS**self.min_terms
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return the sums, and the sums with their results."""
+        num_terms = rng.randint(self.min_terms, self.max_terms)
+        number = key + self.num_keys * rng.randrange(_NUM_SUMS ** (num_terms - self.min_terms))
+        operands = [10 + digit for digit in digits(number, _NUM_OPERANDS, 2 * num_terms)]
+        pairs = list(zip(operands[::2], operands[1::2], strict=True))
+        query = ",".join([f"{a}+{b}" for a, b in pairs]) + ">"
+        response = "".join([f"{a}+{b}={a + b};" for a, b in pairs])
+        return query, response
+
+    def characters(self) -> str:
+        """Return digits, operators and separators."""
+        return "0123456789+=,;>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet(GeneratedTask):
+    """Eight sums or non-negative differences: the response to ``30+75=...;77-47=...;`` is ``30+75=105;77-47=030;``.
+
+    The query has the same length as the response, and no cell depends on another. Decoding all cells in parallel
+    therefore loses no accuracy.
+
+    The key determines the unordered pair of numbers in each cell. A cell is a sum with probability 0.5.
+
+    Attributes:
+        num_terms: Number of cells in a query, 1 to 64.
+    """
+
+    num_terms: int = 8
+
+    def __post_init__(self) -> None:
+        require_between("num_terms", self.num_terms, 1, 64)
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """4095 unordered pairs for each cell."""
+        return len(_PAIRS) ** self.num_terms
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return a sheet with blank results, and the sheet with results."""
+        questions: list[str] = []
+        answers: list[str] = []
+        for digit in digits(key, len(_PAIRS), self.num_terms):
+            small, large = _PAIRS[digit]
+            if rng.random() < 0.5:
+                question = f"{large}-{small}="
+                result = large - small
+            else:
+                first, second = (small, large) if rng.random() < 0.5 else (large, small)
+                question = f"{first}+{second}="
+                result = first + second
+            questions.append(f"{question}...;")
+            answers.append(f"{question}{result:03d};")
+        return "".join(questions), "".join(answers)
+
+    def characters(self) -> str:
+        """Return digits, operators, blank and separator."""
+        return "0123456789+-=.;"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records(GeneratedTask):
+    """Two to four people to sort by name, age or city; the values of a column are distinct, so there are no ties.
+
+    The output has long-range dependencies and a fixed format: the response to
+    ``sort by age: eve 82 rome; bob 31 oslo`` is
+    ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
+
+    The key determines name and age in the first ``min_rows`` rows.
+
+    Attributes:
+        min_rows: Minimum number of rows in a query, 2 to 16.
+        max_rows: Maximum number of rows in a query, ``min_rows`` to 16. The number is uniformly distributed.
+    """
+
+    min_rows: int = 2
+    max_rows: int = 4
+
+    def __post_init__(self) -> None:
+        require_between("min_rows", self.min_rows, 2, len(_CITIES))
+        require_between("max_rows", self.max_rows, self.min_rows, len(_CITIES))
+        super().__post_init__()
+
+    @property
+    def num_keys(self) -> int:
+        """All choices of distinct names and distinct ages in ``min_rows`` rows."""
+        return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return unsorted rows, and the sorted rows as JSON."""
+        num_rows = rng.randint(self.min_rows, self.max_rows)
+        num_more = num_rows - self.min_rows
+        num_left = (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
+        number = key + self.num_keys * rng.randrange(perm(num_left[0], num_more) * perm(num_left[1], num_more))
+        names = list(_NAMES)
+        ages = list(_AGES)
+        cities = rng.sample(_CITIES, num_rows)
+        rows: list[dict[str, Any]] = []
+        for city in cities:
+            number, name_index = divmod(number, len(names))
+            number, age_index = divmod(number, len(ages))
+            rows.append({"name": names.pop(name_index), "age": ages.pop(age_index), "city": city})
+        column = rng.choice(_COLUMNS)
+        listed = "; ".join([f"{row['name']} {row['age']} {row['city']}" for row in rows])
+        rows.sort(key=itemgetter(column))
+        return f"sort by {column}: {listed}", json.dumps(rows, separators=(",", ":"))
+
+    def score(self, example: Example, response: str) -> float:
+        """Return 1 for JSON with the same value as the reference, else 0.
+
+        Spaces between JSON tokens and the order of an object's keys do not matter. The order of the rows does, and
+        repeated keys are wrong.
+        """
+        try:
+            return float(_parsed(response) == _parsed(example.response))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    def characters(self) -> str:
+        """Return the letters of columns, names and cities, digits, and the punctuation of JSON."""
+        words = "".join((*_COLUMNS, *_NAMES, *_CITIES, "sort by"))
+        return "".join(sorted(set(words + '0123456789:;[]{},"')))
+
+
+def _parsed(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse JSON with each object as a sorted list of pairs, which keeps repeated keys."""
+    return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))
+
+
+_ROW_LENGTH = 3  # both tasks have three values in a row
+_VALUES: dict[type[Task], re.Pattern[str]] = {
+    Additions: re.compile(r"\d+"),
+    Records: re.compile(r'(?<=":")\w+|(?<=":)\d+'),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holes(Task):
+    """Sums or records with one value of each row left out, chosen at random; its examples are those of ``task``.
+
+    The query ``12+?,?+78>`` goes with the response ``12+__=46;__+78=134;``, whose blanks are ``34`` and ``56``: the
+    right side of a hole says what it holds.
+
+    In sums the query shows ``?`` for an operand that is left out, so that only the given result determines it. The
+    query of records stays as it is. Either way there is one right answer.
+
+    Attributes:
+        task: The task whose responses get holes, ``Additions`` or ``Records``.
+    """
+
+    task: GeneratedTask = field(default_factory=Additions)
+
+    def __post_init__(self) -> None:
+        """Refuse a task whose values are unknown here."""
+        names = " or ".join(task.__name__ for task in _VALUES)
+        require(type(self.task) in _VALUES, "task.task", names, type(self.task).__name__, "choose one of them")
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the examples of a split as a lazy sequence, each with the character ranges of its holes.
+
+        Args:
+            split: The split.
+        """
+        return LazyExamples(size=self.task.size(split), make=partial(self._example, split))
+
+    def _example(self, split: Split, index: int) -> Example:
+        return self.with_holes(self.task.example(split, index))
+
+    def with_holes(self, example: Example) -> Example:
+        """Return an example of ``task`` with a hole in each row."""
+        rng = Random(stable_key("holes", self.task.seed, example.query))
+        values = [match.span() for match in _VALUES[type(self.task)].finditer(example.response)]
+        rows = [values[start : start + _ROW_LENGTH] for start in range(0, len(values), _ROW_LENGTH)]
+        chosen = [rng.randrange(_ROW_LENGTH) for _ in rows]
+        query = example.query
+        if isinstance(self.task, Additions):
+            numbers = re.findall(r"\d+", query)
+            shown = [["?" if i == hidden else numbers[2 * row + i] for i in range(2)]
+                     for row, hidden in enumerate(chosen)]  # fmt: skip
+            query = ",".join(["+".join(pair) for pair in shown]) + ">"
+        holes = tuple(row[hidden] for row, hidden in zip(rows, chosen, strict=True))
+        return replace(example, query=query, holes=holes)
+
+    def score(self, example: Example, response: str) -> float | None:
+        """Return 1 for the right values in the given text, else 0; the task's own rules decide what is equal."""
+        return self.task.score(example, response)
+
+    def characters(self) -> str:
+        """Return the task's characters and the question mark."""
+        return "".join(sorted({*(self.task.characters() or ()), "?"}))
