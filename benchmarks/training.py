@@ -27,7 +27,7 @@ from benchmarks.common import (
 )
 from jsonargparse import auto_cli
 
-from refusion_lit.data.datasets import pack_samples
+from refusion_lit.data.batches import pack_samples
 from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack

@@ -18,9 +18,9 @@ from typing import Any
 
 import refusion_lit
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
-from refusion_lit.reports.intervals import Bootstrap
+from refusion_lit.reports.comparison import score_difference
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks.arithmetic import Additions
+from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -98,7 +98,7 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, figures in after.items():
         percent = ([100 * score for score in each[name]["scores"]] for each in (after, before))
-        interval = Bootstrap().score_difference(*percent)
+        interval = score_difference(*percent)
         bounds = (interval.estimate, interval.low, interval.high)
         found[name] = {
             **{key: value for key, value in figures.items() if key != "scores"},

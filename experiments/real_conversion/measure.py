@@ -21,7 +21,7 @@ from experiments.real_conversion.annotations import count_annotations
 import refusion_lit
 from refusion_lit import decoding
 from refusion_lit.evaluation.likelihood import autoregressive
-from refusion_lit.reports.intervals import Bootstrap, Interval
+from refusion_lit.reports.comparison import Interval, ratio_interval, score_interval
 from refusion_lit.tasks.gsm8k import extract_answer
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -39,15 +39,14 @@ def answer_figures(lines: Sequence[Line]) -> dict[str, Any]:
     """Return what can be said about answers without a model, with 95 % intervals over prompts, shares in percent."""
     counts = [count_annotations(line["response"]) for line in lines]
     num_right, num = [float(right) for right, _ in counts], [float(total) for _, total in counts]
-    bootstrap = Bootstrap()
-    annotations = bootstrap.ratio(num_right, num) if sum(num) else Interval(estimate=0.0, low=0.0, high=100.0)
+    annotations = ratio_interval(num_right, num) if sum(num) else Interval(estimate=0.0, low=0.0, high=100.0)
     scale = 100.0 if sum(num) else 1.0
     return {
         "num_prompts": len(lines),
-        "score": _rounded(bootstrap.score([100.0 * line["score"] for line in lines])),
+        "score": _rounded(score_interval([100.0 * line["score"] for line in lines])),
         "annotations_right": _rounded(annotations, scale),
         "annotations_per_answer": round(sum(num) / len(lines), 2),
-        "ends_with_answer": _rounded(bootstrap.score([100.0 * ends_with_answer(line["response"]) for line in lines])),
+        "ends_with_answer": _rounded(score_interval([100.0 * ends_with_answer(line["response"]) for line in lines])),
         "tokens_per_answer": round(sum(line["num_tokens"] for line in lines) / len(lines), 1),
         "tokens_per_forward": round(_ratio(lines, "num_tokens", "num_forwards"), 3),
     }

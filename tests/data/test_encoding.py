@@ -39,7 +39,8 @@ class Words(Task):
 
 @pytest.fixture(scope="module")
 def chat() -> PreTrainedTokenizerBase:
-    tokenizer = TrainedBPE(vocab_size=320, chat_template=TEMPLATE).build(Words())
+    tokenizer = TrainedBPE(vocab_size=320).build(Words())
+    tokenizer.chat_template = TEMPLATE
     tokenizer.add_tokens(NAMES[:2], special_tokens=True)
     return tokenizer
 
@@ -85,7 +86,8 @@ def test_a_query_is_one_user_turn(chat: PreTrainedTokenizerBase) -> None:
 
 
 def test_a_template_that_refuses_the_turns_is_named() -> None:
-    strict = TrainedBPE(vocab_size=260, chat_template="{{ raise_exception('no system turn') }}").build(Words())
+    strict = TrainedBPE(vocab_size=260).build(Words())
+    strict.chat_template = "{{ raise_exception('no system turn') }}"
     turns = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     with pytest.raises(ValueError, match=r"example 7: messages: .* turns of system, user \(no system turn\)"):
         encode_example(strict, Example(id="7", query="", response="c", messages=turns))

@@ -39,7 +39,9 @@ class Words(Task):
 
 @pytest.fixture(scope="module")
 def bpe():
-    return TrainedBPE(vocab_size=300, chat_template=TEMPLATE).build(Words())
+    tokenizer = TrainedBPE(vocab_size=300).build(Words())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_526,
-    "token ids to text: files": 21,
-    "token ids to text: lines": 4_249,
+    "command to text: lines": 4_504,
+    "token ids to text: files": 20,
+    "token ids to text: lines": 4_064,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_274,
-    "test: files": 60,
-    "test: lines": 12_155,
-    "package: files": 183,
-    "package: lines": 27_904,
-    "package: lines of code": 17_526,
+    "examples to loss: lines": 3_245,
+    "test: files": 59,
+    "test: lines": 12_122,
+    "package: files": 178,
+    "package: lines": 27_500,
+    "package: lines of code": 17_250,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,20 @@ from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
 from parsed_page import ParsedPage
-from refusion_lit.reports import Bootstrap, compare, read_runs
+from refusion_lit.reports import compare, read_runs
 from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import html_report
 from reports.samples import prediction, write_run
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
-QUICK = Bootstrap(num_resamples=10)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_resamples() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr("refusion_lit.reports.comparison.NUM_RESAMPLES", 10)
+        yield
 
 
 def line(number: int) -> dict[str, object]:
@@ -39,7 +46,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         lines += data.draw(st.lists(with_replaced_values(line(20)), max_size=3))
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
-    comparison = compare(read_runs([run]), None, QUICK)
+    comparison = compare(read_runs([run]), None)
     page = html_report(comparison, tradeoff_plot(comparison))
     for text in (page, markdown_table(comparison)):
         text.encode()

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports import Bootstrap
-
-QUICK = Bootstrap(num_resamples=50)
 HOSTILE = "<script>alert(1)</script>&\"'$x_1$"
 
 

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from refusion_lit.reports import Bootstrap, pareto_front, wilson
+from refusion_lit.reports import pareto_front, wilson
+from refusion_lit.reports.comparison import ratio_difference, ratio_interval, score_difference, score_interval
+
+
+@pytest.fixture(autouse=True)
+def _many_resamples(_few_resamples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refusion_lit.reports.comparison.NUM_RESAMPLES", 3000)
 
 
 @settings(max_examples=30, deadline=None)
@@ -26,20 +32,18 @@ def test_the_front_has_the_points_that_nothing_dominates(points: list[tuple[int,
 
 def test_the_interval_of_a_mean_is_close_to_the_normal_approximation() -> None:
     scores = [1.0] * 120 + [0.0] * 280
-    interval = Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
+    interval = ratio_interval(scores, [1.0] * 400)
     spread = 1.96 * math.sqrt(0.3 * 0.7 / 400)
     assert interval.estimate == 0.3
     assert interval.low == pytest.approx(0.3 - spread, abs=0.006)
     assert interval.high == pytest.approx(0.3 + spread, abs=0.006)
-    assert interval == Bootstrap(num_resamples=4000).ratio(scores, [1.0] * 400)
-    assert interval != Bootstrap(num_resamples=4000, seed=1).ratio(scores, [1.0] * 400)
+    assert interval == ratio_interval(scores, [1.0] * 400)
 
 
 @pytest.mark.parametrize(("num_hits", "num"), [(0, 1), (1, 1), (1, 2), (253, 300), (0, 5000), (4999, 5000)])
-@pytest.mark.parametrize("level", [0.9, 0.95])
-def test_wilsons_interval_of_a_share(num_hits: int, num: int, level: float) -> None:
-    expected = binomtest(num_hits, num).proportion_ci(level, method="wilson")
-    interval = wilson(num_hits, num, level)
+def test_wilsons_interval_of_a_share(num_hits: int, num: int) -> None:
+    expected = binomtest(num_hits, num).proportion_ci(0.95, method="wilson")
+    interval = wilson(num_hits, num)
     assert interval.estimate == num_hits / num
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
     assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
@@ -47,7 +51,7 @@ def test_wilsons_interval_of_a_share(num_hits: int, num: int, level: float) -> N
 
 @pytest.mark.parametrize(
     ("options", "option"),
-    [((0, 0), "num_trials"), ((-1, 5), "num_hits"), ((6, 5), "num_hits"), ((1, 5, 1.0), "level")],
+    [((0, 0), "num_trials"), ((-1, 5), "num_hits"), ((6, 5), "num_hits")],
 )
 def test_wilsons_interval_refuses_impossible_counts(options: tuple[int, ...], option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option}: expected"):
@@ -55,38 +59,35 @@ def test_wilsons_interval_refuses_impossible_counts(options: tuple[int, ...], op
 
 
 @pytest.mark.parametrize("num", [1, 2, 96, 5000])
-@pytest.mark.parametrize("level", [0.9, 0.95])
-def test_scores_at_the_edges_have_wilsons_intervals(num: int, level: float) -> None:
-    bootstrap = Bootstrap(num_resamples=20, level=level)
+def test_scores_at_the_edges_have_wilsons_intervals(num: int) -> None:
     for number, score in ((num, 100.0), (0, 0.0)):
-        expected = binomtest(number, num).proportion_ci(level, method="wilson")
-        interval = bootstrap.score([score] * num)
+        expected = binomtest(number, num).proportion_ci(0.95, method="wilson")
+        interval = score_interval([score] * num)
         assert (interval.low, interval.estimate, interval.high) == pytest.approx(
             (100 * expected.low, score, 100 * expected.high)
         )
 
 
 def test_differences_at_the_edges_have_a_width_that_shrinks_with_the_prompts() -> None:
-    bootstrap = Bootstrap(num_resamples=20)
     widths = []
     for num in (2, 20, 200):
-        same = bootstrap.score_difference([100.0] * num, [100.0] * num)
+        same = score_difference([100.0] * num, [100.0] * num)
         assert (same.estimate, same.low) == (0, -same.high)
         widths.append(same.high)
-        apart = bootstrap.score_difference([0.0] * num, [100.0] * num)
+        apart = score_difference([0.0] * num, [100.0] * num)
         assert -100 == apart.estimate == apart.low < apart.high < 0
     assert widths == sorted(widths, reverse=True)
     # Newcombe (1998), method 10, by hand for two prompts: Wilson's lower limit is 2 / (2 + 1.96 ** 2).
     assert widths[0] == pytest.approx(100 - 100 * 2 / (2 + 1.96**2), abs=0.01)
     mixed = [100.0, 0.0] * 10
-    assert bootstrap.score(mixed) == bootstrap.ratio(mixed, [1.0] * 20)
-    assert bootstrap.score_difference(mixed, mixed).high == 0
+    assert score_interval(mixed) == ratio_interval(mixed, [1.0] * 20)
+    assert score_difference(mixed, mixed).high == 0
 
 
 def test_a_ratio_divides_totals_and_resamples_prompts() -> None:
     generator = np.random.default_rng(5)
     tokens, forwards = generator.integers(1, 60, 150).tolist(), generator.integers(1, 9, 150).tolist()
-    interval = Bootstrap(num_resamples=3000).ratio(tokens, forwards)
+    interval = ratio_interval(tokens, forwards)
     assert interval.estimate == pytest.approx(sum(tokens) / sum(forwards))
     source = random.Random(1)
     ratios = []
@@ -102,26 +103,20 @@ def test_a_paired_difference_resamples_the_same_prompts_for_both() -> None:
     scores = [float(i % 2) for i in range(50)]
     lower = [score - 0.25 for score in scores]
     ones = [1.0] * 50
-    difference = Bootstrap().paired_difference((scores, ones), (lower, ones))
+    difference = ratio_difference((scores, ones), (lower, ones))
     assert [difference.estimate, difference.low, difference.high] == pytest.approx([0.25] * 3)
-    assert Bootstrap().ratio(scores, ones).low < 0.45  # the unpaired interval is wide
+    assert ratio_interval(scores, ones).low < 0.45  # the unpaired interval is wide
 
 
 def test_resampling_in_chunks_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [float(i % 7) for i in range(100)]
-    whole = Bootstrap(num_resamples=50).ratio(values, [1.0] * 100)
-    monkeypatch.setattr("refusion_lit.reports.intervals._MAX_DRAWN", 700)
-    assert Bootstrap(num_resamples=50).ratio(values, [1.0] * 100) == whole
+    whole = ratio_interval(values, [1.0] * 100)
+    monkeypatch.setattr("refusion_lit.reports.comparison._MAX_DRAWN", 700)
+    assert ratio_interval(values, [1.0] * 100) == whole
 
 
 def test_a_single_prompt_and_resamples_without_forwards_have_intervals() -> None:
-    alone = Bootstrap(num_resamples=20).ratio([6.0], [2.0])
+    alone = ratio_interval([6.0], [2.0])
     assert (alone.low, alone.estimate, alone.high) == (3, 3, 3)
-    mostly_empty = Bootstrap(num_resamples=200).ratio([6.0, 0.0, 0.0], [2.0, 0.0, 0.0])
+    mostly_empty = ratio_interval([6.0, 0.0, 0.0], [2.0, 0.0, 0.0])
     assert (mostly_empty.low, mostly_empty.estimate, mostly_empty.high) == (3, 3, 3)
-
-
-@pytest.mark.parametrize(("option", "value"), [("num_resamples", 0), ("level", 1.0)])
-def test_options_out_of_range_are_refused(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{option}: expected"):
-        Bootstrap(**{option: value})

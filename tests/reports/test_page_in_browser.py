@@ -8,7 +8,7 @@ import pytest
 
 from browser import Show, colours, contrast, js, resize, show_page, without_browser
 from refusion_lit.reports import write_report
-from reports.samples import QUICK, predictions, write_run, write_sweep
+from reports.samples import predictions, write_run, write_sweep
 
 pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 pytestmark = without_browser
@@ -19,7 +19,7 @@ def test_texts_are_readable_in_both_schemes(show: Show, tmp_path: Path, scheme: 
     lines = predictions([1.0, 0.0, 1.0] * 4)
     run = write_run(tmp_path / "run", {"a": lines, "b": lines[:9], "c": lines[:2]}, mismatches={"b": ["why"]})
     for path in (run, write_sweep(tmp_path / "sweep")):
-        page = write_report([path], bootstrap=QUICK)[0].read_text(encoding="utf-8")
+        page = write_report([path])[0].read_text(encoding="utf-8")
         driver = show(page)
         resize(driver, 1200, scheme)
         (background,) = colours(driver, "body", "backgroundColor")
@@ -34,13 +34,13 @@ def test_texts_are_readable_in_both_schemes(show: Show, tmp_path: Path, scheme: 
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_nothing_is_wider_than_the_window(show: Show, tmp_path: Path, width: int) -> None:
-    driver = show(write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)[0].read_text(encoding="utf-8"))
+    driver = show(write_report([write_sweep(tmp_path / "sweep")])[0].read_text(encoding="utf-8"))
     resize(driver, width)
     assert js(driver, "document.documentElement.scrollWidth") <= width
 
 
 def test_the_mouse_finds_every_point_and_a_plot_opens_alone(chrome: object, tmp_path: Path) -> None:
-    page, tradeoff, *_ = write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)
+    page, tradeoff, *_ = write_report([write_sweep(tmp_path / "sweep")])
     for path in (page, tradeoff):
         driver = show_page(chrome, path)
         found = js(

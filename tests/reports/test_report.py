@@ -18,7 +18,7 @@ from refusion_lit.reports.plots import curves_plot, standalone
 from refusion_lit.reports.runs import read_scores
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import write_test_report
-from reports.samples import HOSTILE, QUICK, prediction, predictions, write_run, write_sweep
+from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 
 SVG = "{http://www.w3.org/2000/svg}"
 WILSON_20 = 100 * binomtest(20, 20).proportion_ci(method="wilson").low
@@ -42,7 +42,7 @@ def test_scores_of_other_predictions_are_left_out(tmp_path: Path) -> None:
 def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
     lines = [prediction(f"p{i}{HOSTILE}", 1.0, 4, 2, text=HOSTILE) for i in range(3)]
     run = write_run(tmp_path / "run", {"odd $name_": lines, "_b": lines}, mismatches={"_b": [HOSTILE]})
-    files = write_report([run], bootstrap=QUICK)
+    files = write_report([run])
     assert files[0] == run / "report" / "report.html"
     page = _page(files[0])
     assert page.unsafe == []
@@ -60,7 +60,7 @@ def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), field: [1]}))
     with pytest.raises(ValueError, match=re.escape(f"{path}: expected mappings, got '{field}'")):
-        write_report([path.parent], bootstrap=QUICK)
+        write_report([path.parent])
     collection = read_runs([tmp_path])
     assert [run.name for run in collection.runs] == ["good"]
     assert field in collection.notes[0]
@@ -70,20 +70,20 @@ def test_names_of_metrics_are_a_list(tmp_path: Path) -> None:
     path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": "letters"}))
     with pytest.raises(ValueError, match=re.escape(f"{path}: metrics: expected a list of names, got 'letters'")):
-        write_report([path.parent], bootstrap=QUICK)
+        write_report([path.parent])
 
 
 def test_fields_may_be_null(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {"a": predictions([1.0])}) / "results.json"
     nothing = dict.fromkeys(("mismatches", "batch_size", "sampling", "environment", "config"))
     path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
-    assert write_report([path.parent], formats=("html", "markdown"), bootstrap=QUICK)
+    assert write_report([path.parent], formats=("html", "markdown"))
 
 
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
     run = write_run(tmp_path / "run", {"good": good, "bad": bad}, mismatches={"bad": ["another attention"]})
-    comparison = compare(read_runs([run]), "bad", QUICK)
+    comparison = compare(read_runs([run]), "bad")
     first, second = comparison.measured
     assert (first.score.estimate, first.score.low, first.tokens_per_forward.high) == pytest.approx((100, WILSON_20, 10))
     assert (first.on_front, second.on_front) == (True, False)
@@ -96,7 +96,7 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     assert "| good |" in markdown
     assert "7.5 | 3 |" in markdown
     assert r" \*: the model was not trained for this decoder." in markdown
-    write_report([run], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
+    write_report([run], tmp_path / "out", formats=("html", "markdown"))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "tradeoff.svg"}
     assert "another attention" in _page(tmp_path / "out" / "report.html").text
 
@@ -105,11 +105,11 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     one = [prediction(f"p{i}", 1.0, 8, 2) for i in range(6)]
     two = [prediction(f"p{i}", 0.0 if i < 6 else 1.0, 8, 1) for i in reversed(range(3, 9))]
     first, second = write_run(tmp_path / "a", {"d": one}), write_run(tmp_path / "b", {"d": two})
-    (difference,) = compare(read_runs([first, second]), bootstrap=QUICK).differences
+    (difference,) = compare(read_runs([first, second])).differences
     assert (difference.num_shared, difference.num_only_row, difference.num_only_baseline) == (3, 3, 3)
     assert difference.score is not None
     assert difference.score.estimate == -100  # over the three shared prompts; over all prompts it is -50
-    files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
+    files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"))
     page = _page(files[0]).text
     assert "have different prompts: 3 shared, 3 only in the first, 3 only in the second" in page
     assert (
@@ -119,7 +119,7 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
-    comparison = compare(read_runs([sweep]), bootstrap=QUICK)
+    comparison = compare(read_runs([sweep]))
     assert len({m.row.label for m in comparison.measured}) == 6
     assert comparison.measured[0].row.label == "refusion (slot_size=4, slot_threshold=0.5)"
     assert comparison.measured[0].score.estimate == pytest.approx(100 / 3)
@@ -136,9 +136,9 @@ def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_pat
         options = {"model.decoders.refusion.slot_size": size, "model.decoders.refusion.slot_threshold": threshold}
         write_run(tmp_path / "points" / identity / "test", {"refusion": predictions([1.0])}, options=options)
     (tmp_path / "sweep.json").write_text(json.dumps({"points": ids}))
-    comparison = compare(read_runs([tmp_path]), bootstrap=QUICK)
+    comparison = compare(read_runs([tmp_path]))
     assert [tuple(m.row.options.values()) for m in comparison.measured] == [(str(a), str(b)) for a, b in grid]
-    files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown"), bootstrap=QUICK)
+    files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown"))
     head = [text for tag, text in _page(files[0]).texts if tag == "th"]
     assert head[:4] == ["decoder", "slot_size", "slot_threshold", "prompts"]
     assert "| refusion | 8 | 0.9 | 1 |" in (tmp_path / "out" / "table.md").read_text()
@@ -149,14 +149,14 @@ def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Pa
         options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}
         options["model.decoders.a"] = {"class_path": f"x.y.Class{i}", "init_args": {"long": "x" * 500}}
         write_run(tmp_path / str(i) / "test", {"a": predictions([1.0])}, options=options)
-    comparison = compare(read_runs([tmp_path]), bootstrap=QUICK)
+    comparison = compare(read_runs([tmp_path]))
     assert list(comparison.option_names.values()) == ["a.slot_size", "b.slot_size", "seed", "a"]
     assert comparison.measured[1].row.options["model.decoders.a"] == f"Class1(long={'x' * 25}..."
 
 
 def test_examples_begin_with_wrong_answers(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", {"a": predictions([1, 1, 1, 1, 0, 1]), "b": predictions([1, 1, 1, 1, 1, 0.5])})
-    write_report([run], bootstrap=QUICK)
+    write_report([run])
     page = (run / "report" / "report.html").read_text()
     assert re.findall(r"<summary>(p\d)</summary>", page) == ["p4", "p5", "p0", "p1"]
     assert "4 prompts, those with a wrong answer first" in page
@@ -165,13 +165,13 @@ def test_examples_begin_with_wrong_answers(tmp_path: Path) -> None:
 def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     full = [prediction(f"p{i}", float(i % 8 > 0), 10, 5) for i in range(96)]
     run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full})
-    files = write_report([run], baseline="full", formats=("html", "markdown"), bootstrap=QUICK)
+    files = write_report([run], baseline="full", formats=("html", "markdown"))
     assert "2 of 96" in _page(files[0]).text
     assert "| lucky | 2 of 96 |" in files[1].read_text()
 
 
 def test_every_point_says_what_it_is(tmp_path: Path) -> None:
-    _, tradeoff = write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)
+    _, tradeoff = write_report([write_sweep(tmp_path / "sweep")])
     titles = [element.text or "" for element in ElementTree.parse(tradeoff).iter(f"{SVG}title")]
     assert len(titles) == 6
     assert titles[0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
@@ -207,7 +207,7 @@ def test_a_tested_checkpoint_shows_its_training(tmp_path: Path) -> None:
         results = json.loads((run / "results.json").read_text())
         results["config"]["ckpt_path"] = str(tmp_path / name / "checkpoints" / "last.ckpt")
         (run / "results.json").write_text(json.dumps(results))
-    page = write_report(runs, tmp_path / "report", bootstrap=QUICK)[0].read_text()
+    page = write_report(runs, tmp_path / "report")[0].read_text()
     titles = re.findall(r"<title>(policy/first: [^<]*)</title>", page)
     assert titles[:2] == [
         "policy/first: reward 0.01 at step 1",
@@ -216,17 +216,17 @@ def test_a_tested_checkpoint_shows_its_training(tmp_path: Path) -> None:
     assert sum("reward" in title for title in titles) == 41
     assert titles[41:] == [f"policy/first: validation loss 2.5 at step {step}" for step in (0, 50, 100)]
     assert "training loss" not in page
-    assert "<h2>Training</h2>" not in write_report(runs[:1], bootstrap=QUICK)[0].read_text()
+    assert "<h2>Training</h2>" not in write_report(runs[:1])[0].read_text()
 
 
 def test_table_heads_have_a_scope(tmp_path: Path) -> None:
-    elements = _page(write_report([write_sweep(tmp_path / "sweep")], bootstrap=QUICK)[0]).elements
+    elements = _page(write_report([write_sweep(tmp_path / "sweep")])[0]).elements
     assert {values.get("scope") for tag, values in elements if tag == "th"} == {"col", "row"}
 
 
 def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"refusion": predictions([1.0] * 3)})
-    comparison = compare(read_runs([run, write_sweep(tmp_path / "sweep")]), bootstrap=QUICK)
+    comparison = compare(read_runs([run, write_sweep(tmp_path / "sweep")]))
     assert comparison.measured[0].row.label == "run: refusion"
     assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
 
@@ -241,9 +241,9 @@ def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) 
         write_run(tmp_path / "s" / name, {"base": predictions([base] * 4), "other": predictions([1.0] * 4)})
     collection = read_runs([tmp_path / "s"])
     assert [row.label for row in collection.rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
-    assert [d.score.estimate for d in compare(collection, "base", QUICK).differences if d.score] == [0.0, 100.0]
+    assert [d.score.estimate for d in compare(collection, "base").differences if d.score] == [0.0, 100.0]
     with pytest.raises(ValueError, match=r"baseline: expected one of base, other.*got 'none'"):
-        compare(collection, "none", QUICK)
+        compare(collection, "none")
 
 
 def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
     for name, content in (("other", '{"exact_match": 1}'), ("damaged", "{")):
         (run / name).mkdir()
         (run / name / "results.json").write_text(content)
-    comparison = compare(read_runs([run]), bootstrap=QUICK)
+    comparison = compare(read_runs([run]))
     a, b, gone = comparison.measured
     assert (len(a.row.predictions), a.score.estimate) == (2, 75)  # p0 of the second process is a repetition
     assert b.score.estimate == 0
@@ -266,7 +266,7 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
     assert "no predictions of gone" in notes
     assert "damaged/results.json could not be read" in notes
     assert "other" not in notes
-    assert "\N{EN DASH}" in _page(write_report([run], bootstrap=QUICK)[0]).text
+    assert "\N{EN DASH}" in _page(write_report([run])[0]).text
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -293,7 +293,7 @@ def test_unknown_formats_are_refused(tmp_path: Path) -> None:
 
 def test_markdown_escapes_names(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a_b|50%&<x>": predictions([1.0])})
-    comparison = compare(read_runs([run]), bootstrap=QUICK)
+    comparison = compare(read_runs([run]))
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
     assert len(re.findall(r"(?<!\\)\|", row)) == 10

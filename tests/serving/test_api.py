@@ -22,10 +22,11 @@ import openai
 
 from refusion_lit.api import load
 from refusion_lit.decoding import Autoregressive, Generation
+from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.serving.app import Server
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
-from servers import NAME, address, raw, serving, slow, wait_for
+from servers import MODEL, NAME, address, raw, serving, slow, wait_for
 from tiny import make_bytes_base
 
 TEXTS = ["1+1", "12+30=", "7+8=15;", "99+1", "3,4"]
@@ -95,6 +96,42 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
         found = asyncio.run(ask(address(server)))
     rows = {(i, n): alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
     assert [each.choices[0].message.content for each in found] == [rows[i % 5, 4 + i % 3] for i in range(200)]
+
+
+@pytest.mark.parametrize("decoder", [None, Autoregressive()], ids=["ReFusion", "Autoregressive"])
+def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> None:
+    """Greedy and seeded ones, while requests of other lengths arrive, end and are given up."""
+    overrides = BackboneConfig(source=str(MODEL), batch_invariant=True)
+    exact = load(MODEL, device="cpu", dtype="bfloat16", overrides=overrides)
+    asked = [
+        {"text": text, "max_tokens": 6 + 7 * i, "temperature": temperature, "seed": i}
+        for i, text in enumerate(TEXTS)
+        for temperature in (0.0, 1.0)
+    ]
+
+    async def leave(client: Any, i: int) -> None:
+        stream = await chat(client, TEXTS[i % 5], max_tokens=60, temperature=1.0, seed=100 + i, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+    async def rounds(client: Any, text: str, **options: Any) -> list[Any]:
+        """Return what each forward drafted and committed."""
+        more = {"stream": True, "stream_options": {"include_decode": True}}
+        chunks = [chunk async for chunk in await chat(client, text, **options, **more)]
+        return [entry for chunk in chunks if hasattr(chunk, "decode") for entry in chunk.decode["rounds"]]
+
+    async def ask(url: str) -> tuple[list[Any], list[Any]]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            alone = [await rounds(client, **options) for options in asked]
+            mixed = (rounds(client, **options) for options in asked)
+            found = await asyncio.gather(*mixed, *(leave(client, i) for i in range(10)))
+            return alone, found[: len(asked)]
+
+    with serving(exact, decoder, rows=4) as server:
+        alone, mixed = asyncio.run(ask(address(server)))
+    assert mixed == alone
+    assert all(alone)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -58,7 +58,7 @@ def client_of(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0)
 
 
-def complete(server: Server, text: str, **options: Any) -> Any:
+def complete(server: Server, text: str | list[str], **options: Any) -> Any:
     with client_of(server) as client:
         return client.completions.create(model=NAME, prompt=text, **options)
 
@@ -133,6 +133,42 @@ def test_a_request_that_fails_harms_no_other(
             pieces(server, BAD)
 
 
+def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(model: TextModel) -> None:
+    """As after an error of a GPU that leaves its context unusable."""
+    is_lost = threading.Event()
+
+    def prepare(worker: Worker) -> None:
+        body = worker.checked.runner()
+        make_cache = worker.checked.make_cache
+
+        def running(*args: Any) -> torch.Tensor:
+            if is_lost.is_set():
+                raise RuntimeError("device-side assert triggered")
+            return body(*args)
+
+        def cache(num_rows: int) -> Any:
+            if is_lost.is_set():
+                raise RuntimeError("device-side assert triggered")
+            return make_cache(num_rows)
+
+        worker.checked.runner = lambda: running
+        worker.checked.make_cache = cache
+        slow(worker)
+
+    with serving(model, Autoregressive(), rows=2, prepare=prepare) as server, ThreadPoolExecutor(4) as pool:
+        worker = server.worker
+        asked = [pool.submit(complete, server, text, max_tokens=400) for text in GOOD[:4]]
+        wait_for(lambda: (worker.num_active, worker.num_waiting) == (2, 2))
+        is_lost.set()
+        for each in asked:
+            with pytest.raises(openai.InternalServerError, match=r"the request failed \(RuntimeError\)") as caught:
+                each.result(timeout=20)
+            assert caught.value.status_code == 500
+        wait_for(lambda: server.should_exit)
+        assert worker.has_failed
+        assert not worker.thread.is_alive()
+
+
 def post(text: str, **options: Any) -> str:
     body = json.dumps({"model": NAME, "prompt": text, **options})
     head = "POST /v1/completions HTTP/1.1\nHost: 127.0.0.1\nContent-Type: application/json\n"
@@ -170,6 +206,17 @@ def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
             if line.startswith(b"data: "):
                 texts.append(json.loads(line[6:])["choices"][0]["text"])
         assert "".join(texts) == alone(model, Autoregressive(), "1+1", 150)
+
+
+def test_the_cache_is_bounded_by_the_limits(model: TextModel) -> None:
+    with serving(model, Autoregressive(), rows=2, max_prompt_tokens=80, max_answer_tokens=80) as server:
+        for prompt in ("1", "1" * 80, ["1" * 80] * 4):
+            assert complete(server, prompt, max_tokens=80).usage.completion_tokens % 80 == 0
+        with pytest.raises(openai.BadRequestError, match="max_tokens: expected at most 80, got 81"):
+            complete(server, "1", max_tokens=81)
+        cache = server.worker.engine.cache
+        assert cache is not None
+        assert (cache.num_rows, cache.capacity) == (2, 256), "80 + 80, rounded up to chunks of 128"
 
 
 def test_a_time_limit_ends_a_request(model: TextModel) -> None:

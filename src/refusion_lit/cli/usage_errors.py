@@ -25,11 +25,12 @@ _SANDBOX = "the sandbox limits time, memory and the size of a file; leave it out
 REMOVED = {
     **{
         name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set"
-        for name in ("Latin", "Sudoku", "Walk")
+        for name in ("Holes", "Latin", "Sudoku", "Walk")
     },
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
+    "data.malformed": "a sample that cannot be encoded is an error; leave it out, and remove the sample",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
@@ -39,6 +40,8 @@ REMOVED = {
     "chat.history": "the model sees as many turns as fit its context; leave it out",
     "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
     "chat.show_order": "chat always shows it; leave it out",
+    "evaluate.likelihood": "likelihoods are exact, of models that predict next tokens; leave it out",
+    "evaluate.num_draws": "the estimate by random masks is gone; leave it out",
     "evaluate.model": "evaluate takes no name of a model class; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
@@ -74,10 +77,12 @@ REMOVED = {
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
     "report.num_resamples": "intervals are of 2000 resamples; leave it out",
     "report.seed": "intervals are those of one seed; leave it out",
-    "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
+    "seconds_per_forward": "trace plays nothing in the terminal; its page has a slider over forwards",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
+    "task.malformed": "a row that cannot be read is an error; leave it out, and remove the row",
     "task.num_samples": "pass@k is gone; leave it out",
     "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
+    "tokenizer.chat_template": "train with prompt_template, or take the tokenizer of a model that has one",
     "tokenizer.max_examples": "it is always 100 000; leave it out",
     "tokenizer.min_frequency": "it is always 2; leave it out",
     "trace.format": "name --output with the ending .json or .html",

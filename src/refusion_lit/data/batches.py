@@ -1,19 +1,24 @@
-"""Training batches: which samples form them, and the loader that groups them by optimizer step."""
+"""Training batches: which samples form them or their rows, and the loader that groups them by optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.learning.batch import MicroBatch, ResponseBatch
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
+
+_PACKED_TOGETHER = 4096
+"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):
@@ -130,3 +135,42 @@ class TrainingLoader(DataLoader[ResponseBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the micro-batches that were yielded."""
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
+
+
+def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
+    """Distribute samples over rows: best fit, longest first, within random groups of samples.
+
+    Args:
+        lengths: Number of tokens of each sample, none above ``pack_length``.
+        pack_length: Maximum number of tokens in a row.
+        seed: Seeds the groups; the rows are the same in every epoch.
+
+    Returns:
+        The indices of each row's samples; every sample is in one row.
+    """
+    order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
+    rows: list[list[int]] = []
+    for first in range(0, len(order), _PACKED_TOGETHER):
+        room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
+        for sample in sorted(order[first : first + _PACKED_TOGETHER], key=lambda i: -lengths[i]):
+            best = bisect_left(room, (lengths[sample], -1))
+            free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
+            if row == len(rows):
+                rows.append([])
+            rows[row].append(sample)
+            insort(room, (free - lengths[sample], row))
+    return rows
+
+
+def collate_packed(
+    rows: list[list[int]], samples: Dataset[EncodedExample] | Sequence[EncodedExample], pad_token_id: int
+) -> ResponseBatch:
+    """Return the batch of the samples of rows.
+
+    Args:
+        rows: Indices of each row's samples.
+        samples: All samples.
+        pad_token_id: The padding token.
+    """
+    numbers = [number for number, row in enumerate(rows) for _ in row]
+    return collate_responses([samples[i] for row in rows for i in row], pad_token_id, rows=numbers)

@@ -1,4 +1,4 @@
-"""Encoded examples: one by one, stored in flat arrays, and collated into batches."""
+"""Encoded examples: stored in flat arrays or encoded when they are read, and collated into batches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
 
 Encode = Callable[[Example], tuple[list[int], list[int]]]
 """Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
@@ -42,7 +43,6 @@ class EncodedStore(Dataset[EncodedExample]):
         prompt_lengths: Number of prompt tokens of each example.
         ids: The examples' ids.
         num_too_long: Number of examples that were dropped as too long.
-        num_malformed: Number of examples that were skipped because they cannot be encoded.
     """
 
     tokens: Int[np.ndarray, " token"]
@@ -50,7 +50,6 @@ class EncodedStore(Dataset[EncodedExample]):
     prompt_lengths: Int[np.ndarray, " example"]
     ids: list[str]
     num_too_long: int = 0
-    num_malformed: int = 0
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -70,37 +69,57 @@ class EncodedStore(Dataset[EncodedExample]):
         return int(self.ends[index - 1]) if index else 0
 
 
-def encode_all(
-    examples: Sequence[Example],
-    encode: Encode,
-    *,
-    max_length: int,
-    skip_malformed: bool,
-) -> EncodedStore:
+class EncodedOnRead(Dataset[EncodedExample]):
+    """A dataset that generates and encodes each example when it is read.
+
+    Args:
+        examples: The examples of a generated task.
+        encode: Encodes an example.
+        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
+    """
+
+    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
+        self._examples = examples
+        self._encode = encode
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        """Return an encoded example."""
+        example = self._examples[index]
+        sample = EncodedExample(example.id, *self._encode(example))
+        expected = f"at most {self.max_length} tokens in the sample {example.id}"
+        fix = "raise it, or make the task's examples shorter"
+        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
+        return sample
+
+    def length(self, index: int) -> int:
+        """Return a number that grows with the example's tokens, without encoding it."""
+        example = self._examples[index]
+        return len(example.query) + len(example.response)
+
+
+def encode_all(examples: Sequence[Example], encode: Encode, *, max_length: int) -> EncodedStore:
     """Encode examples into a store.
 
     Args:
         examples: The examples.
         encode: Encodes an example.
         max_length: Drop and count examples of more tokens.
-        skip_malformed: Skip and count malformed examples instead of raising.
 
     Raises:
-        ValueError: If an example is malformed and those are not skipped.
+        ValueError: If an example is malformed.
     """
     chunks: list[Int[np.ndarray, " token"]] = []
     lengths: list[int] = []
     prompt_lengths: list[int] = []
     ids: list[str] = []
-    num_too_long = num_malformed = 0
+    num_too_long = 0
     for example in examples:
-        try:
-            prompt, response = encode(example)
-        except ValueError:
-            if not skip_malformed:
-                raise
-            num_malformed += 1
-            continue
+        prompt, response = encode(example)
         length = len(prompt) + len(response)
         if length > max_length:
             num_too_long += 1
@@ -115,7 +134,6 @@ def encode_all(
         prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
         ids=ids,
         num_too_long=num_too_long,
-        num_malformed=num_malformed,
     )
 
 

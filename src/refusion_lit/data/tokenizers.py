@@ -87,11 +87,9 @@ class TrainedBPE(TokenizerSource):
 
     Attributes:
         vocab_size: Maximum number of tokens, special ones included; at least 260.
-        chat_template: Jinja template of a chat; ``None`` for none.
     """
 
     vocab_size: int = 4096
-    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a vocabulary that cannot hold all bytes."""
@@ -119,10 +117,7 @@ class TrainedBPE(TokenizerSource):
             show_progress=False,
         )
         tokenizer.train_from_iterator(_texts(examples[i] for i in range(num_examples)), trainer)
-        wrapped = _wrap(tokenizer)
-        if self.chat_template is not None:
-            wrapped.chat_template = self.chat_template
-        return wrapped
+        return _wrap(tokenizer)
 
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}

@@ -1,12 +1,32 @@
-"""Compares rows: intervals, paired differences and the Pareto front."""
+"""Compares rows: bootstrap and Wilson intervals (scipy's), paired differences and the Pareto front."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from refusion_lit.reports.intervals import Bootstrap, Interval, pareto_front
+import numpy as np
+from numpy.typing import NDArray
+
 from refusion_lit.reports.runs import Collection, Row
+from refusion_lit.utils.require import require_at_least, require_between
+
+NUM_RESAMPLES = 2000
+"""Resamples of the percentile bootstrap over prompts, which are drawn with seed 0. All intervals are of 95 %."""
+_LEVEL = 0.95
+_MAX_DRAWN = 1 << 22
+"""Drawn prompts that are held in memory at a time (32 MB for each column of values)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A point estimate with its 95 % confidence interval; all three values are in the same unit."""
+
+    estimate: float
+    low: float
+    high: float
 
 
 @dataclass(kw_only=True)
@@ -61,7 +81,6 @@ class Comparison:
 
     Attributes:
         collection: The runs and rows.
-        bootstrap: Settings of the intervals.
         measured: All rows with their intervals.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
@@ -70,7 +89,6 @@ class Comparison:
     """
 
     collection: Collection
-    bootstrap: Bootstrap
     measured: list[MeasuredRow]
     baseline: str
     differences: list[Difference]
@@ -78,43 +96,40 @@ class Comparison:
     metrics: list[str]
 
 
-def compare(collection: Collection, baseline: str | None = None, bootstrap: Bootstrap | None = None) -> Comparison:
+def compare(collection: Collection, baseline: str | None = None) -> Comparison:
     """Compare all rows of a collection.
 
     Args:
         collection: The runs and rows.
         baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
             first row by default.
-        bootstrap: Settings of the intervals.
 
     Raises:
         ValueError: If no row or decoder has the baseline's name.
     """
-    bootstrap = bootstrap or Bootstrap()
     rows = collection.rows
     num_expected = max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows)
-    measured = [_measure(row, num_expected, bootstrap) for row in rows]
+    measured = [_measure(row, num_expected) for row in rows]
     for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]):
         measured[index].on_front = True
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(
         collection=collection,
-        bootstrap=bootstrap,
         measured=measured,
         baseline=baseline,
-        differences=[_difference(row, base, bootstrap) for row, base in pairs if row is not base],
+        differences=[_difference(row, base) for row, base in pairs if row is not base],
         option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
         metrics=list(dict.fromkeys(name for run in collection.runs for name in run.results.get("metrics") or ())),
     )
 
 
-def _measure(row: Row, num_expected: int, bootstrap: Bootstrap) -> MeasuredRow:
+def _measure(row: Row, num_expected: int) -> MeasuredRow:
     scores, speed = _values(row, list(row.predictions))
     has_intervals = sum(speed[1]) > 0
     if has_intervals:
-        score = bootstrap.score(scores)
-        tokens_per_forward = bootstrap.ratio(*speed)
+        score = score_interval(scores)
+        tokens_per_forward = ratio_interval(*speed)
     else:
         figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
         score, tokens_per_forward = (Interval(estimate=value, low=value, high=value) for value in figures)
@@ -146,14 +161,14 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     return found[0]
 
 
-def _difference(row: Row, baseline: Row, bootstrap: Bootstrap) -> Difference:
+def _difference(row: Row, baseline: Row) -> Difference:
     shared = [i for i in row.predictions if i in baseline.predictions]
     score = speed = None
     if shared:
         scores, counts = _values(row, shared)
         base_scores, base_counts = _values(baseline, shared)
-        score = bootstrap.score_difference(scores, base_scores)
-        speed = bootstrap.paired_difference(counts, base_counts)
+        score = score_difference(scores, base_scores)
+        speed = ratio_difference(counts, base_counts)
     return Difference(
         row=row,
         baseline=baseline,
@@ -174,3 +189,128 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
         others = [f".{other}" for other in names if other != name]
         short[name] = next((e for e in endings if not any(o.endswith(f".{e}") for o in others)), name)
     return short
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Return the ratio of the totals over all prompts; with denominators of 1 this is the mean.
+
+    Args:
+        numerators: One value per prompt.
+        denominators: One value per prompt; at least one must not be 0.
+    """
+    return _bootstrapped(_ratio, numerators, denominators)
+
+
+def ratio_difference(
+    first: tuple[Sequence[float], Sequence[float]], second: tuple[Sequence[float], Sequence[float]]
+) -> Interval:
+    """Return the first ratio of totals minus the second; each resample draws the same prompts for both.
+
+    Args:
+        first: Numerators and denominators, one value per prompt.
+        second: Numerators and denominators of the other row, with the prompts in the same order.
+    """
+    return _bootstrapped(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
+
+
+def score_interval(values: Sequence[float]) -> Interval:
+    """Return the mean of scores in percent.
+
+    If all prompts are right, or all are wrong, every resample is the same and the bootstrap's interval has no width.
+    The interval is Wilson's (1927) then, which also holds for few prompts.
+
+    Args:
+        values: One score from 0 to 100 per prompt; at least one.
+    """
+    return _edge_interval(values) if _at_edge(values) else ratio_interval(values, [1.0] * len(values))
+
+
+def score_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Return the first mean score in percent minus the second, paired by prompt.
+
+    If both means are 0 or 100, the interval is made of the two Wilson intervals (Newcombe 1998, method 10, where the
+    correlation is 0 at the edges).
+
+    Args:
+        first: One score from 0 to 100 per prompt.
+        second: The scores of the other row, with the prompts in the same order.
+    """
+    ones = [1.0] * len(first)
+    if not (_at_edge(first) and _at_edge(second)):
+        return ratio_difference((first, ones), (second, ones))
+    a = _edge_interval(first)
+    b = _edge_interval(second)
+    return Interval(
+        estimate=a.estimate - b.estimate,
+        low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),
+        high=a.estimate - b.estimate + math.hypot(a.high - a.estimate, b.estimate - b.low),
+    )
+
+
+def _bootstrapped(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
+    """Return a statistic of columns of values, one value per prompt, with its interval."""
+    from scipy.stats import bootstrap  # takes about a second to import, so only where a report is made
+
+    data = [np.asarray(column, dtype=np.float64) for column in columns]
+    estimate = float(statistic(*data, axis=-1))
+    if len(data[0]) == 1:  # scipy refuses a single prompt, whose resamples are all the same
+        return Interval(estimate=estimate, low=estimate, high=estimate)
+    with warnings.catch_warnings():  # a resample without forwards has no ratio, and is left out below
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        resampled = bootstrap(
+            data,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=max(1, _MAX_DRAWN // len(data[0])),
+            method="percentile",
+            rng=np.random.default_rng(0),
+        ).bootstrap_distribution
+    tail = 50 * (1 - _LEVEL)
+    low, high = np.nanpercentile(resampled, [tail, 100 - tail])
+    return Interval(estimate=estimate, low=float(low), high=float(high))
+
+
+def wilson(num_hits: int, num_trials: int) -> Interval:
+    """Return the share of hits, from 0 to 1, with Wilson's score interval (1927), which also holds for few trials.
+
+    Args:
+        num_hits: Number of hits; from 0 to ``num_trials``.
+        num_trials: Number of trials; at least 1.
+    """
+    require_at_least("num_trials", num_trials, 1)
+    require_between("num_hits", num_hits, 0, num_trials)
+    from scipy.stats import binomtest  # takes about a second to import
+
+    found = binomtest(num_hits, num_trials).proportion_ci(_LEVEL, method="wilson")
+    return Interval(estimate=num_hits / num_trials, low=float(found.low), high=float(found.high))
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other point dominates.
+
+    A point dominates another if it is at least as good in both coordinates and better in one.
+
+    Args:
+        points: Pairs of values to maximise, such as tokens per forward and score.
+    """
+    return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
+
+
+def _at_edge(values: Sequence[float]) -> bool:
+    """Return whether all scores are 0, or all are 100."""
+    return set(values) in ({0.0}, {100.0})
+
+
+def _edge_interval(values: Sequence[float]) -> Interval:
+    """Return Wilson's score interval in percent of scores that are all 0 or all 100."""
+    share = wilson(len(values) if values[0] else 0, len(values))
+    return Interval(estimate=100 * share.estimate, low=100 * share.low, high=100 * share.high)
+
+
+def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Return the ratio of totals along an axis; NaN where the denominators' total is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = denominators.sum(axis=axis)
+        return np.where(total == 0, np.nan, numerators.sum(axis=axis) / total)

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.reports.comparison import Comparison, MeasuredRow
-from refusion_lit.reports.intervals import Interval
+from refusion_lit.reports.comparison import Comparison, Interval, MeasuredRow
 
 MISMATCH = "the model was not trained for this decoder"
 FIGURES = (
@@ -160,8 +159,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _caption(comparison: Comparison) -> str:
-    level = f"{100 * comparison.bootstrap.level:g}"
-    text = f"{level} % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
+    text = "95 % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
         text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
     marked = rf" \*: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""

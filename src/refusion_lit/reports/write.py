@@ -12,13 +12,11 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from refusion_lit.reports.comparison import Comparison, compare
-from refusion_lit.reports.intervals import Bootstrap
-from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot
+from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, compare
+from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.training import training_plots
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
@@ -39,7 +37,6 @@ def write_report(
     *,
     baseline: str | None = None,
     formats: Sequence[str] = ("html",),
-    bootstrap: Bootstrap | None = None,
 ) -> list[Path]:
     """Write a report on runs and sweeps; the plot is always written, as an SVG file.
 
@@ -49,7 +46,6 @@ def write_report(
             in the working directory for several paths.
         baseline: Row or decoder that the others are compared with; the first row by default.
         formats: ``html`` (``report.html``), ``markdown`` (``table.md``) or both.
-        bootstrap: Settings of the intervals.
 
     Returns:
         The files written, the page first.
@@ -60,7 +56,7 @@ def write_report(
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
-    comparison = compare(read_runs(paths), baseline, bootstrap)
+    comparison = compare(read_runs(paths), baseline)
     directory = Path(output) if output is not None else _default_output(paths)
     return _write(comparison, directory, formats)
 
@@ -141,7 +137,7 @@ def html_report(comparison: Comparison, plot: str) -> str:
         any_marked=any(row.mismatches for row in rows),
         uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline],
         version=__version__,
-        level=f"{100 * comparison.bootstrap.level:g}",
+        num_resamples=NUM_RESAMPLES,
     )
 
 

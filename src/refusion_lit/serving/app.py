@@ -143,7 +143,9 @@ class Server(uvicorn.Server):
         self._drain_until = self._drain_until or time.monotonic() + self.drain_seconds
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when everything is drained."""
+        """Stop when everything is drained, or the engine has failed for good."""
+        if self.worker.has_failed:
+            self.drain()
         if self._drain_until is not None:
             is_done = not (self.worker.num_active or self.worker.num_waiting)
             if is_done or time.monotonic() > self._drain_until:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -20,12 +21,15 @@ from torch import Tensor
 from refusion_lit.decoding import Decoder, Generation, GenerationCallback, RowState
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TextStream, TraceRound
+from refusion_lit.engine.requests import MoreDrafts
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.serving import Limits
 from refusion_lit.serving.protocol import RequestError
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
+
+log = logging.getLogger("refusion_lit.serving")
 
 _STOPPING = RequestError(503, "the server is stopping.", headers={"Retry-After": "30"})
 
@@ -79,6 +83,7 @@ class Worker(GenerationCallback):
     Attributes:
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
+        has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
         checked: The model, whose logits are checked.
         thread: The thread, which first runs the model once to warm up.
     """
@@ -93,6 +98,7 @@ class Worker(GenerationCallback):
         self.limits = limits
         self.is_ready = False
         self.is_draining = False
+        self.has_failed = False
         self.checked = _checked(model.model_for(decoder))
         self._news = threading.Condition()
         self._numbers = itertools.count()
@@ -146,24 +152,40 @@ class Worker(GenerationCallback):
     def on_commit(self, index: int, state: RowState) -> None:
         """Tell a job what has become final, and which forwards there were."""
         job = self._active[index]
-        trace = next(row for row in self._engine.rows if row.index == index).result.trace
+        row = next(row for row in self.engine.rows if row.index == index)
+        trace = row.result.trace
+        if isinstance(row.request, MoreDrafts):  # the last forward will draft further
+            trace = trace[:-1]
         _tell(job, job.stream.piece(state.final_prefix()), state.num_forwards, trace)
 
     def _run(self) -> None:
+        """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
         torch.set_num_threads(self._num_threads)  # which torch keeps by thread
-        with torch.no_grad():
-            self._engine = self._new_engine()
-            ends = self.model.backbone.special_tokens.eos_token_ids
-            stream = TextStream(self.model.detokenize, ())
-            warm_up = Prompt(token_ids=ends[:1], id="0")
-            job = Job(prompt=warm_up, sampling=self.sampling, tell=lambda _: None, deadline=0.0, stream=stream)
-            self._start_job(job)
-            self._step()
-            self.is_ready = True
-            while self._take():
-                self._step()
+        end = _STOPPING
+        try:
+            with torch.no_grad():
+                self._warm_up()
+                while self._take():
+                    self._step()
+        except Exception as error:
+            log.exception("the engine has stopped")
+            self.has_failed = True
+            end = _failure(error)
+        with self._news:
+            self.is_draining = True  # no job may arrive that nobody tells
         for job in (*self._active.values(), *self._waiting):
-            job.tell(_STOPPING)
+            job.tell(end)
+        self._active.clear()
+        self._waiting.clear()
+
+    def _warm_up(self) -> None:
+        self.engine = self._new_engine()
+        ends = self.model.backbone.special_tokens.eos_token_ids
+        stream = TextStream(self.model.detokenize, ())
+        prompt = Prompt(token_ids=ends[:1], id="0")
+        self._start_job(Job(prompt=prompt, sampling=self.sampling, tell=lambda _: None, deadline=0.0, stream=stream))
+        self._step()
+        self.is_ready = True
 
     def _new_engine(self) -> Engine:
         options = {"callbacks": [self], "detokenize": self.model.detokenize}
@@ -178,7 +200,7 @@ class Worker(GenerationCallback):
             self._waiting.clear()
             self._waiting.extend(kept)
             for number in [number for number, job in self._active.items() if _is_given_up(job)]:
-                self._engine.abort(number)
+                self.engine.abort(number)
                 del self._active[number]
             while self._waiting and self.num_active < self.options.batch_size:
                 runs_alone = self._waiting[0].is_suspect or any(job.is_suspect for job in self._active.values())
@@ -190,11 +212,11 @@ class Worker(GenerationCallback):
     def _start_job(self, job: Job) -> None:
         number = next(self._numbers)
         self._active[number] = job
-        self._engine.submit(number, job.prompt, job.sampling, trace=job.watched)
+        self.engine.submit(number, job.prompt, job.sampling, trace=job.watched)
 
     def _step(self) -> None:
         try:
-            finished = self._engine.step()
+            finished = self.engine.step()
         except Exception as error:
             self._recover(error)
             return
@@ -205,10 +227,10 @@ class Worker(GenerationCallback):
 
     def _recover(self, error: Exception) -> None:
         """Start again with a new engine, as what the failed call left behind is undefined."""
+        del self.engine  # releases the cache first
+        self.engine = self._new_engine()
         jobs = list(self._active.values())
         self._active.clear()
-        del self._engine  # releases the cache first
-        self._engine = self._new_engine()
         if len(jobs) == 1:
             jobs[0].tell(_failure(error))
             return

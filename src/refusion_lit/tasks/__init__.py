@@ -5,13 +5,11 @@ Importing this package imports every task class, so that configs can refer to th
 
 from __future__ import annotations
 
-from refusion_lit.tasks.arithmetic import Additions, Sheet
 from refusion_lit.tasks.base import SPLITS, GeneratedTask, Split, Task
 from refusion_lit.tasks.code import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.files import InstructionFiles
+from refusion_lit.tasks.generated import Additions, Records, Sheet
 from refusion_lit.tasks.gsm8k import Gsm8k
-from refusion_lit.tasks.holes import Holes
-from refusion_lit.tasks.records import Records
 
 __all__ = [
     "SPLITS",
@@ -19,7 +17,6 @@ __all__ = [
     "CodeTask",
     "GeneratedTask",
     "Gsm8k",
-    "Holes",
     "HumanEval",
     "InstructionFiles",
     "Mbpp",
