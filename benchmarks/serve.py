@@ -6,8 +6,8 @@ All servers run at once on SmolLM2-135M-Instruct in float32, one thread each; ev
 in turn, so that other work on the machine meets all alike. Processor seconds of the servers are counted beside those on
 the wall. Clients are OpenAI's, asynchronous and streaming; tokens are those of the answers' texts. The prompts are also
 decoded without a server, 16 at a time: what a server takes beyond that is HTTP and queue. Each part is written to
-``--parts`` as it is measured, and skipped if it is there. `nox -s real_model -- fetch` fetches the model; ``transformers
-serve`` needs ``pip install 'transformers[serving]'``.
+``--parts`` as it is measured, and skipped if it is there. `nox -s real_model -- fetch` fetches the model; the command
+``transformers serve`` needs ``pip install 'transformers[serving]'``.
 """
 
 from __future__ import annotations
