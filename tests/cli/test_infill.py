@@ -8,12 +8,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+from experiments.tasks import Holes
 
 import refusion_lit
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from refusion_lit.tasks import Additions, Holes
+from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
 MODELS = REPOSITORY / "tests" / "goldens" / "models"
@@ -82,7 +83,7 @@ def test_a_stop_string_may_cut_any_of_the_lengths(stop: str) -> None:
 
 
 ADDITIONS = {"class_path": "Additions", "init_args": {"num_train": 64, "num_test": 3}}
-TASK = {"class_path": "Holes", "init_args": {"task": ADDITIONS}}
+TASK = {"class_path": "experiments.tasks.Holes", "init_args": {"task": ADDITIONS}}
 HOLES = [
     "--config",
     str(REPOSITORY / "experiments" / "controlled_comparison" / "common.yaml"),

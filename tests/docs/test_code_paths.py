@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_064,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_264,
-    "test: files": 60,
-    "test: lines": 12_154,
-    "package: files": 179,
-    "package: lines": 27_605,
-    "package: lines of code": 17_317,
+    "examples to loss: lines": 3_245,
+    "test: files": 59,
+    "test: lines": 12_122,
+    "package: files": 178,
+    "package: lines": 27_500,
+    "package: lines of code": 17_250,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

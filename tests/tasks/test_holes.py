@@ -5,8 +5,9 @@ import pickle
 import re
 
 import pytest
+from experiments.tasks import Holes
 
-from refusion_lit.tasks import Additions, Holes, Records
+from refusion_lit.tasks import Additions, Records
 from refusion_lit.types import Example
 
 TASKS = [Holes(), Holes(task=Additions(seed=3, min_terms=3)), Holes(task=Records()), Holes(task=Records(max_rows=9))]

@@ -11,6 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
 
 
+def bars(console: Console) -> Progress:
+    """Return bars with a text each, which show on a terminal only and disappear when they are stopped."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @dataclass
 class Pace:
     """What one decoder has done so far.
@@ -31,24 +43,14 @@ class Pace:
 
 
 class AnswerProgress:
-    """Shows progress bars on standard error while it is a terminal, and nothing elsewhere.
-
-    The bars disappear when they are stopped.
+    """Shows a bar for each decoder on standard error while it is a terminal, and nothing elsewhere.
 
     Args:
         console: Where to show them; standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("answers  {task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self._bars = bars(console or Console(stderr=True))
         self._tasks: dict[str, TaskID] = {}
         self.paces: dict[str, Pace] = {}
 
@@ -63,7 +65,7 @@ class AnswerProgress:
         if name not in self._tasks:
             self._bars.start()
             self.paces[name] = Pace()
-            self._tasks[name] = self._bars.add_task(name, total=total, completed=finished, rate="")
+            self._tasks[name] = self._bars.add_task(name, total=total, completed=finished, text="answers")
         return _Watch(self._bars, self._tasks[name], self.paces[name])
 
     def stop(self) -> None:
@@ -93,4 +95,4 @@ class _Watch(GenerationCallback):
         self._pace.tokens += tokens - self._tokens.get(index, 0)
         self._tokens[index] = tokens
         self._pace.seconds = time.monotonic() - self._start
-        self._bars.update(self._task, rate=self._pace.rate())
+        self._bars.update(self._task, text=f"answers  {self._pace.rate()}")

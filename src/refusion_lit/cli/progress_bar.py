@@ -11,9 +11,9 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress, TaskID
 
-from refusion_lit.cli.progress import AnswerProgress
+from refusion_lit.cli.progress import AnswerProgress, bars
 from refusion_lit.decoding import GenerationCallback
 
 
@@ -118,14 +118,7 @@ class RunProgress(ProgressBar):
 
     def _start_bars(self) -> None:
         if self._bars is None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}", markup=False),
-            )
-            terminal = self._console.is_terminal
-            self._bars = Progress(*columns, console=self._console, transient=True, disable=not terminal)
+            self._bars = bars(self._console)
             self._bars.start()
 
     def _add(self, name: str, total: float | None, completed: int) -> TaskID:

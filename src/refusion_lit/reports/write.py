@@ -13,11 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, compare
-from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot
+from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.training import training_plots
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__

@@ -8,7 +8,7 @@ from __future__ import annotations
 from refusion_lit.tasks.base import SPLITS, GeneratedTask, Split, Task
 from refusion_lit.tasks.code import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.generated import Additions, Holes, Records, Sheet
+from refusion_lit.tasks.generated import Additions, Records, Sheet
 from refusion_lit.tasks.gsm8k import Gsm8k
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "CodeTask",
     "GeneratedTask",
     "Gsm8k",
-    "Holes",
     "HumanEval",
     "InstructionFiles",
     "Mbpp",

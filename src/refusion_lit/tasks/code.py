@@ -31,7 +31,7 @@ class CodeTask(Task):
     ``refusion-lit score`` computes them later from the predictions file.
 
     Attributes:
-        files: File or files of the benchmark (JSON, JSONL, also ``.gz``, or Parquet).
+        files: File or files of the benchmark (JSON or JSONL, also ``.gz``).
         dataset: Id of a hub data set to use instead (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.

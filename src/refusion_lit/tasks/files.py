@@ -26,7 +26,7 @@ _FIELDS: Mapping[Preset, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionFiles(Task):
-    """Queries with responses from JSON, JSONL (also ``.gz``) or Parquet files, or from a hub data set.
+    """Queries with responses from JSON or JSONL files (also ``.gz``), or from a hub data set.
 
     The ``id`` of a row, text or an integer, is the example's id; a row without one is named by split, file and line.
 

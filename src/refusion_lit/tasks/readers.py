@@ -35,7 +35,7 @@ class Row:
 
 
 def read_rows(file: str) -> Iterator[Row]:
-    """Read a JSON, JSONL (also ``.gz``) or Parquet file.
+    """Read a JSON or JSONL file (also ``.gz``).
 
     Args:
         file: Path of the file; its suffix determines the format.
@@ -49,16 +49,12 @@ def read_rows(file: str) -> Iterator[Row]:
     path = Path(file)
     check_exists(path)
     name = path.name.removesuffix(".gz")
-    if name.endswith(".parquet"):
-        rows = _read_parquet(file)
-    elif name.endswith(".jsonl"):
+    if name.endswith(".jsonl"):
         rows = json_rows(file, decompressed_text(path))
     elif name.endswith(".json"):
         rows = _read_json_list(file, decompressed_text(path))
     else:
-        raise ValueError(
-            f"{file}: expected a name ending in .json, .jsonl, .json.gz, .jsonl.gz or .parquet; rename it."
-        )
+        raise ValueError(f"{file}: expected a name ending in .json, .jsonl, .json.gz or .jsonl.gz; rename it.")
     is_empty = True
     for row in rows:
         is_empty = False
@@ -173,20 +169,6 @@ def _read_json_list(file: str, text: str) -> Iterator[Row]:
         raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
     for number, value in enumerate(values, start=1):
         yield _row(file, number, value)
-
-
-def _read_parquet(file: str) -> Iterator[Row]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ValueError(f"{file}: Parquet needs the package pyarrow; run pip install pyarrow.") from error
-    try:
-        rows = parquet.read_table(file).to_pylist()
-    except (ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{file}: expected a Parquet file, got something else ({reason}); fetch it again.") from error
-    for number, values in enumerate(rows, start=1):
-        yield Row(file, number, values)
 
 
 def _row(file: str, number: int, values: object) -> Row:

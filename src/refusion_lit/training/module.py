@@ -274,8 +274,7 @@ class SlotDiffusionModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
         """Make optimizer and schedule."""
-        keeps_float32_weights = isinstance(self.trainer.strategy, DeepSpeedStrategy)
-        optimizer = make_optimizer(self.model, self.optimizer_callable, keeps_float32_weights=keeps_float32_weights)
+        optimizer = make_optimizer(self.model, self.optimizer_callable)
         if self.scheduler_callable is not None:
             scheduler = self.scheduler_callable(optimizer)
         else:

@@ -64,15 +64,12 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def make_optimizer(
-    module: nn.Module, make: OptimizerCallable | None, *, keeps_float32_weights: bool = False
-) -> Optimizer:
+def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimizer:
     """Make the optimizer of a module's parameters; AdamW where nothing else is asked for.
 
     Args:
         module: The module.
         make: Makes the optimizer from parameter groups.
-        keeps_float32_weights: Whether the strategy keeps float32 master weights.
 
     Raises:
         ValueError: If the optimizer refuses its options.
@@ -85,8 +82,7 @@ def make_optimizer(
             optimizer = make(groups)
         except (ValueError, TypeError) as error:  # torch names no option
             raise ValueError(f"model.optimizer: {error}; change its options.") from error
-    if not keeps_float32_weights:
-        warn_of_lost_updates(optimizer)
+    warn_of_lost_updates(optimizer)
     return optimizer
 
 
