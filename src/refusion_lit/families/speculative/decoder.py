@@ -31,7 +31,7 @@ _LEAST_GAIN = 0.05
 """Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
 _ADAPTERS = 0.25
-"""Share of a drafter's adapter calls in the fixed cost of a forward with masks, above what experiments/lossless shows."""
+"""Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
 
 _HALF_LIFE = 16
 """After this many tokens an accepted or rejected draft counts half: a text is easy to draft here and hard there."""
