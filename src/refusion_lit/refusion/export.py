@@ -77,9 +77,11 @@ def _settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]
     """
     stored = vars(config or model.generation_config)
     asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    unused = set() if asked.get("do_sample") else _OF_SAMPLING - {*kwargs}  # a stored temperature is no request
+    own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
+    unused = {name for name in _OF_SAMPLING - {*kwargs} if asked.get(name) == own.get(name)}
     for name, value in asked.items():
         is_neutral = value is None or value is False or _NEUTRAL.get(name) == value
+        is_neutral = is_neutral or (name == "temperature" and value == 0)
         if not is_neutral and name not in _TAKEN | unused:
             where = "in the call" if name in kwargs else "in the generation config"
             fix = f"pass {name}={_NEUTRAL.get(name, False if value is True else None)!r}"
