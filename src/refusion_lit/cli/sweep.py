@@ -77,12 +77,11 @@ def run(args: list[str]) -> int:
 
 def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
+    from refusion_lit.reports.comparison import short_names
     from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
 
     swept = [name for name in swept if name != "model.decoders"]  # the column of decoders shows them
-    leaves = {name: name.rpartition(".")[2] for name in swept}
-    named = leaves if len(set(leaves.values())) == len(leaves) else {name: name for name in swept}
-    head = [*named.values(), "decoder", *(title for _, title, _ in PRINTED)]
+    head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
     for row in result.rows:
         decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
