@@ -273,3 +273,24 @@ def write(
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for entry in results.get("aims", []):
         print(f"{'met ' if entry['met'] else 'MISS'} {entry['value']:8} ({entry['bound']}) {entry['aim']}", flush=True)
+
+
+def draw(curves: Mapping[str, Mapping[int, float]], path: Path, x_name: str, y_name: str) -> None:
+    """Draw curves by name over whole numbers, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+    for name, values in curves.items():
+        axes.plot(list(values), list(values.values()), marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel=x_name, ylabel=y_name)
+    numbers = list(next(iter(curves.values())))
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)

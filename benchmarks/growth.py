@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from benchmarks.common import RESULTS, SMALL, Work, aim, interleaved, random_model, random_prompts, write
+from benchmarks.common import RESULTS, SMALL, Work, aim, draw, interleaved, random_model, random_prompts, write
 from benchmarks.peers import ours, replayed
 from benchmarks.replay import ALL_ACCEPTED, Replay
 from jsonargparse import auto_cli
@@ -24,24 +24,9 @@ BLOCK = 64
 
 
 def plot(costs: dict[str, dict[int, float]], path: Path) -> None:
-    """Draw milliseconds a token over the answer's length, both logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
-    for name, values in costs.items():
-        axes.plot(list(values), [1e3 * value for value in values.values()], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="answer length (tokens)", ylabel="milliseconds a token")
-    lengths = list(next(iter(costs.values())))
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    """Draw milliseconds a token over the answer's length."""
+    milliseconds = {name: {n: 1e3 * value for n, value in values.items()} for name, values in costs.items()}
+    draw(milliseconds, path, "answer length (tokens)", "milliseconds a token")
 
 
 def main(

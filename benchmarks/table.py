@@ -15,6 +15,12 @@ from jsonargparse import auto_cli
 
 Result = dict[str, Any]
 
+SHOWN = {
+    "refusion": "ReFusion", "refusion on transformers' body": "ReFusion, transformers' forward",
+    "autoregressive": "Autoregressive", "generate": "generate",
+}  # fmt: skip
+"""What ``batches`` compares, as its plot and its table name it."""
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
@@ -116,9 +122,18 @@ def host_time(result: Result) -> str:
 
 
 def batches(result: Result) -> str:
-    cases = result["cases"]
-    rows = [[size, *case["tokens_per_second"].values()] for size, case in cases.items()]
-    return table(["tokens/s, batch size", *next(iter(cases.values()))["tokens_per_second"]], rows)
+    rows = []
+    for size, case in result["cases"].items():
+        prompts = [f"{case[name]['num_prompts'] / case[name]['median_seconds']:.0f}" for name in SHOWN]
+        rows.append([size, *prompts, *(f"{case[name]['tokens_per_second']:.0f}" for name in SHOWN)])
+    names = [name.replace("Autoregressive", "`Autoregressive`").replace("generate", "`generate`")
+             for name in SHOWN.values()]  # fmt: skip
+    head = ["batch size", *(f"{name} (prompts/s)" for name in names), *(f"{name} (tokens/s)" for name in names)]
+    quality = ", ".join(
+        f"{values['score']:.3f} and {values['tokens_per_prompt']:.1f} tokens ({SHOWN[name]})"
+        for name, values in result["quality"].items()
+    )
+    return f"{table(head, rows)}\nMean score and length of an answer: {quality}.\n"
 
 
 def linear(result: Result) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.batches import plot as draw_batches
+from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import load_memory
+from benchmarks.table import batches, load_memory
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -44,17 +46,7 @@ def _decode_summary(results: Result) -> str:
     return markdown_table(["ReFusion compared with", "ratio", "mean of six settings"], rows)
 
 
-@table("batches", _path("batches"))
-def _batches(results: Result) -> str:
-    names = {"refusion": "ReFusion", "autoregressive": "`Autoregressive`", "generate": "`generate`"}
-    rows = []
-    for size, case in results["cases"].items():
-        runs = case["runs"]
-        prompts = [f"{runs[name]['num_prompts'] / runs[name]['median_seconds']:.0f}" for name in names]
-        lengths = [f"{runs[name]['num_tokens'] / runs[name]['num_prompts']:.0f}" for name in names]
-        rows.append([size, *prompts, *(case["tokens_per_second"][name] for name in names), ", ".join(lengths)])
-    head = ["batch size", *(f"{label} (prompts/s)" for label in names.values())]
-    return markdown_table([*head, *(f"{label} (tokens/s)" for label in names.values()), "tokens per prompt"], rows)
+table("batches", _path("batches"))(batches)
 
 
 @table("threads", _path("decode"))
@@ -140,6 +132,9 @@ PLOTS[_path("growth").replace(".json", ".png")] = Plot(
     lambda costs, path: draw_growth({k: {int(n): s for n, s in v.items()} for k, v in costs.items()}, path),
     (_path("growth"),),
 )
+
+
+PLOTS[_path("batches").replace(".json", ".png")] = Plot(rates, draw_batches, (_path("batches"),))
 
 
 @table("random_decodes", "experiments/hard_tests/random_decodes.json")

@@ -126,12 +126,30 @@ def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: 
         decoder.generate(library, torch.tensor([[4, 5]]), generation_config=given, **own)
 
 
+@pytest.mark.filterwarnings("ignore:.*generation flags:UserWarning")
+@pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"top_p": 0.5}, {"top_k": 7}], ids=str)
+@pytest.mark.parametrize("decoder", [refusion, self_speculative])
+def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
+    decoder: ModuleType, asked: dict[str, Any]
+) -> None:
+    """``transformers serve`` sets a request's temperature without ``do_sample``."""
+    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    prompt = torch.tensor([[4, 5]])
+    config = GenerationConfig(max_new_tokens=8, **asked)
+    [name] = asked
+    with pytest.raises(ValueError, match=rf"^{name}: expected none, got .* in the generation config: this decoder"):
+        decoder._settings(library, config, {})
+    library.generation_config = config
+    assert decoder._settings(library, config, {})[name] == asked[name]
+    assert decoder._settings(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
+
+
 def test_length_and_ends_of_a_generation_config_are_honoured() -> None:
     model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
     ids = torch.tensor([model.encode("12+34,56+78>")])
 
     def response(**options: Any) -> list[int]:
-        config = GenerationConfig(use_cache=True, num_beams=1, temperature=0.7, **options)  # the temperature: not used
+        config = GenerationConfig(use_cache=True, num_beams=1, **options)
         return refusion.generate(model.backbone.model, ids, generation_config=config)[0, ids.shape[1] :].tolist()
 
     whole = response(max_new_tokens=24, eos_token_id=1)

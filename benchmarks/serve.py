@@ -1,0 +1,260 @@
+"""Our server beside ``transformers serve``: tokens per second, time to the first token and per token, texts compared.
+
+usage: python -m benchmarks.serve --questions GSM8K_TEST.jsonl [--clients 1 4 16] [--num_prompts 16] [--output FILE]
+
+All servers run at once on SmolLM2-135M-Instruct in float32, one thread each; every number of clients goes through them
+in turn, so that other work on the machine meets all alike. Processor seconds of the servers are counted beside those on
+the wall. Clients are OpenAI's, asynchronous and streaming; tokens are those of the answers' texts. The prompts are also
+decoded without a server, 16 at a time: what a server takes beyond that is HTTP and queue. Each part is written to
+``--parts`` as it is measured, and skipped if it is there. `nox -s real_model -- fetch` fetches the model; the command
+``transformers serve`` needs ``pip install 'transformers[serving]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import torch
+from benchmarks.common import aim, now, write
+from transformers import AutoTokenizer
+
+import refusion_lit
+from refusion_lit.decoding import Autoregressive
+
+ROOT = Path(__file__).parents[1]
+DRAFTER = ROOT / "experiments" / "lossless" / "drafter"
+OURS = [sys.executable, "-m", "refusion_lit.cli", "serve", "--dtype", "float32", "--name", "model", "--ckpt_path"]
+THEIRS = [str(Path(sys.executable).parent / "transformers"), "serve", "--dtype", "float32", "--device", "cpu"]
+DIRECT, THEIR_NAME = "Autoregressive without a server", "transformers serve"
+TIMEOUT = 180.0
+"""Seconds of a request."""
+
+
+@dataclass
+class Running:
+    """A server's process and address."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def processor_seconds(self) -> float:
+        """Return the processor time that it has taken so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def servers(model: Path) -> dict[str, list[str]]:
+    """Return the commands of the servers, without their ports.
+
+    ``transformers serve --continuous-batching`` is left out: its cache took 14 GB of the machine's 23 GB.
+    """
+    own = [*OURS, str(model)]
+    return {
+        "Autoregressive": own,
+        "SelfSpeculative": [*own, "--draft", str(DRAFTER)],
+        THEIR_NAME: [*THEIRS, str(model)],
+    }
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[Running]:
+    """Run a server; yield it once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 300
+        while not _is_ready(url):
+            if process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{command[0]} did not start: {log.read_text()[-500:]}")
+            time.sleep(0.5)
+        yield Running(process, url)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+async def asked(
+    url: str, model: str, prompts: Sequence[str], num_clients: int, max_tokens: int
+) -> list[dict[str, Any]]:
+    """Ask all prompts, ``num_clients`` at a time; return texts and times."""
+    at_once = asyncio.Semaphore(num_clients)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+
+        async def ask(prompt: str) -> dict[str, Any]:
+            async with at_once, asyncio.timeout(TIMEOUT):
+                started = now()
+                text = ""
+                first = None
+                messages = [{"role": "user", "content": prompt}]
+                options = {"model": model, "max_tokens": max_tokens, "stream": True, "temperature": 0}
+                stream: Any = await client.chat.completions.create(messages=messages, **options)
+                async for chunk in stream:
+                    piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                    first = first or (now() if piece else None)
+                    text += piece
+                return {"text": text, "first": (first or now()) - started, "seconds": now() - started}
+
+        return list(await asyncio.gather(*map(ask, prompts)))
+
+
+def measured(server: Running, model: str, prompts: Sequence[str], num_clients: int, max_tokens: int) -> dict[str, Any]:
+    """Return a server's answers and seconds."""
+    before = server.processor_seconds()
+    begun = now()
+    answers = asyncio.run(asked(server.url, model, prompts, num_clients, max_tokens))
+    return {"seconds": now() - begun, "processor": server.processor_seconds() - before, "answers": answers}
+
+
+def direct(model: Path, prompts: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    """Decode all prompts without a server, 16 at a time."""
+    loaded = refusion_lit.load(model, dtype="float32", device="cpu")
+    options: dict[str, Any] = {"decoder": Autoregressive(), "batch_size": 16, "max_new_tokens": max_tokens}
+    loaded.generate(prompts[:1], **options)
+    begun, before = now(), time.process_time()
+    rows = loaded.generate(prompts, **options)
+    seconds, processor = now() - begun, time.process_time() - before
+    answers = [{"text": row.text, "first": 0.0, "seconds": row.seconds} for row in rows]
+    return {"seconds": seconds, "processor": processor, "answers": answers}
+
+
+def figures(part: Mapping[str, Any], texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
+    """Return speeds and times of one part; ``texts`` are those to compare with."""
+    answers = part["answers"]
+    counts = [max(len(tokenizer(row["text"], add_special_tokens=False).input_ids), 1) for row in answers]
+    first = [row["first"] for row in answers]
+    per_token = [
+        (row["seconds"] - row["first"]) / max(count - 1, 1) for row, count in zip(answers, counts, strict=True)
+    ]
+    return {
+        "same_text": sum(row["text"] == text for row, text in zip(answers, texts, strict=True)),
+        "tokens": sum(counts),
+        "tokens_per_second": round(sum(counts) / part["seconds"], 2),
+        "tokens_per_processor_second": round(sum(counts) / part["processor"], 2),
+        "first_token_seconds": {f"p{q}": round(float(np.percentile(first, q)), 3) for q in (50, 95)},
+        "seconds_per_token": {f"p{q}": round(float(np.percentile(per_token, q)), 4) for q in (50, 95)},
+    }
+
+
+def measure(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Measure what ``options.parts`` lacks, and return all parts by server and number of clients."""
+    path: Path = options.parts
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    parts = {(part["server"], part["clients"]): part for part in map(json.loads, lines)}
+
+    def keep(name: str, num_clients: int, found: Mapping[str, Any]) -> None:
+        parts[name, num_clients] = {"server": name, "clients": num_clients, **found}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(parts[name, num_clients]) + "\n")
+        print(name, num_clients, found.get("failed") or round(found["seconds"], 1), flush=True)
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = options.model.resolve()
+        started: dict[str, Running] = {}
+        for name, command in servers(model).items():
+            own = "model" if THEIR_NAME not in name else str(model)
+            if (name, 0) in parts:
+                continue  # it did not start, or did not answer
+            with contextlib.ExitStack() as one:
+                try:
+                    server = one.enter_context(running(command, folder / f"{name}.log"))
+                    asyncio.run(asked(server.url, own, prompts[:1], 1, 4))  # warms up
+                    started[name] = server
+                    stack.push(one.pop_all())
+                except (RuntimeError, TimeoutError, openai.APIError) as error:
+                    keep(name, 0, {"failed": f"{type(error).__name__}: {error}".replace(str(model), model.name)[:300]})
+        for num_clients in options.clients:
+            for name, server in started.items():
+                own = "model" if THEIR_NAME not in name else str(model)
+                if (name, num_clients) not in parts:
+                    keep(name, num_clients, measured(server, own, prompts, num_clients, options.max_tokens))
+            if num_clients == 16 and (DIRECT, 16) not in parts:
+                keep(DIRECT, 16, direct(model, prompts, options.max_tokens))
+    return {f"{name}, {num} clients": part for (name, num), part in parts.items()}
+
+
+def aims(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return which aims are met."""
+    row = {(row["server"], row["clients"]): row for row in rows}
+    found = []
+    for num, bound in ((1, 1.5), (16, 1.2)):
+        for name in ("Autoregressive", "SelfSpeculative"):
+            if (name, num) in row and (THEIR_NAME, num) in row:
+                for speed in ("tokens_per_second", "tokens_per_processor_second"):
+                    ratio = row[name, num][speed] / row[THEIR_NAME, num][speed]
+                    text = f"{name}: {speed}, times {THEIR_NAME}, clients: {num}"
+                    found.append(aim(text, ratio, bound, at_least=True))
+    if {("Autoregressive", 16), (DIRECT, 16)} <= row.keys():
+        speed = "tokens_per_processor_second"
+        share = 1 - row["Autoregressive", 16][speed] / row[DIRECT, 16][speed]
+        found.append(aim("HTTP and queue: share of processor time, 16 clients", share, 0.03, at_least=False))
+    return found
+
+
+def main() -> None:
+    """Measure all servers, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("runs/smollm2/base"))
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--num_prompts", type=int, default=16)
+    parser.add_argument("--max_tokens", type=int, default=24)
+    parser.add_argument("--parts", type=Path, default=Path("runs/serve/parts.jsonl"))
+    parser.add_argument("--output", default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started = now()
+    lines = options.questions.read_text(encoding="utf-8").splitlines()[: options.num_prompts]
+    prompts = [json.loads(line)["question"] for line in lines]
+    load_before = os.getloadavg()
+    parts = measure(options, prompts)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    texts = [row["text"] for row in parts[f"Autoregressive, {options.clients[0]} clients"]["answers"]]
+    rows = [
+        {"server": part["server"], "clients": part["clients"], **figures(part, texts, tokenizer)}
+        for part in parts.values()
+        if "failed" not in part
+    ]
+    failed = {part["server"]: part["failed"] for part in parts.values() if "failed" in part}
+    config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": len(prompts), "max_tokens": options.max_tokens,
+              "threads_per_server": 1, "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
+    results = {"rows": rows, "failed": failed, "aims": aims(rows)}
+    write("serve", config, results, output=options.output, seconds=now() - started, seed=0)
+
+
+if __name__ == "__main__":
+    main()

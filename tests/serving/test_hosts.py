@@ -1,0 +1,89 @@
+"""Other people's servers on our exports and models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+
+import openai
+
+from refusion_lit.api import load
+from refusion_lit.decoding import ReFusion
+from refusion_lit.modeling.saving import save_model
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import ModelTraits
+from servers import MODEL
+
+COMMAND = shutil.which("transformers", path=str(Path(sys.executable).parent))
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    """A hybrid model."""
+    found = load(MODEL, device="cpu")
+    found.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def host(model: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """``transformers serve`` on an export: its address and the model's name."""
+    pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+    if COMMAND is None:
+        pytest.skip("needs the command transformers: pip install 'transformers[serving]'")
+    directory = tmp_path_factory.mktemp("export") / "model"
+    save_model(model.backbone, model.tokenizer, directory)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", "--port", str(port), str(directory)]
+    environment = os.environ | {"HF_HOME": str(directory.parent / "home"), "HF_HUB_OFFLINE": "1"}
+    log = directory.parent / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    try:
+        until = time.monotonic() + 120
+        while not _answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1", str(directory)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def test_transformers_serve_streams_what_our_engine_decodes(host: tuple[str, str], model: TextModel) -> None:
+    url, name = host
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+
+        def pieces(text: str, **options: Any) -> list[str]:
+            stream = client.completions.create(model=name, prompt=text, stream=True, **options)
+            return [chunk.choices[0].text for chunk in stream if chunk.choices]
+
+        for text, length in (("12+34,56+78>", 24), ("7+8=", 5)):
+            expected = model.generate([text], decoder=ReFusion(), max_new_tokens=length)[0].text
+            assert "".join(pieces(text, max_tokens=length, temperature=0)) == expected
+        with pytest.raises(openai.APIError) as caught:  # it would be greedy without a word
+            pieces("1+1", max_tokens=5, temperature=0.7)
+        assert "temperature: expected none, got 0.7 in the generation config" in str(caught.value.body)
