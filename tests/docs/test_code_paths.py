@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 59,
     "test: lines": 12_122,
     "package: files": 178,
-    "package: lines": 27_500,
-    "package: lines of code": 17_250,
+    "package: lines": 27_528,
+    "package: lines of code": 17_274,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

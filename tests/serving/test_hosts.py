@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -10,6 +11,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
 from servers import MODEL
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "litserve_server.py"
 COMMAND = shutil.which("transformers", path=str(Path(sys.executable).parent))
 
 
@@ -45,24 +49,35 @@ def host(model: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         pytest.skip("needs the command transformers: pip install 'transformers[serving]'")
     directory = tmp_path_factory.mktemp("export") / "model"
     save_model(model.backbone, model.tokenizer, directory)
+    command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", str(directory), "--port"]
+    with running(command, directory.parent) as url:
+        yield f"{url}/v1", str(directory)
+
+
+@contextmanager
+def running(command: list[str], folder: Path) -> Iterator[str]:
+    """Run a server; yield its address once it is healthy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", "--port", str(port), str(directory)]
-    environment = os.environ | {"HF_HOME": str(directory.parent / "home"), "HF_HUB_OFFLINE": "1"}
-    log = directory.parent / "log"
+    log = folder / "log"
+    environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen([*command, str(port)], stdout=output, stderr=output, env=environment)
     try:
         until = time.monotonic() + 120
         while not _answers(f"http://127.0.0.1:{port}/health"):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1", str(directory)
+        yield f"http://127.0.0.1:{port}"
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # LitServe then ends its workers
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _answers(url: str) -> bool:
@@ -87,3 +102,21 @@ def test_transformers_serve_streams_what_our_engine_decodes(host: tuple[str, str
         with pytest.raises(openai.APIError) as caught:  # it would be greedy without a word
             pieces("1+1", max_tokens=5, temperature=0.7)
         assert "temperature: expected none, got 0.7 in the generation config" in str(caught.value.body)
+
+
+def test_the_example_for_litserve_gives_each_request_its_answer(tmp_path: Path) -> None:
+    pytest.importorskip("litserve", reason="needs litserve: pip install litserve")
+    model = load(MODEL, device="cpu")
+    asked = [("12+34,56+78>", 24), ("7+8=", 5), ("99+1", 24), ("3,4", 16)]
+    with running([sys.executable, str(EXAMPLE), str(MODEL)], tmp_path) as url, ThreadPoolExecutor(4) as pool:
+
+        def answer(text: str, length: int) -> Any:
+            body = json.dumps({"prompt": text, "max_tokens": length}).encode()
+            request = urllib.request.Request(f"{url}/predict", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as found:
+                return json.loads(found.read())
+
+        found = list(pool.map(lambda each: answer(*each), asked))
+    rows = [model.generate([text], max_new_tokens=length)[0] for text, length in asked]
+    expected = [{"text": row.text, "tokens": row.num_tokens, "forwards": row.num_forwards} for row in rows]
+    assert found == expected

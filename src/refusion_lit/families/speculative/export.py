@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 from transformers.utils import cached_file
 
 _TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "pad_token_id",
@@ -84,13 +84,10 @@ def _settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]
     Raises:
         ValueError: If one asks for what this decoder would have to ignore.
     """
-    own = vars(model.generation_config)
-    default = vars(GenerationConfig())
     stored = vars(config or model.generation_config)
     asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    # A temperature that the model brings along is no request.
-    unused = {name for name in _OF_SAMPLING - {*kwargs} if asked.get(name) in (own.get(name), default.get(name))}
-    unused = set() if asked.get("do_sample") else unused
+    own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
+    unused = {name for name in _OF_SAMPLING - {*kwargs} if asked.get(name) == own.get(name)}
     for name, value in asked.items():
         is_neutral = value is None or value is False or _NEUTRAL.get(name) == value
         is_neutral = is_neutral or (name == "temperature" and value == 0)
