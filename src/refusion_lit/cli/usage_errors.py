@@ -307,11 +307,12 @@ class _Refusal:
         if reason := found["reason"]:
             fix = "run in its module's directory with PYTHONPATH=., install the module, or correct its name"
             return f"{begin} a class that can be imported, got {got} ({reason}); {fix}."
-        known = sorted(cls.__name__ for cls in self._classes(name))
-        what = (
-            f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"
-        )
-        return f"{begin} {what}, got {got!r}{nearest(got, known) or '; choose one of ' + ', '.join(known)}"
+        base = found["base"] or "object"
+        classes = self._classes(name)  # of the option that holds this one, perhaps
+        known = sorted(cls.__name__ for cls in classes if base in [above.__name__ for above in cls.__mro__])
+        listing = f"; choose one of {', '.join(known)}" if known else "; name such a class, as in my_module.MyClass"
+        what = f"a subclass of {base}" if found["base"] else "the name or import path of a class, or a YAML file"
+        return f"{begin} {what}, got {got!r}{nearest(got, known) or listing}"
 
     def of_a_value(self) -> str:
         """Return the line for a value of another type."""
