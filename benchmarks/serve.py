@@ -118,8 +118,8 @@ async def asked(
                 started = now()
                 text = ""
                 first = None
-                messages = [{"role": "user", "content": prompt}]
-                options = {"model": model, "max_tokens": max_tokens, "stream": True, "temperature": 0}
+                messages: Any = [{"role": "user", "content": prompt}]
+                options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "stream": True, "temperature": 0}
                 stream: Any = await client.chat.completions.create(messages=messages, **options)
                 async for chunk in stream:
                     piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
