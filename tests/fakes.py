@@ -59,7 +59,7 @@ class FakeModel(LanguageModel):
         num_logit_rows: Places whose logits were computed.
     """
 
-    forward_cost = 16.0
+    forward_cost = 32.0
 
     def __init__(self, traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL) -> None:
         self.traits, self.special_tokens = traits, special

@@ -77,13 +77,14 @@ def _default(found: Result) -> str:
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",
+            "the same" if row["same_forwards"] else "others",
             f"{row['tokens_per_forward']:.2f}",
             f"{row['speed_over_autoregressive']:.3f}",
         ]
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
-    head = ["type", "batch size", "same text", "tokens/forward", "tokens/s, times `Autoregressive`"]
+    head = ["type", "batch size", "same text", "forwards", "tokens/forward", "tokens/s, times `Autoregressive`"]
     return markdown_table(head, rows)
 
 

@@ -29,7 +29,7 @@ from experiments.common import write_json
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 MODELS = ("clean", "mid")
 INFILLS = ("mask", "autoregressive", "bonus")
-FORWARD_COSTS = (16.0, 256.0)
+FORWARD_COSTS = (32.0, 256.0)
 """Fixed cost of a forward in positions, by default on a CPU and on accelerators: it decides when plans ride along."""
 
 

@@ -94,6 +94,15 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
             "data.task: expected a subclass of Task, got 'json.JSONDecoder'; choose one of Additions",
         ),
+        (
+            [
+                "fit",
+                "--config",
+                str(REPOSITORY / "configs" / "policy.yaml"),
+                "--model.objective.rewards=[json.JSONDecoder]",
+            ],
+            "expected a subclass of Reward, got 'json.JSONDecoder'; name such a class, as in my_module.MyClass",
+        ),
         (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
         (
             ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],

@@ -185,6 +185,12 @@ def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
+def test_a_model_without_a_tokenizer_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"^tokenizer\.source: expected a tokenizer's files, got none in '.*Copy"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+
+
 def test_stored_truncation_and_padding_are_undone(tmp_path, bpe) -> None:
     tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
     tokenizer.backend_tokenizer.enable_truncation(4)

@@ -259,6 +259,17 @@ def test_the_command_writes_scores_and_throughput(
     assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err
 
 
+def test_tasks_whose_data_cannot_be_fetched_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr("refusion_lit.evaluation.lm_eval.evaluate", unreachable)
+    assert main(["evaluate", f"--ckpt_path={MODEL}", "--tasks=[gsm8k_cot]"]) == 2
+    assert "tasks: expected data that can be fetched, got Couldn't reach" in capsys.readouterr().err
+
+
 def test_a_published_protocol_comes_from_a_folder_of_task_files(
     data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     assert finished(process) == 128 + number
     said = (tmp_path / "log").read_text()
     assert f"refusion-lit: error: stopped by {number.name} after step" in said
+    assert f"resume with: refusion-lit fit --resume {run / 'v'}\n" in said
     assert "Traceback" not in said
     saved = run / "v" / "checkpoints" / "last.ckpt"
     assert 0 < _state(saved)["global_step"] < NUM_STEPS

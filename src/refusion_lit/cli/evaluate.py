@@ -76,15 +76,19 @@ def run(args: list[str]) -> int:
         batch_size=decoding.batch_size,
         allow_mismatch=decoding.allow_mismatch,
     )
-    results = evaluate(
-        model,
-        tasks,
-        task_manager=manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        gen_kwargs=options.gen_kwargs or None,
-        apply_chat_template=options.apply_chat_template,
-    )
+    try:
+        results = evaluate(
+            model,
+            tasks,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            gen_kwargs=options.gen_kwargs or None,
+            apply_chat_template=options.apply_chat_template,
+        )
+    except ConnectionError as error:
+        fix = "check the network, or name tasks with data_files of this machine below --include_path"
+        raise ValueError(f"tasks: expected data that can be fetched, got {error}; {fix}.") from error
     kept = {name: results[name] for name in ("results", "n-samples", "throughput", "refusion_lit")}
     text = json.dumps(kept, indent=2, default=str) + "\n"
     if output is None:

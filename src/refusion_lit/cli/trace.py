@@ -15,6 +15,7 @@ from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_mod
 from refusion_lit.traces import Trace, check_replaceable, page, read_trace, trace_statistics, write_trace
 from refusion_lit.traces.document import visible
 from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.require import require
 
 
 def build_parser() -> OneLineParser:
@@ -75,6 +76,8 @@ def _check(options: Namespace) -> None:
 def _output(options: Namespace) -> Path:
     """Return where to write, having made sure that it can be."""
     output = Path(options.output)
+    is_known = output.suffix in (".html", ".json")
+    require(is_known, "output", "a name that ends in .html or .json", str(output), "rename it")
     if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ValueError(f"output: expected a file in a directory that can be written, got {output}; make it first.")
     if options.trace_file is not None and output.resolve() == Path(options.trace_file).resolve():

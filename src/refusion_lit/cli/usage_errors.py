@@ -80,6 +80,7 @@ REMOVED = {
     "seconds_per_forward": "trace plays nothing in the terminal; its page has a slider over forwards",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "task.malformed": "a row that cannot be read is an error; leave it out, and remove the row",
+    "sweep.num_workers": "set launcher.num_workers in the sweep's file",
     "task.num_samples": "pass@k is gone; leave it out",
     "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
     "tokenizer.chat_template": "train with prompt_template, or take the tokenizer of a model that has one",
@@ -99,14 +100,12 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionEr
 
 _LEAST_SIMILAR = 0.75
 _WORDS = {
-    "<class 'int'>": "an integer",
-    "<class 'float'>": "a number",
-    "<class 'bool'>": "true or false",
-    "<class 'str'>": "text",
-    "<class 'NoneType'>": "null",
-    "<class 'list'>": 'a list (["a", "b"])',
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "NoneType": "null",
     "list": 'a list (["a", "b"])',
-    "<class 'dict'>": "a mapping",
     "dict": "a mapping",
 }
 _UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
@@ -262,7 +261,7 @@ class _Refusal:
         self._value = value[1] if value else ""
         innermost = innermost[: value.end()] if value else innermost
         types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
-        self.expected = list(dict.fromkeys(types))
+        self.expected = list(dict.fromkeys(name.removeprefix("<class '").removesuffix("'>") for name in types))
 
     @property
     def is_of_a_scalar(self) -> bool:
@@ -308,11 +307,12 @@ class _Refusal:
         if reason := found["reason"]:
             fix = "run in its module's directory with PYTHONPATH=., install the module, or correct its name"
             return f"{begin} a class that can be imported, got {got} ({reason}); {fix}."
-        known = sorted(cls.__name__ for cls in self._classes(name))
-        what = (
-            f"a subclass of {found['base']}" if found["base"] else "the name or import path of a class, or a YAML file"
-        )
-        return f"{begin} {what}, got {got!r}{nearest(got, known) or '; choose one of ' + ', '.join(known)}"
+        base = found["base"] or "object"
+        classes = self._classes(name)  # of the option that holds this one, perhaps
+        known = sorted(cls.__name__ for cls in classes if base in [above.__name__ for above in cls.__mro__])
+        listing = f"; choose one of {', '.join(known)}" if known else "; name such a class, as in my_module.MyClass"
+        what = f"a subclass of {base}" if found["base"] else "the name or import path of a class, or a YAML file"
+        return f"{begin} {what}, got {got!r}{nearest(got, known) or listing}"
 
     def of_a_value(self) -> str:
         """Return the line for a value of another type."""

@@ -165,6 +165,11 @@ class PretrainedTokenizer(TokenizerSource):
                 f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
                 f"{self.source!r}. Convert it to a tokenizer.json, or take another one."
             )
+        if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # what transformers makes of a directory without files
+            raise ValueError(
+                f"tokenizer.source: expected a tokenizer's files, got none in {self.source!r}. Copy tokenizer.json and "
+                "tokenizer_config.json there, or name another source."
+            )
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer.source: expected an end-of-sequence token, got none in {self.source!r}. "

@@ -68,7 +68,7 @@ class LanguageModel(ABC):
     @property
     def forward_cost(self) -> float:
         """Fixed cost of a forward, in positions of one row: a / b of a cost a + b * positions."""
-        return 16.0
+        return 32.0
 
     @abstractmethod
     def make_cache(self, num_rows: int) -> KVCache | None:

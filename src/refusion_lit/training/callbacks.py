@@ -150,7 +150,7 @@ class SaveOnSignal(L.Callback):
             self._signum = self._signum or signal.SIGTERM
             self._message = (
                 f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}, "
-                "resume with --ckpt_path last"
+                f"resume with: refusion-lit fit --resume {trainer.log_dir or 'RUN'}"
             )
             if self._signum == self._requeues and trainer.is_global_zero:
                 self._message += f"; {_requeue()}"
@@ -181,10 +181,9 @@ def _requeue() -> str:
 
 
 def _last_path_of(trainer: L.Trainer) -> Path:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return _last_path(callback)
-    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.dirpath]
+    directory = Path(trainer.log_dir or trainer.default_root_dir)
+    return _last_path(found[0]) if found else directory / "checkpoints" / "last.ckpt"
 
 
 class CheckpointWriteError(ValueError):
@@ -209,7 +208,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch raises either for a failed write
             raise CheckpointWriteError(
                 f"checkpoint: {path} cannot be written ({write_failure(error)}). Make room or choose another runs_dir, "
-                "then resume with --ckpt_path last; earlier checkpoints are as they were."
+                "then resume with --resume RUN; earlier checkpoints are as they were."
             ) from error
 
     def load_checkpoint(

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
@@ -75,6 +76,7 @@ class Rollouts:
         self._seed = seed
         self._finished = 0.0
         self._restored: Mapping[str, Any] | None = None
+        self._warned = False
 
     def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
         """Check, before any work, that answers can be decoded, have a likelihood and a reward.
@@ -163,6 +165,10 @@ class Rollouts:
         totals = [0.0] * len(rows)
         for reward in self._rewards:
             values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            if all(math.isnan(value) for value in values) and not self._warned:
+                self._warned = True
+                name = type(reward).__name__
+                warnings.warn(f"{name}.rewards: all of a roll-out are NaN; such answers teach nothing", stacklevel=2)
             totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
         return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
 
@@ -267,7 +273,7 @@ def checked_rewards(
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
-    fix = "the weights are those of the last checkpoint; mend it, then resume with --ckpt_path last"
+    fix = "the weights are those of the last checkpoint; mend it, then resume with --resume RUN"
     require(not thread.is_alive(), name, f"an answer within {seconds:g} s (objective.reward_seconds)", "none", fix)
     require("error" not in found, name, "rewards", found.get("error"), fix)
     values = found["values"]

@@ -27,11 +27,14 @@ So masks that may not be needed are read together with everything else."""
 
 _NEXT_TOKEN = Autoregressive()
 
-_LEAST_GAIN = 0.1
+_LEAST_GAIN = 0.05
 """Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
-_ADAPTERS = 0.15
-"""Share of a drafter's adapter calls in the fixed cost of a forward with masks, as measured in experiments/lossless."""
+_ADAPTERS = 0.25
+"""Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
+
+_HALF_LIFE = 16
+"""After this many tokens an accepted or rejected draft counts half: a text is easy to draft here and hard there."""
 
 
 @dataclass(kw_only=True)
@@ -41,19 +44,25 @@ class SpeculativeState(RowState):
     Attributes:
         drafts: Drafts of the tokens after the committed ones.
         proposals: The drafts with their distributions, for rejection sampling.
-        num_tested: Number of drafts compared with the exact token so far.
-        num_accepted: Number of drafts equal to the exact token.
+        num_tested: Number of drafts compared with the exact token, the recent ones; see :meth:`count`.
+        num_accepted: Number of those that were equal to it.
     """
 
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
-    num_tested: int = 0
-    num_accepted: int = 0
+    num_tested: float = 0.0
+    num_accepted: float = 0.0
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft is accepted: the running mean of this text, which starts at one half."""
+        """Estimated probability that a draft is accepted: the mean of the recent ones, and one half without any."""
         return (self.num_accepted + 2) / (self.num_tested + 4)
+
+    def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
+        """Count the drafts of a forward; earlier ones count half every 16 tokens, so that drafting is tried again."""
+        decay = 0.5 ** (num_tokens / _HALF_LIFE)
+        self.num_tested = decay * (self.num_tested + num_tested)
+        self.num_accepted = decay * (self.num_accepted + num_accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +83,11 @@ class SelfSpeculative(Decoder):
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
             so that each forward verifies and drafts, which computes more positions. ``None``: the one that takes less
-            time per token by ``forward_cost`` and the share of drafts accepted so far, or no drafts where many rows
-            share that cost; see :func:`cheapest`. Changes forwards, and the text only with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 16 on a CPU
-            (low, so that drafting by default is not slower than not drafting), 256 on accelerators (assumed).
+            time per token by ``forward_cost`` and the share of recent drafts that were accepted, or no drafts where
+            few are accepted or many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only
+            with ``coupling: rejection``.
+        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 32 on a CPU
+            (measured), 256 on accelerators (assumed).
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -139,6 +149,7 @@ class SelfSpeculative(Decoder):
         place = state.num_committed
         if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
             yield from _NEXT_TOKEN.step(state)  # drafting does not pay
+            state.count(1)
             return
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*state.text(state.num_cached, start + place), *drafts]
@@ -159,8 +170,7 @@ class SelfSpeculative(Decoder):
         read = dict(zip(groups, readings[1:], strict=True))
         exact = self._exact(place, len(drafts), readings[0], read)
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
-        state.num_tested += min(accepted + 1, len(drafts))
-        state.num_accepted += accepted
+        state.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
         final = state.up_to_eos(exact[: accepted + 1])
         state.num_cached = start + place + accepted
         state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
@@ -227,7 +237,7 @@ class SelfSpeculative(Decoder):
             cost = state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share it
             adapters = 0.0 if self.slot_size is not None else _ADAPTERS * cost
-            layout, wanted = cheapest(cost, adapters, round(state.acceptance, 1), wanted)
+            layout, wanted = cheapest(cost, adapters, round(state.acceptance, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
         return wanted + extra
@@ -263,7 +273,7 @@ def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks:
         num_masks: Maximum of d.
 
     Returns:
-        The layout and d; 0 where drafts do not save a tenth.
+        The layout and d; 0 where drafts do not save 5 %.
     """
     best: tuple[float, Layout, int] = ((1 - _LEAST_GAIN) * (forward_cost + 1), "two_forwards", 0)
     expected = 0.0
