@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, load_memory
+from benchmarks.table import batches, load_memory, serve, serve_soak
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
