@@ -62,6 +62,25 @@ def _threads(results: Result) -> str:
     return markdown_table(["batch size", "one thread (tokens/s)", "two threads", "two : one"], rows)
 
 
+@table("serve", _path("serve"))
+def _serve(results: Result) -> str:
+    aims = [
+        [
+            aim["aim"],
+            f"{aim['value']:.2f}",
+            f"{'≥' if aim['at_least'] else '≤'} {aim['bound']}",
+            "yes" if aim["met"] else "no",
+        ]
+        for aim in results["aims"]
+    ]
+    return serve(results) + "\n" + markdown_table(["aim", "measured", "bound", "reached"], aims)
+
+
+@table("serve soak", _path("serve_soak"))
+def _serve_soak(results: Result) -> str:
+    return serve_soak(results)
+
+
 @table("shared_prefixes", _path("shared_prefixes"))
 def _shared_prefixes(results: Result) -> str:
     rows = [[case, values["times_the_prompts"]] for case, values in results["cases"].items()]
