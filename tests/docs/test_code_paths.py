@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 59,
     "test: lines": 12_120,
     "package: files": 174,
-    "package: lines": 27_484,
-    "package: lines of code": 17_248,
+    "package: lines": 27_507,
+    "package: lines of code": 17_266,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
