@@ -118,8 +118,8 @@ async def asked(
                 started = now()
                 text = ""
                 first = None
-                messages = [{"role": "user", "content": prompt}]
-                options = {"model": model, "max_tokens": max_tokens, "stream": True, "temperature": 0}
+                messages: Any = [{"role": "user", "content": prompt}]
+                options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "stream": True, "temperature": 0}
                 stream: Any = await client.chat.completions.create(messages=messages, **options)
                 async for chunk in stream:
                     piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
@@ -168,7 +168,7 @@ def figures(part: Mapping[str, Any], texts: Sequence[str], tokenizer: Any) -> di
     }
 
 
-def measure(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def measure(options: argparse.Namespace, prompts: Mapping[int, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Measure what ``options.parts`` lacks, and return all parts by server and number of clients."""
     path: Path = options.parts
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, di
             with contextlib.ExitStack() as one:
                 try:
                     server = one.enter_context(running(command, folder / f"{name}.log"))
-                    asyncio.run(asked(server.url, own, prompts[:1], 1, 4))  # warms up
+                    asyncio.run(asked(server.url, own, ["Hello"], 1, 4))  # warms up
                     started[name] = server
                     stack.push(one.pop_all())
                 except (RuntimeError, TimeoutError, openai.APIError) as error:
@@ -201,9 +201,11 @@ def measure(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, di
             for name, server in started.items():
                 own = "model" if THEIR_NAME not in name else str(model)
                 if (name, num_clients) not in parts:
-                    keep(name, num_clients, measured(server, own, prompts, num_clients, options.max_tokens))
+                    keep(
+                        name, num_clients, measured(server, own, prompts[num_clients], num_clients, options.max_tokens)
+                    )
             if num_clients == 16 and (DIRECT, 16) not in parts:
-                keep(DIRECT, 16, direct(model, prompts, options.max_tokens))
+                keep(DIRECT, 16, direct(model, prompts[16], options.max_tokens))
     return {f"{name}, {num} clients": part for (name, num), part in parts.items()}
 
 
@@ -238,19 +240,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = now()
-    lines = options.questions.read_text(encoding="utf-8").splitlines()[: options.num_prompts]
-    prompts = [json.loads(line)["question"] for line in lines]
+    questions = [json.loads(line)["question"] for line in options.questions.read_text(encoding="utf-8").splitlines()]
+    size = options.num_prompts
+    # Other prompts for each number of clients: a server that keeps prefixes would know them already.
+    prompts = {num: questions[i * size : (i + 1) * size] for i, num in enumerate(options.clients)}
     load_before = os.getloadavg()
     parts = measure(options, prompts)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    texts = [row["text"] for row in parts[f"Autoregressive, {options.clients[0]} clients"]["answers"]]
+    texts = {
+        num: [row["text"] for row in parts[f"Autoregressive, {num} clients"]["answers"]] for num in options.clients
+    }
     rows = [
-        {"server": part["server"], "clients": part["clients"], **figures(part, texts, tokenizer)}
+        {"server": part["server"], "clients": part["clients"], **figures(part, texts[part["clients"]], tokenizer)}
         for part in parts.values()
         if "failed" not in part
     ]
     failed = {part["server"]: part["failed"] for part in parts.values() if "failed" in part}
-    config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": len(prompts), "max_tokens": options.max_tokens,
+    config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": size, "max_tokens": options.max_tokens,
               "threads_per_server": 1, "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     results = {"rows": rows, "failed": failed, "aims": aims(rows)}
     write("serve", config, results, output=options.output, seconds=now() - started, seed=0)

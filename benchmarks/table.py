@@ -229,6 +229,32 @@ def load_memory(result: Result) -> str:
     return table(["layout", "gigabytes of weights", "peak over weights"], rows)
 
 
+def serve(result: Result) -> str:
+    config = result["config"]
+    rows = []
+    for row in result["rows"]:
+        first, per_token = row["first_token_seconds"], row["seconds_per_token"]
+        has_times = row["first_token_seconds"]["p95"] > 0  # not without a server
+        rows.append([
+            row["server"], row["clients"], row["tokens_per_second"], row["tokens_per_processor_second"],
+            f"{first['p50']:.2f}, {first['p95']:.2f}" if has_times else "",
+            f"{per_token['p50']:.3f}, {per_token['p95']:.3f}" if has_times else "",
+            f"{row['same_text']} of {config['num_prompts']}",
+        ])  # fmt: skip
+    head = ["server", "clients", "tokens/s", "tokens per processor second", "first token (s; p50, p95)",
+            "per token (s; p50, p95)", "texts of `Autoregressive`"]  # fmt: skip
+    loads = config["load_before"][0], config["load_after"][0]
+    note = f"Load of the machine before and after: {loads[0]:.1f} and {loads[1]:.1f}.\n\n"
+    return note + table(head, rows)
+
+
+def serve_soak(result: Result) -> str:
+    low, high = result["megabytes_after_half_the_time"]
+    names = ["answers", "given_up", "different", "lost"]
+    head = ["minutes", *(name.replace("_", " ") for name in names), "megabytes after half the time"]
+    return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "versions": versions,
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
@@ -236,7 +262,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
     "loss_memory": loss_memory, "load_memory": load_memory, "many_prompts": many_prompts, "startup": startup,
-    "soak": soak,
+    "soak": soak, "serve": serve, "serve_soak": serve_soak,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 

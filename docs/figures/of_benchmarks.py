@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, load_memory
+from benchmarks.table import batches, load_memory, serve, serve_soak
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -60,6 +60,25 @@ def _threads(results: Result) -> str:
         speeds = [runs[f"refusion, batch {size}"]["tokens_per_second"] for runs in (one, two)]
         rows.append([size, *(f"{speed:.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"])
     return markdown_table(["batch size", "one thread (tokens/s)", "two threads", "two : one"], rows)
+
+
+@table("serve", _path("serve"))
+def _serve(results: Result) -> str:
+    aims = [
+        [
+            aim["aim"],
+            f"{aim['value']:.2f}",
+            f"{'≥' if aim['at_least'] else '≤'} {aim['bound']}",
+            "yes" if aim["met"] else "no",
+        ]
+        for aim in results["aims"]
+    ]
+    return serve(results) + "\n" + markdown_table(["aim", "measured", "bound", "reached"], aims)
+
+
+@table("serve soak", _path("serve_soak"))
+def _serve_soak(results: Result) -> str:
+    return serve_soak(results)
 
 
 @table("shared_prefixes", _path("shared_prefixes"))

@@ -12,12 +12,12 @@ from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
-from refusion_lit.families.card.decoder import CARD
+from refusion_lit.families.card import CARD
 from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.llada.apd import APD
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
-from refusion_lit.families.set_diffusion.decoder import SetDiffusion
+from refusion_lit.families.set_diffusion import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm.decoder import WeDLM
 from refusion_lit.refusion.decoder import RecomputeKV, ReFusion

@@ -3,9 +3,9 @@
 from refusion_lit.families.autoregressive.objective import Autoregressive
 from refusion_lit.families.block_diffusion.diffusion_forcing import DiffusionForcing
 from refusion_lit.families.block_diffusion.objective import BlockMasked, EditableBlockMasked
-from refusion_lit.families.card.objective import SoftTail
+from refusion_lit.families.card import SoftTail
 from refusion_lit.families.llada.objective import R2FT, Masked
-from refusion_lit.families.set_diffusion.objective import StaggeredSets
+from refusion_lit.families.set_diffusion import StaggeredSets
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective

@@ -118,8 +118,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
         {"model.decoders.main": {"class_path": "Autoregressive"}, "model.sampling.max_new_tokens": 16},
     ]
     file = Path(_write(tmp_path, entries=entries, launcher="Local"))
-    sweep = read_sweep(file, num_workers=3)
-    assert sweep.launcher.num_workers == 3  # type: ignore[attr-defined]
+    sweep = read_sweep(file)
     llada, autoregressive = (point.configs["test"]["model"] for point in plan(sweep, tmp_path, resolver()))
     assert llada["decoders"]["main"]["class_path"].endswith("LLaDA")
     assert llada["decoders"]["main"]["init_args"]["block_length"] == 32

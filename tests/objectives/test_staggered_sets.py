@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from refusion_lit.families.set_diffusion.objective import staggered_times
+from refusion_lit.families.set_diffusion import staggered_times
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import StaggeredSets

@@ -54,7 +54,7 @@ def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_
         ("accepted", 5, 2),
     ]
     assert history.final_forwards() == [4, 4, 2, 2, 0, 0]
-    beyond = history.final()[4]
+    beyond = history.after(len(history.changes))[4]
     assert beyond is not None
     assert beyond.status == "drafted"
 
@@ -80,7 +80,7 @@ def test_drafts_of_a_forward_that_also_verifies_are_judged_by_a_later_one() -> N
 
 def test_a_forward_of_masked_diffusion_rejects_its_own_drafts_that_it_does_not_accept() -> None:
     trace = make_trace([entry("step", {0: 1, 1: 2}, [1]), entry("step", {0: 3}, [0])], token_ids=(3, 2))
-    first, last = timeline(trace).after(1)[0], timeline(trace).final()[0]
+    first, last = timeline(trace).after(1)[0], timeline(trace).after(trace.num_forwards)[0]
     assert first is not None
     assert last is not None
     assert (first.status, first.token) == ("rejected", 1)
@@ -89,7 +89,7 @@ def test_a_forward_of_masked_diffusion_rejects_its_own_drafts_that_it_does_not_a
 
 def test_the_probability_is_that_of_the_accepted_draft() -> None:
     rounds = [entry("plan", {0: 1}, probabilities=[0.9]), entry("plan", {0: 2}, probabilities=[0.4], accepted=[0])]
-    accepted, unknown = (timeline(make_trace(rounds, token_ids=(token,))).final()[0] for token in (1, 9))
+    accepted, unknown = (timeline(make_trace(rounds, token_ids=(token,))).after(len(rounds))[0] for token in (1, 9))
     assert accepted is not None
     assert unknown is not None
     assert accepted.probability == 0.9

@@ -19,8 +19,6 @@ from refusion_lit.tasks.base import examples_of, score_of
 from refusion_lit.types import Example
 from refusion_lit.utils.fingerprint import read_fingerprint
 
-_LONGEST_SHOWN = 80
-
 
 def build_parser() -> OneLineParser:
     """Return the parser of ``score``."""
@@ -129,13 +127,8 @@ def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example]
         if got is not None and got != expected:
             raise ValueError(
                 f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
-                f"{_shortened(got)}, is {_shortened(expected)} in the task; give --task and --split with the options "
+                f"{got!r:.80}, is {expected!r:.80} in the task; give --task and --split with the options "
                 "that the predictions were made with."
             )
     if any(line.get("prompt") is None for line in lines):
         print_line("warning", f"{source} has lines without a prompt, which are matched by their ids alone")
-
-
-def _shortened(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."

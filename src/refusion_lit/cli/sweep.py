@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -31,7 +30,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--directory", type=str | None, default=None, help="takes points, logs and results.csv")
     parser.add_argument("--resume", action="store_true", help="resume after a kill, or with further points")
     parser.add_argument("--dry_run", action="store_true", help="list the points with their commands, run nothing")
-    parser.add_argument("--num_workers", type=int | None, default=None, help="points that run at the same time")
     return parser
 
 
@@ -46,7 +44,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     file = Path(options.config)
-    sweep = read_sweep(file, options.num_workers)
+    sweep = read_sweep(file)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
         points = plan(sweep, file.resolve().parent, resolver())
@@ -77,12 +75,11 @@ def run(args: list[str]) -> int:
 
 def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
+    from refusion_lit.reports.comparison import short_names
     from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
 
     swept = [name for name in swept if name != "model.decoders"]  # the column of decoders shows them
-    leaves = {name: name.rpartition(".")[2] for name in swept}
-    named = leaves if len(set(leaves.values())) == len(leaves) else {name: name for name in swept}
-    head = [*named.values(), "decoder", *(title for _, title, _ in PRINTED)]
+    head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
     for row in result.rows:
         decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
@@ -103,12 +100,8 @@ def _report(directory: Path) -> None:
         print(f"no report: {error}", file=sys.stderr)
 
 
-def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
+def read_sweep(file: Path) -> Sweep:
     """Read a sweep's YAML file.
-
-    Args:
-        file: The file.
-        num_workers: Takes the place of the launcher's own.
 
     Raises:
         ValueError: If it is missing or wrong.
@@ -120,13 +113,7 @@ def read_sweep(file: Path, num_workers: int | None = None) -> Sweep:
         options = cast("Namespace", parser.instantiate_classes(parser.parse_object(values)))
     except PARSER_ERRORS as error:
         raise explained(parser, [f"--config={file}"], error, "sweep") from error
-    sweep = Sweep(**vars(options))
-    if num_workers is None:
-        return sweep
-    is_taken = is_dataclass(sweep.launcher) and hasattr(sweep.launcher, "num_workers")
-    require(is_taken, "num_workers", "a launcher with workers", type(sweep.launcher).__name__, "leave it out")
-    launcher: Any = sweep.launcher
-    return replace(sweep, launcher=replace(launcher, num_workers=num_workers))
+    return Sweep(**vars(options))
 
 
 def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:

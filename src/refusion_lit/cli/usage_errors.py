@@ -27,6 +27,8 @@ REMOVED = {
         name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set"
         for name in ("Holes", "Latin", "Sudoku", "Walk")
     },
+    **{f"limits.{name}": _SANDBOX for name in ("disk_mb", "num_files", "num_open_files", "num_processes")},
+    **{f"objective.search_{name}": _SEARCH for name in ("batches", "delta", "every", "widths")},
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
@@ -45,10 +47,6 @@ REMOVED = {
     "evaluate.model": "evaluate takes no name of a model class; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
-    "limits.disk_mb": _SANDBOX,
-    "limits.num_files": _SANDBOX,
-    "limits.num_open_files": _SANDBOX,
-    "limits.num_processes": _SANDBOX,
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
     "max_post_forwards": "TokenEditing makes at most 16; leave it out",
     "minimum_isolation.files": "set it to full, or to limits where the kernel offers less",
@@ -62,10 +60,6 @@ REMOVED = {
     "objective.max_span": _ZARYA,
     "objective.resample": "masks are drawn once; leave it out",
     "objective.schedule": "the mask probability is t; leave it out",
-    "objective.search_batches": _SEARCH,
-    "objective.search_delta": _SEARCH,
-    "objective.search_every": _SEARCH,
-    "objective.search_widths": _SEARCH,
     "objective.shuffle_masked": _ZARYA,
     "objective.slot_borders": _ZARYA,
     "objective.token_weights": _ZARYA,
@@ -80,6 +74,7 @@ REMOVED = {
     "seconds_per_forward": "trace plays nothing in the terminal; its page has a slider over forwards",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "task.malformed": "a row that cannot be read is an error; leave it out, and remove the row",
+    "sweep.num_workers": "set launcher.num_workers in the sweep's file",
     "task.num_samples": "pass@k is gone; leave it out",
     "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
     "tokenizer.chat_template": "train with prompt_template, or take the tokenizer of a model that has one",
@@ -99,14 +94,12 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionEr
 
 _LEAST_SIMILAR = 0.75
 _WORDS = {
-    "<class 'int'>": "an integer",
-    "<class 'float'>": "a number",
-    "<class 'bool'>": "true or false",
-    "<class 'str'>": "text",
-    "<class 'NoneType'>": "null",
-    "<class 'list'>": 'a list (["a", "b"])',
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "NoneType": "null",
     "list": 'a list (["a", "b"])',
-    "<class 'dict'>": "a mapping",
     "dict": "a mapping",
 }
 _UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
@@ -262,7 +255,7 @@ class _Refusal:
         self._value = value[1] if value else ""
         innermost = innermost[: value.end()] if value else innermost
         types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
-        self.expected = list(dict.fromkeys(types))
+        self.expected = list(dict.fromkeys(name.removeprefix("<class '").removesuffix("'>") for name in types))
 
     @property
     def is_of_a_scalar(self) -> bool:

@@ -1,1 +1,1 @@
-"""Systems other than ReFusion, one folder each: decoder, objective and published checkpoints side by side."""
+"""Systems other than ReFusion, one folder or file each: decoder, objective and published checkpoints side by side."""

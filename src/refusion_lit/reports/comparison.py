@@ -119,7 +119,7 @@ def compare(collection: Collection, baseline: str | None = None) -> Comparison:
         measured=measured,
         baseline=baseline,
         differences=[_difference(row, base) for row, base in pairs if row is not base],
-        option_names=_short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
+        option_names=short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
         metrics=list(dict.fromkeys(name for run in collection.runs for name in run.results.get("metrics") or ())),
     )
 
@@ -180,7 +180,7 @@ def _difference(row: Row, baseline: Row) -> Difference:
     )
 
 
-def _short_names(names: Sequence[str]) -> dict[str, str]:
+def short_names(names: Sequence[str]) -> dict[str, str]:
     """Return the last part of each dotted name, with as many parts before it as tell the names apart."""
     short = {}
     for name in names:

@@ -2,11 +2,9 @@
 
 from refusion_lit.traces.document import Trace, check_replaceable, read_trace, trace_of, write_trace
 from refusion_lit.traces.html import page
-from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
+from refusion_lit.traces.timeline import timeline, trace_statistics
 
 __all__ = [
-    "Change",
-    "Timeline",
     "Trace",
     "check_replaceable",
     "page",

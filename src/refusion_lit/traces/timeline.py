@@ -64,10 +64,6 @@ class Timeline:
                 states[change.index] = change
         return states
 
-    def final(self) -> list[Change | None]:
-        """Return the state of each token after the last forward."""
-        return self.after(len(self.changes))
-
     def final_forwards(self) -> list[int]:
         """Return for each token the number of the forward, from 1, that accepted it; 0 if none did."""
         forwards = [0] * self.canvas_length
@@ -154,7 +150,8 @@ def trace_statistics(trace: Trace) -> dict[str, str]:
     accepted = [[change.index for change in changes if change.status == "accepted"] for changes in history.changes]
     accepted = [indices for indices in accepted if indices]
     slots = [{index // trace.slot_size for index in indices} for indices in accepted]
-    num_drafts = [change.num_drafts for change in history.final() if change is not None and change.num_drafts]
+    last = history.after(trace.num_forwards)
+    num_drafts = [change.num_drafts for change in last if change is not None and change.num_drafts]
     num_slots, num_out_of_order = _count_slots(history.final_forwards(), trace.slot_size)
     share = 100 * num_out_of_order / max(num_slots, 1)
     has_slots = trace.slot_size > 1

@@ -181,10 +181,9 @@ def _requeue() -> str:
 
 
 def _last_path_of(trainer: L.Trainer) -> Path:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return _last_path(callback)
-    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.dirpath]
+    directory = Path(trainer.log_dir or trainer.default_root_dir)
+    return _last_path(found[0]) if found else directory / "checkpoints" / "last.ckpt"
 
 
 class CheckpointWriteError(ValueError):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decoder_cases import prompts, traits_for
 from fakes import MASK, SPECIAL, HashModel, tiny_backbone
 from refusion_lit.decoding import SetDiffusion, decode
-from refusion_lit.families.set_diffusion import objective as staggered_sets
+from refusion_lit.families import set_diffusion as staggered_sets
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import KeyedNoise
