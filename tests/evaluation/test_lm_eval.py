@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
+from itertools import combinations
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,10 @@ import refusion_lit  # noqa: E402
 from refusion_lit.cli import main  # noqa: E402
 from refusion_lit.data.encoding import encode_text  # noqa: E402
 from refusion_lit.decoding import Autoregressive, Generation, LLaDA, ReFusion  # noqa: E402
-from refusion_lit.evaluation.likelihood import autoregressive, check  # noqa: E402
+from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
+from refusion_lit.modeling.loading import BackboneConfig  # noqa: E402
 from refusion_lit.modeling.saving import save_model  # noqa: E402
 from refusion_lit.types import ModelTraits, SamplingParams  # noqa: E402
 
@@ -37,7 +41,7 @@ QUERIES = ["12+34,56+78>", "11+22,33+44>", "50+49,10+10>"]
 
 @pytest.fixture
 def adapter() -> RefusionLitModel:
-    return RefusionLitModel(refusion_lit.load(MODEL), decoder=ReFusion(slot_size=4), batch_size=2)
+    return RefusionLitModel(refusion_lit.load(MODEL), decoder=ReFusion(slot_size=4), batch_size=2, num_draws=8)
 
 
 @pytest.fixture
@@ -134,8 +138,51 @@ def test_multiple_choice_with_the_harness(adapter: RefusionLitModel, data: dict[
             assert value == pytest.approx(total, abs=1e-4)
 
 
-def test_likelihood_and_greediness_of_a_text() -> None:
-    value, greedy = autoregressive(refusion_lit.load(MODEL).backbone, [5, 6], [7])
+def test_the_masked_estimate_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
+    task = {**data, "task": "choices", "doc_to_target": 0, "doc_to_choice": "{{choices}}",
+            "output_type": "multiple_choice", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    adapter.likelihood = "monte_carlo_masked"
+    results = evaluate(adapter, [task], limit=1)
+    assert (results["refusion_lit"]["likelihood"], results["refusion_lit"]["num_draws"]) == ("monte_carlo_masked", 8)
+    (sample,) = results["samples"]["choices"]
+    for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
+        context, text = [encode_text(adapter.model.tokenizer, part) for part in (sample["doc"]["q"], choice)]
+        expected = monte_carlo_masked(adapter.model.backbone, context, text, num_draws=8, batch_size=8)
+        assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_masked_estimate_is_the_mean_over_masks() -> None:
+    path = MODEL.with_name("additions-bidirectional")
+    overrides = BackboneConfig(source=str(path), attention="bidirectional")
+    backbone = refusion_lit.load(path, overrides=overrides).backbone
+    mask = backbone.special_tokens.mask_token_id
+    context, text = [5, 6, 7], [8, 9]
+    expected, length = 0.0, len(text)
+    for count in (1, 2):
+        for chosen in combinations(range(length), count):
+            ids = [*context, *(mask if i in chosen else t for i, t in enumerate(text))]
+            allowed = torch.ones(1, 5, 5, dtype=torch.bool)
+            with torch.no_grad():
+                hidden = backbone.hidden_states(torch.tensor([ids]), torch.arange(5)[None], allowed)
+                logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].log_softmax(-1)
+            value = sum(float(logits[3 + i, text[i]]) for i in chosen)
+            expected += value * length / count / comb(length, count) / length
+    found = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    assert found == pytest.approx(expected, rel=0.05)
+    again = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=300)
+    assert again == pytest.approx(found, abs=1e-4)
+
+
+def test_a_causal_model_sees_known_tokens_before_masks() -> None:
+    backbone = refusion_lit.load(MODEL).backbone
+    mask = backbone.special_tokens.mask_token_id
+    found = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
+    with torch.no_grad():
+        hidden = backbone.hidden_states(torch.tensor([[5, 6, 7, mask]]), torch.arange(4)[None], None)
+        logits = backbone.logits(hidden)[0, -1, : backbone.special_tokens.vocab_size].double().log_softmax(-1)
+    assert found == pytest.approx(float(logits[8]), abs=1e-6)
+    value, greedy = autoregressive(backbone, [5, 6], [7])
     assert value < 0
     assert isinstance(greedy, bool)
 
@@ -163,21 +210,28 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
 
 
 def test_bad_options(adapter: RefusionLitModel) -> None:
+    with pytest.raises(ValueError, match="likelihood: expected one of"):
+        RefusionLitModel(adapter.model, likelihood="exact")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size"):
         RefusionLitModel(adapter.model, batch_size=0)
 
 
-def test_models_without_likelihoods_are_refused() -> None:
+def test_estimates_that_a_model_cannot_give_are_refused() -> None:
     backbone = refusion_lit.load(MODEL).backbone
-    check(backbone)  # a directory that does not say what it was trained for
+    for name in ("autoregressive", "monte_carlo_masked"):
+        check(backbone, name)  # a directory that does not say what it was trained for
     backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    with pytest.raises(ValueError, match="expected a model trained for next_token, got one trained for mask, next_tok"):
-        check(backbone)
-    with pytest.warns(UserWarning, match="expected a model trained for next_token"):
-        check(backbone, allow_mismatch=True)
+    check(backbone, "monte_carlo_masked")
+    with pytest.raises(ValueError, match="expects a model trained for next_token, got one trained for mask, next_tok"):
+        check(backbone, "autoregressive")
+    with pytest.warns(UserWarning, match="expects a model trained for next_token"):
+        check(backbone, "autoregressive", allow_mismatch=True)
     backbone.traits = ModelTraits(attention="bidirectional")
-    with pytest.raises(ValueError, match="expected a causal model, got one with bidirectional attention"):
-        check(backbone, allow_mismatch=True)
+    with pytest.raises(ValueError, match="expects a causal model"):
+        check(backbone, "autoregressive", allow_mismatch=True)
+    backbone.special_tokens = replace(backbone.special_tokens, mask_token_id=None)
+    with pytest.raises(ValueError, match="expects a model with a mask token"):
+        check(backbone, "monte_carlo_masked", allow_mismatch=True)
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])

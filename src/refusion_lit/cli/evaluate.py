@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from refusion_lit.cli.parser import (
     OneLineParser,
@@ -29,13 +29,15 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--tasks", type=list[str] | str, required=True, help=tasks)
     parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
     add_decoder_option(parser)
+    parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
+    parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
     add_decoding_options(parser, "batch_size", "allow_mismatch")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
     parser.add_argument("--limit", type=int | None, default=None, help="only the first N documents of a task")
     parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
                         help="generation options over the tasks' own, for example {max_gen_toks: 512}")  # fmt: skip
     parser.add_argument("--apply_chat_template", type=bool, default=False, help="prompts as turns of a chat")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and draws")
     add_loading_options(parser)
     parser.add_argument("--output", type=str | None, default=None, help="JSON file for scores and throughput")
     return parser
@@ -68,11 +70,11 @@ def run(args: list[str]) -> int:
             f"tasks: expected names of the harness's tasks or of those below --include_path, got "
             f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
         )
+    names = ("decoder", "likelihood", "num_draws", "seed")
     decoding = decoding_of(options)
     model = RefusionLitModel(
         load_model_of(options),
-        decoder=options.decoder,
-        seed=options.seed,
+        **{name: options[name] for name in names},
         batch_size=decoding.batch_size,
         allow_mismatch=decoding.allow_mismatch,
     )

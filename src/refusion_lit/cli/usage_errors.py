@@ -42,8 +42,6 @@ REMOVED = {
     "chat.history": "the model sees as many turns as fit its context; leave it out",
     "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
     "chat.show_order": "chat always shows it; leave it out",
-    "evaluate.likelihood": "likelihoods are exact, of models that predict next tokens; leave it out",
-    "evaluate.num_draws": "the estimate by random masks is gone; leave it out",
     "evaluate.model": "evaluate takes no name of a model class; leave it out",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",

@@ -1,35 +1,58 @@
-"""Log-likelihood of a text under an autoregressive model."""
+"""Log-likelihood of a text under a model: exact for autoregressive models, estimated for masked ones."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.utils.keys import stable_key
+
+Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 
 
-def check(backbone: Backbone, *, allow_mismatch: bool = False) -> None:
-    """Refuse a model whose likelihoods are not those of its next tokens.
+def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = False) -> None:
+    """Refuse an estimate that a model cannot give or was not trained for.
 
     Args:
         backbone: The model.
-        allow_mismatch: Only warn if a causal model was trained for other predictions.
+        likelihood: Name of the estimate.
+        allow_mismatch: Only warn if the model was trained for other predictions.
 
     Raises:
         ValueError: With the reason.
     """
     traits = backbone.traits
-    fix = "compare it by tasks that generate"
-    if traits.attention != "causal":
-        raise ValueError(f"likelihood: expected a causal model, got one with {traits.attention} attention; {fix}.")
-    if traits.predictions is None or "next_token" in traits.predictions:
+    if likelihood == "autoregressive" and traits.attention != "causal":
+        raise ValueError(
+            f"likelihood: 'autoregressive' expects a causal model, got one with {traits.attention} attention; "
+            "use monte_carlo_masked."
+        )
+    if likelihood == "monte_carlo_masked" and backbone.special_tokens.mask_token_id is None:
+        raise ValueError("likelihood: 'monte_carlo_masked' expects a model with a mask token; use autoregressive.")
+    if traits.prompt_is_block:
+        raise ValueError(
+            f"likelihood: {likelihood!r} expects a model whose blocks start at the prompt's first token, got one "
+            "whose blocks start with the response; compare it by `refusion-lit test` instead."
+        )
+    needed = {"next_token"} if likelihood == "autoregressive" else {"mask", "mask_shifted"}
+    if traits.predictions is None or needed & set(traits.predictions):
         return
     trained = ", ".join(traits.predictions) or "nothing"
-    reason = f"likelihood: expected a model trained for next_token, got one trained for {trained}"
+    reason = (
+        f"likelihood: {likelihood!r} expects a model trained for {' or '.join(sorted(needed))}, got one trained for "
+        f"{trained}"
+    )
     if not allow_mismatch:
-        raise ValueError(f"{reason}; {fix}, or set allow_mismatch: true to compute it anyway.")
+        raise ValueError(f"{reason}; use the other estimate, or set allow_mismatch: true to compute this one anyway.")
     warnings.warn(reason, stacklevel=2)
 
 
@@ -48,7 +71,119 @@ def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[in
     ids = torch.tensor([[*context, *text]], device=backbone.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     hidden = backbone.hidden_states(ids, positions, None)[0, len(context) - 1 : -1]
+    return _score(backbone, hidden, ids[0, len(context) :])
+
+
+@torch.no_grad()
+def monte_carlo_masked(
+    backbone: Backbone, context: Sequence[int], text: Sequence[int], *, num_draws: int, batch_size: int, seed: int = 0
+) -> float:
+    """Estimate the log-likelihood bound of a masked model, in nats (LLaDA, arXiv 2502.09992, equation 6).
+
+    Each draw masks ``l`` of the ``n`` tokens and adds ``n / l`` times the log-probability of the masked tokens. The
+    counts ``l`` are stratified over 1 to ``n``: a random first one, the others at equal distances from it, modulo
+    ``n``, as in LLaDA's program. Deliberate differences: all draws are stratified together, not each batch, so that
+    the batch size has no influence; distances are rounded down, not to even. Draws are a function of seed and text.
+
+    A causal model gets the known tokens first, in sequence order, as in its training; position ids say where they
+    belong. One that predicts a mask at the position before it gets them in text order. A block-causal model sees the
+    blocks before a masked one clean, as in training and decoding. Masks fall on single tokens, also for a model that
+    was trained with masked slots.
+
+    Args:
+        backbone: A model that predicts its masks.
+        context: Tokens before the text.
+        text: Tokens of the text, at least one.
+        num_draws: Number of masked states drawn, at least 1.
+        batch_size: Number of masked states in a forward.
+        seed: Seeds the draws.
+
+    Returns:
+        The mean over draws.
+    """
+    start = len(context)
+    length = len(text)
+    noise = KeyedNoise(torch.tensor([stable_key("likelihood", seed, str([*context, -1, *text]))]))
+    first = int(noise.uniform("count", 1)[0, 0] * length) + 1
+    counts = first + torch.arange(num_draws) * length // num_draws
+    counts = (counts - 1) % length + 1
+    order = rearrange(noise.uniform("order", num_draws * length), "1 (draw token) -> draw token", draw=num_draws)
+    is_masked = torch.zeros(num_draws, start + length, dtype=torch.bool)
+    is_masked[:, start:] = order.argsort(-1).argsort(-1) < counts[:, None]
+    tokens = torch.tensor([*context, *text])
+    total = 0.0
+    for rows in is_masked.split(batch_size):
+        for row, hidden in zip(rows, _masked_states(backbone, tokens, rows), strict=True):
+            value, _ = _score(backbone, hidden, tokens[row].to(hidden.device))
+            total += value * length / int(row.sum())
+    return total / num_draws
+
+
+@torch.no_grad()
+def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> bool:
+    """Whether a masked model, unmasking the most probable token of all masks step by step, writes a text.
+
+    LLaDA's check (arXiv 2502.09992 and its program): the text starts as masks, and each step makes the most probable
+    prediction final. It ends at the first token that is not the text's.
+
+    Args:
+        backbone: A model that predicts its masks.
+        context: Tokens before the text.
+        text: Tokens of the text, at least one.
+    """
+    tokens = torch.tensor([*context, *text])
+    start = len(context)
+    is_masked = torch.arange(len(tokens)) >= start
+    special = backbone.special_tokens
+    while bool(is_masked.any()):
+        hidden = _masked_states(backbone, tokens, is_masked[None])[0]
+        logits = backbone.logits(hidden)[..., : special.vocab_size].float()
+        logits[:, list(special.banned_token_ids)] = -torch.inf
+        best, predicted = logits.softmax(-1).max(-1)
+        chosen = int(best.argmax())
+        place = int(is_masked.nonzero()[chosen])
+        if int(predicted[chosen]) != int(tokens[place]):
+            return False
+        is_masked[place] = False
+    return True
+
+
+def _masked_states(
+    backbone: Backbone, tokens: Int[Tensor, " token"], is_masked: Bool[Tensor, "row token"]
+) -> list[Float[Tensor, "masked hidden"]]:
+    """Return the hidden states that predict the masked tokens of each row, in text order."""
+    traits = backbone.traits
+    mask_token_id = backbone.special_tokens.mask_token_id
+    length = len(tokens)
+    assert mask_token_id is not None
+    predictions = traits.predictions or ()
+    shifted = "mask_shifted" in predictions and "mask" not in predictions
+    positions = torch.arange(length).expand(len(is_masked), -1)
+    if traits.attention == "causal" and not shifted:
+        positions = is_masked.int().argsort(dim=-1, stable=True)  # known tokens, then masks
+    masked = is_masked.gather(1, positions)
+    clean = tokens[positions]
+    ids = clean.masked_fill(masked, mask_token_id)
+    lengths = torch.full((len(is_masked),), length)
+    attention = None
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        attention = three_part_ranges(length, traits.block_size, lengths)
+        ids = torch.cat((ids, clean), 1)
+        positions = positions.repeat(1, 2)
+    elif traits.attention == "bidirectional":
+        attention = torch.tensor([0, length]).expand(*ids.shape, 1, 2)
+    sent = [None if each is None else each.to(backbone.device) for each in (ids, positions, attention)]
+    hidden = backbone.hidden_states(*sent)  # type: ignore[arg-type]
+    read_at = torch.arange(length) - int(shifted)
+    if shifted and traits.block_size is not None:
+        # The token before a block is clean when the block is decoded.
+        read_at = torch.where(torch.arange(length) % traits.block_size == 0, read_at + length, read_at)
+    return [row[read_at[at].to(row.device)] for row, at in zip(hidden, masked, strict=True)]
+
+
+def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
+    """Return the log-probability of the targets, and whether each is the most probable token."""
     logits = backbone.logits(hidden)[..., : backbone.special_tokens.vocab_size].double()
-    targets = ids[0, len(context) :]
     chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
@@ -14,9 +14,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
+from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require_at_least
+from refusion_lit.utils.require import require_at_least, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 
@@ -27,10 +28,13 @@ class RefusionLitModel(LM):
     Args:
         model: The model.
         decoder: The strategy; by default the model's own (``TextModel.default_decoder``).
-        batch_size: Prompts that share a forward. Changes no token.
+        likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
+            token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
+        num_draws: States drawn for ``monte_carlo_masked``.
+        batch_size: Prompts (or drawn states) that share a forward. Changes no token.
         max_gen_toks: Tokens a response at most, where the task does not say.
-        seed: Seeds sampling.
-        allow_mismatch: Only warn where the model was not trained for the decoder, or for likelihoods.
+        seed: Seeds sampling and the draws.
+        allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
 
     Raises:
         ValueError: If an option is impossible.
@@ -40,15 +44,21 @@ class RefusionLitModel(LM):
         self,
         model: TextModel,
         decoder: Decoder | None = None,
+        likelihood: Likelihood = "autoregressive",
+        num_draws: int = 128,
         batch_size: int = 1,
         max_gen_toks: int = 256,
         seed: int = 0,
         allow_mismatch: bool = False,
     ) -> None:
         super().__init__()
+        require_choice("likelihood", likelihood, get_args(Likelihood))
         require_at_least("batch_size", batch_size, 1)
+        require_at_least("num_draws", num_draws, 1)
         self.model = model
         self.decoder = decoder
+        self.likelihood: Likelihood = likelihood
+        self.num_draws = num_draws
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
         self.seed = seed
@@ -96,10 +106,10 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:  # noqa: ARG002
-        """Return log-likelihoods of continuations in nats.
+        """Return log-likelihoods of continuations in nats, by the estimate named in ``likelihood``.
 
         Raises:
-            ValueError: If the model does not predict next tokens or a text is too long; before anything is computed.
+            ValueError: If the model cannot give the estimate or a text is too long; before anything is estimated.
         """
         pairs = [self._split(*request.args) for request in requests]
         self._check_lengths(requests, pairs)
@@ -189,12 +199,17 @@ class RefusionLitModel(LM):
     def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
         lengths = {name: len(known) + len(text) for name, (known, text) in zip(_names(requests), pairs, strict=True)}
         check_context(self.model.backbone, lengths, 0)
-        likelihood.check(self.model.backbone, allow_mismatch=self.allow_mismatch)
+        likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
 
     def _loglikelihood(self, known: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
         if not text:
             return 0.0, True
-        return likelihood.autoregressive(self.model.backbone, known, text)
+        backbone = self.model.backbone
+        if self.likelihood == "autoregressive":
+            return likelihood.autoregressive(backbone, known, text)
+        options = {"num_draws": self.num_draws, "batch_size": self.batch_size, "seed": self.seed}
+        estimate = likelihood.monte_carlo_masked(backbone, known, text, **options)
+        return estimate, likelihood.is_greedy_text(backbone, known, text)
 
 
 def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -207,7 +222,7 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
 
     Returns:
         The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and in ``refusion_lit``
-        the decoder.
+        the decoder and the name of the estimate of likelihoods.
     """
     model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
@@ -215,6 +230,8 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
     settings = {
         "decoder": repr(model.decoder or model.model.default_decoder),
         "batch_size": model.batch_size,
+        "likelihood": model.likelihood,
+        "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,
     }
     return {**results, "throughput": model.throughput(), "refusion_lit": settings}
 
