@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import warnings
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from refusion_lit.cli import main
-from refusion_lit.cli.trace import print_statistics
 from refusion_lit.traces import read_trace, trace_statistics
-from traces.samples import plan_and_verify
 
 MODELS = Path(__file__).parents[1] / "goldens" / "models"
 CAUSAL, BIDIRECTIONAL = str(MODELS / "additions-mid"), str(MODELS / "additions-bidirectional")
@@ -108,10 +104,3 @@ def test_only_traces_are_replaced(name: str, tmp_path: Path, capsys: pytest.Capt
     assert output.read_text() == "notes"
     output.unlink()
     assert main(trace) == main(trace) == 0
-
-
-def test_statistics_are_printed() -> None:
-    file = io.StringIO()
-    print_statistics(plan_and_verify(), Console(file=file, width=80))
-    cells = {tuple(cell.strip() for cell in line.split("│")[1:3]) for line in file.getvalue().splitlines()}
-    assert {("tokens", "4"), ("slots out of order", "1 of 2 (50 %)"), ("forwards: verify", "2")} <= cells

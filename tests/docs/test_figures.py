@@ -153,8 +153,10 @@ def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
     for sentence in (
         f"ReFusion decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.FUSED)} times as fast as a plain",
         f"and {of_benchmarks.mean_ratio(decode, of_benchmarks.UNFUSED)} times with transformers'",
-        f"is {bonus['speed_over_autoregressive']:.2f} times as fast as `Autoregressive` on the base and makes "
-        f"{bonus['tokens_per_forward']:.2f} tokens per forward pass",
+        (
+            f"is {bonus['speed_over_autoregressive']:.2f} times as fast as `Autoregressive` on the base and makes "
+            f"{bonus['tokens_per_forward']:.2f} tokens per forward pass"
+        ),
         f"After training on human answers it makes {runs[0]:.2f} to {runs[1]:.2f}",
         f"perplexity of the base's own answers {base['perplexity_under_base']:.2f}",
     ):

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
 from parsed_page import ParsedPage
-from refusion_lit.cli.trace import print_statistics
-from refusion_lit.traces import Trace, page, read_trace, write_trace
+from refusion_lit.traces import Trace, animate, page, print_statistics, read_trace, write_trace
 from traces.samples import random_trace
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -35,7 +34,8 @@ def check_shown(trace: Trace, folder: Path) -> None:
     for is_terminal in (False, True):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, width=80, height=20)
-        print_statistics(trace, console)
+        animate(trace, console=console, sleep=lambda _: None)
+        print_statistics(trace, console=console)
         shown = screen.getvalue()
         if not is_terminal:
             assert not {c for c in shown if c < " " or "\x7f" <= c < "\xa0"} - {"\n"}, "a control character"

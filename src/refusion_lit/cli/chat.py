@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
-from rich.style import Style
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
@@ -15,11 +14,10 @@ from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.admission import KeptCache
 from refusion_lit.traces import Trace
 from refusion_lit.traces.document import visible, visible_lines
+from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
-# From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
-_RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
 _HELP = """\
 /help     this
 /reset    forget the conversation
@@ -211,17 +209,3 @@ def order_line(trace: Trace, *, plain: bool) -> Text:
             before = number
         text.append(visible(trace.piece(token)), style)
     return text
-
-
-def round_style(number: int, num_forwards: int) -> Style:
-    """Return the colours of text that a forward accepted.
-
-    Args:
-        number: The forward's number, from 1.
-        num_forwards: Number of forwards of the decode.
-    """
-    at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
-    below = min(int(at), len(_RAMP) - 2)
-    ends = zip(_RAMP[below], _RAMP[below + 1], strict=True)
-    red, green, blue = (round(low + (high - low) * (at - below)) for low, high in ends)
-    return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")

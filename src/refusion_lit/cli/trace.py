@@ -1,4 +1,4 @@
-"""``refusion-lit trace``: print the statistics of a decode, and write it as an HTML page or as JSON."""
+"""``refusion-lit trace``: watch a decode in the terminal, and write it as an HTML page or as JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces import Trace, check_replaceable, page, read_trace, trace_statistics, write_trace
+from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, write_trace
 from refusion_lit.traces.document import visible
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
@@ -43,24 +42,14 @@ def run(args: list[str]) -> int:
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
     console.print(Text(f"decoder: {visible(trace.decoder)}"))
-    print_statistics(trace, console)
+    animate(trace, console=console)
+    print_statistics(trace, console=console)
     if output.suffix == ".json":
         write_trace(trace, output)
     else:
         write_atomically(output, page(trace))
     sys.stderr.write(f"wrote {output}\n")
     return 0
-
-
-def print_statistics(trace: Trace, console: Console) -> None:
-    """Print the statistics of a trace as a table."""
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    phases = {f"forwards: {visible(phase)}": str(count) for phase, count in trace.phases.items()}
-    for name, value in (trace_statistics(trace) | phases).items():
-        table.add_row(Text(name), Text(value))
-    console.print(table)
 
 
 def _check(options: Namespace) -> None:

@@ -69,7 +69,7 @@ REMOVED = {
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
     "report.num_resamples": "intervals are of 2000 resamples; leave it out",
     "report.seed": "intervals are those of one seed; leave it out",
-    "seconds_per_forward": "trace plays nothing in the terminal; its page has a slider over forwards",
+    "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "task.malformed": "a row that cannot be read is an error; leave it out, and remove the row",
     "sweep.num_workers": "set launcher.num_workers in the sweep's file",

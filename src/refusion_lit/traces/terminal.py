@@ -1,0 +1,115 @@
+"""A trace in the terminal: an animation, and a table of its statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from refusion_lit.traces.document import Trace, explain, visible
+from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
+
+_SECONDS_PER_FORWARD = 0.4
+# From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
+_RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
+
+
+def round_style(number: int, num_forwards: int) -> Style:
+    """Return the colours of text that a forward accepted.
+
+    Args:
+        number: The forward's number, from 1.
+        num_forwards: Number of forwards of the decode.
+    """
+    at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
+    below = min(int(at), len(_RAMP) - 2)
+    ends = zip(_RAMP[below], _RAMP[below + 1], strict=True)
+    red, green, blue = (round(low + (high - low) * (at - below)) for low, high in ends)
+    return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")
+
+
+def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show a decode forward by forward on a terminal, and nothing elsewhere.
+
+    Args:
+        trace: The decode.
+        console: Where to show it.
+        sleep: Waits for a number of seconds.
+    """
+    if not console.is_terminal:
+        return
+    history = timeline(trace)
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        for number in range(trace.num_forwards + 1):
+            live.update(_frame(trace, history, number), refresh=True)
+            if number < trace.num_forwards:
+                sleep(_SECONDS_PER_FORWARD)
+
+
+def print_statistics(trace: Trace, *, console: Console) -> None:
+    """Print the statistics of a trace as a table."""
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    phases = {f"forwards: {visible(phase)}": str(count) for phase, count in trace.phases.items()}
+    rows = trace_statistics(trace) | phases
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    console.print(table)
+
+
+def _heading(trace: Trace, history: Timeline, number: int) -> str:
+    if number == 0:
+        return f"before the first of {trace.num_forwards} forwards"
+    changes = history.changes[number - 1]
+    statuses = [change.status for change in changes]
+    counts = {name: statuses.count(name) for name in ("accepted", "drafted", "rejected")}
+    counts["re-planned"] = sum(change.status == "drafted" and change.num_drafts > 1 for change in changes)
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    phase = visible(trace.rounds[number - 1].phase)
+    return f"forward {number}/{trace.num_forwards}, {phase}: {shown or 'no token changes'}"
+
+
+def _about(trace: Trace, number: int) -> str:
+    """Return what a forward does; empty for a phase that is not explained."""
+    if number == 0:
+        return "Every token of the response is masked."
+    does = explain(trace.rounds[number - 1].phase)
+    return f"This forward {does}." if does else ""
+
+
+def _frame(trace: Trace, history: Timeline, number: int) -> Group:
+    text = Text()
+    forwards = history.final_forwards()
+    for index, change in enumerate(history.after(number)):
+        if change is None:
+            text.append("·", "dim")
+        elif change.status == "accepted":
+            style = round_style(forwards[index], trace.num_forwards)
+            text.append(_piece(trace, change), style + Style(bold=forwards[index] == number))
+        elif change.status == "rejected":
+            text.append(_piece(trace, change), "red strike")
+        else:
+            text.append(_piece(trace, change), "italic underline" if change.num_drafts > 1 else "italic")
+    heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
+    return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _legend())
+
+
+def _legend() -> Text:
+    parts: Sequence[tuple[str, str]] = (
+        ("· masked", "dim"), ("drafted", "italic"), ("re-planned", "italic underline"), ("rejected", "red strike"),
+    )  # fmt: skip
+    legend = Text("background: accepted, by forward; ", "dim")
+    for name, style in parts:
+        legend.append(name, style)
+        legend.append("  ")
+    return legend
+
+
+def _piece(trace: Trace, change: Change) -> str:
+    return "?" if change.token is None else visible(trace.piece(change.token))
