@@ -44,7 +44,7 @@ def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
             f"`{name}`",
             f"perplexity under the base: {figures['perplexity_under_base']:.2f}",
             f"{figures['tokens_per_forward']:.2f}",
-            f"{figures['speed_over_autoregressive']:.2f}",
+            _speed(figures, "autoregressive"),
         ]
         for name, figures in found.items()
         if not name.startswith("base")
@@ -127,7 +127,7 @@ def _bonus(found: Result) -> str:
 def _real_model(found: Result) -> str:
     titles = (
         "training", "decoder", "prompts", "tokens/forward", "positions/token", "tokens/s, times `Autoregressive`",
-        "same text as the base", "tokens before the first difference", "perplexity under the base",
+        "times `generate`", "same text as the base", "tokens before the first difference", "perplexity under the base",
     )  # fmt: skip
     rows = [
         [
@@ -136,7 +136,8 @@ def _real_model(found: Result) -> str:
             run["num_prompts"],
             f"{figures['tokens_per_forward']:.2f}",
             f"{figures['positions_per_token']:.1f}",
-            f"{figures['speed_over_autoregressive']:.2f}",
+            _speed(figures, "autoregressive"),
+            _speed(figures, "generate"),
             figures["identical"],
             f"{figures['common_prefix']:.0f}",
             f"{figures['perplexity_under_base']:.2f}",
@@ -145,6 +146,13 @@ def _real_model(found: Result) -> str:
         for decoder, figures in run["decoders"].items()
     ]
     return markdown_table(titles, rows)
+
+
+def _speed(figures: Result, other: str) -> str:
+    """Return a ratio of speeds, with its interval where there are prompts enough for one; empty if not measured."""
+    ratio, interval = (figures.get(f"speed_over_{other}{suffix}") for suffix in ("", "_95"))
+    shown = "" if ratio is None else f"{ratio:.2f}"
+    return shown if interval is None else f"{shown} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 _CONTROLLED, _MORE = _path("controlled_comparison"), _path("controlled_comparison", "more.json")

@@ -101,16 +101,26 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
         }
         for title, other in (("autoregressive", REFERENCE), ("generate", LIBRARY)):
             data = (tokens[name], seconds[name], tokens[other], seconds[other])
-            result[name][f"speed_over_{title}"] = round(_ratio(*data), 3)
-            if len(prompts) > 8:  # fewer say nothing of the spread
-                found = bootstrap(
-                    data, _ratio, paired=True, vectorized=False, n_resamples=2000, rng=0, method="percentile"
-                )
-                ends = found.confidence_interval
-                result[name][f"speed_over_{title}_95"] = [round(float(ends.low), 3), round(float(ends.high), 3)]
+            result[name] |= speed_over(title, *data)
     for name, found in texts.items():
         result[name]["identical"] = sum(a == b for a, b in zip(found, texts[REFERENCE], strict=True))
     return result
+
+
+def speed_over(title: str, *data: Sequence[float]) -> dict[str, Any]:
+    """Return tokens per second over those of another decoder, with the paired 95 % interval over prompts.
+
+    Args:
+        title: Name of the other decoder in the result.
+        data: Tokens and seconds of each prompt, then those of the other decoder.
+    """
+    found: dict[str, Any] = {f"speed_over_{title}": round(_ratio(*data), 3)}
+    if len(data[0]) > 7:  # fewer prompts say nothing of the spread
+        resampled = bootstrap(
+            data, _ratio, paired=True, vectorized=False, n_resamples=2000, rng=0, method="percentile"
+        ).confidence_interval
+        found[f"speed_over_{title}_95"] = [round(float(resampled.low), 3), round(float(resampled.high), 3)]
+    return found
 
 
 def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> float:

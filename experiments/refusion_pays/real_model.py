@@ -4,8 +4,8 @@ usage: python experiments/refusion_pays/real_model.py --prompts GSM8K_TEST.jsonl
 
 NAME is that of a training and its step. Each prompt is decoded alone by every decoder in turn, so that other work on
 the machine meets all of them; times are processor time of one thread. `--decoders` measures some of them only. The
-reference is the base's own answer, decoded by `Autoregressive`. Perplexity is that of the texts under the base. What
-the output holds already is kept.
+reference is the base's own answer, decoded by `Autoregressive`; transformers' `generate` decodes the base, too.
+Perplexity is that of the texts under the base. What the output holds already is kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from refusion_lit.types import Prompt, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import write_json
-from experiments.lossless.table import BASE, read_prompts
+from experiments.common import library_generate, write_json
+from experiments.lossless.table import BASE, read_prompts, speed_over
 
 BLOCK = 32
 """Tokens per serial block, as in serial.yaml."""
@@ -49,6 +49,8 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
         "ReFusion autoregressive 0.6": refusion("autoregressive", 0.6),
         "ReFusion bonus 0.6": refusion("bonus", 0.6),
         "ReFusion bonus 0.9": refusion("bonus", 0.9),
+        "ReFusion bonus 4x1 0.5": refusion("bonus", 0.5, slot_size=4, num_serial_blocks=max(max_new_tokens // 4, 1)),
+        "ReFusion bonus 4x2 0.5": refusion("bonus", 0.5, slot_size=4, num_serial_blocks=max(max_new_tokens // 8, 1)),
         "ReFusion bonus 2 0.6": refusion("bonus", 0.6, slot_size=2, num_serial_blocks=max(max_new_tokens // 4, 1)),
     }
 
@@ -72,13 +74,17 @@ def compared(
     ways = {"base, Autoregressive": (base, Autoregressive())}
     ways |= {name: (model, decoder) for name, decoder in decoders(max_new_tokens).items() if name in names}
     rows: dict[str, list[Any]] = {name: [] for name in ways}
-    seconds = dict.fromkeys(ways, 0.0)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    library: list[tuple[int, float]] = []
     for prompt in prompts:
         for name, (own, decoder) in ways.items():
             own.decode([prompt], decoder.fitted(short), short) if not rows[name] else None  # warms up
             started = time.process_time()
             rows[name] += own.decode([prompt], decoder, sampling).rows
-            seconds[name] += time.process_time() - started
+            seconds[name].append(time.process_time() - started)
+        library_generate(base, prompt, BLOCK) if not library else None
+        started = time.process_time()
+        library.append((library_generate(base, prompt, max_new_tokens), time.process_time() - started))
     reference = rows["base, Autoregressive"]
     result = {}
     for name, found in rows.items():
@@ -88,16 +94,21 @@ def compared(
         result[name] = {
             "tokens_per_forward": round(num_tokens / sum(row.num_forwards for row in found), 3),
             "positions_per_token": round(sum(row.num_positions for row in found) / num_tokens, 2),
-            "tokens_per_second": round(num_tokens / seconds[name], 2),
+            "tokens_per_second": round(num_tokens / sum(seconds[name]), 2),
             "ended": sum(row.finish_reason == "eos" for row in found),
             "identical": sum(row.token_ids == own.token_ids for row, own in zip(found, reference, strict=True)),
             "common_prefix": round(sum(prefixes) / len(prefixes), 1),
             "perplexity_under_base": round(math.exp(sum(a for a, _ in losses) / sum(b for _, b in losses)), 2),
             "texts": [model.tokenizer.decode(list(row.token_ids)) for row in found[:3]],
         }
-    own_speed = result["base, Autoregressive"]["tokens_per_second"]
-    for figures in result.values():
-        figures["speed_over_autoregressive"] = round(figures["tokens_per_second"] / own_speed, 3)
+    others = {
+        "autoregressive": ([row.num_tokens for row in reference], seconds["base, Autoregressive"]),
+        "generate": tuple(zip(*library, strict=True)),
+    }
+    for name, figures in result.items():
+        own = [row.num_tokens for row in rows[name]], seconds[name]
+        for title, other in others.items():
+            figures |= speed_over(title, *own, *other)
     return result
 
 
