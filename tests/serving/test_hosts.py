@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -63,7 +64,10 @@ def running(command: list[str], folder: Path) -> Iterator[str]:
     log = folder / "log"
     environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
-        process = subprocess.Popen([*command, str(port)], stdout=output, stderr=output, env=environment)
+        # A session of its own: LitServe leaves its workers behind when it is terminated.
+        process = subprocess.Popen(
+            [*command, str(port)], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
     try:
         until = time.monotonic() + 120
         while not _answers(f"http://127.0.0.1:{port}/health"):
@@ -72,12 +76,8 @@ def running(command: list[str], folder: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()  # LitServe then ends its workers
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _answers(url: str) -> bool:
