@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 18,
     "examples to loss: lines": 3_245,
     "test: files": 59,
-    "test: lines": 12_120,
-    "package: files": 174,
-    "package: lines": 27_507,
-    "package: lines of code": 17_266,
+    "test: lines": 12_118,
+    "package: files": 175,
+    "package: lines": 27_750,
+    "package: lines of code": 17_434,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
