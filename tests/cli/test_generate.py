@@ -210,3 +210,13 @@ def test_a_directory_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["generate", "--ckpt_path=x", "--prompt=1", f"--output={tmp_path / 'dir'}", "--overwrite"]) == 2
     assert "output: expected a file, got" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["dir"]
+
+
+@pytest.mark.parametrize("prompt", ["--prompt=12+34>", "--prompts=prompts.txt"])
+def test_a_missing_schema_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("12+34>\n")
+    assert main(["generate", "--ckpt_path=no_such_model", prompt, "--json_schema=missing.json"]) == 2
+    assert capsys.readouterr().err.startswith("refusion-lit: error: json_schema: ")

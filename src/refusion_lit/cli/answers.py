@@ -59,6 +59,7 @@ def write_answers(options: Namespace) -> None:
     require(count == 1, "prompts", "each id once", f"{name} {count} times", "give each prompt an id of its own")
     template = template_of(options)
     templates = {request.id: template if request.template is None else request.template for request in requests}
+    schema = schema_of(options)
     setup = setup_of(options)
     model = setup.model
     encoded = {request.id: model.encode(request.prompt) for request in requests}
@@ -67,7 +68,6 @@ def write_answers(options: Namespace) -> None:
         for name, tokens in encoded.items()
         for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
     ]
-    schema = schema_of(options)
     if schema is not None:
         Schemas(model.tokenizer, model.backbone.special_tokens).constrain([], schema, setup.decoder, setup.sampling)
     _check_model(setup, prompts)

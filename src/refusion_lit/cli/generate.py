@@ -61,11 +61,12 @@ def run(args: list[str]) -> int:
     if not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     template = template_of(options)
+    schema = schema_of(options)
     setup = setup_of(options)
     setup.model.generate(
         [options.prompt],
         templates=None if template is None else [template],
-        json_schema=schema_of(options),
+        json_schema=schema,
         decoder=setup.decoder,
         sampling=setup.sampling,
         callbacks=[Stream(setup.model.detokenize, setup.sampling.stop, type(setup.decoder).__name__)],
