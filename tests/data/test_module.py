@@ -100,7 +100,7 @@ def test_workers_change_no_batch() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_files_with_too_long_samples(tmp_path: Path) -> None:
+def test_files_with_too_long_and_malformed_samples(tmp_path: Path) -> None:
     rows = [
         {"query": "a b", "response": "c" * 10},
         {"query": "x", "response": "y" * 500},
@@ -114,6 +114,9 @@ def test_files_with_too_long_samples(tmp_path: Path) -> None:
     assert data.num_too_long == 1
     with pytest.raises(ValueError, match="max_length: expected at least one train sample"):
         InstructionDataModule(task, TrainedBPE(vocab_size=260), max_length=1).train_dataloader()
+    unknown = InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1, malformed="skip")
+    assert len(unknown.train_dataloader()) == 2
+    assert unknown.num_malformed == 1
     with pytest.raises(ValueError, match="no token for 'x'"):
         InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1).train_dataloader()
 

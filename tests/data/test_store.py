@@ -1,4 +1,4 @@
-"""Encoded examples come back as they went in; too long ones are counted."""
+"""Encoded examples come back as they went in; malformed and too long ones are counted or refused."""
 
 from __future__ import annotations
 
@@ -29,12 +29,25 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
 def test_what_goes_in_comes_out(rows: list[tuple[list[int], list[int]]], max_length: int) -> None:
     examples = [Example(id=f"e{i}", query="", response="") for i in range(len(rows))]
     encode = {f"e{i}": row for i, row in enumerate(rows)}
-    store = encode_all(examples, lambda e: encode[e.id], max_length=max_length)
+    store = encode_all(examples, lambda e: encode[e.id], max_length=max_length, skip_malformed=False)
     expected = [(f"e{i}", *row) for i, row in enumerate(rows) if len(row[0]) + len(row[1]) <= max_length]
     assert store.num_too_long == len(rows) - len(expected)
     samples = [store[i] for i in range(len(store))]
     assert [(s.id, s.prompt_ids, s.response_ids) for s in samples] == expected
     assert [store.length(i) for i in range(len(store))] == [len(s) for s in samples]
+
+
+def test_malformed_examples_are_raised_or_counted() -> None:
+    def encode(example: Example) -> tuple[list[int], list[int]]:
+        if example.id == "bad":
+            raise ValueError("bad")
+        return [1], [2]
+
+    examples = [Example(id=name, query="", response="") for name in ("good", "bad", "fine")]
+    store = encode_all(examples, encode, max_length=2, skip_malformed=True)
+    assert (store.ids, store.num_malformed) == (["good", "fine"], 1)
+    with pytest.raises(ValueError, match="bad"):
+        encode_all(examples, encode, max_length=2, skip_malformed=False)
 
 
 def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(

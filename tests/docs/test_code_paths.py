@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_504,
+    "command to text: lines": 4_506,
     "token ids to text: files": 20,
     "token ids to text: lines": 4_064,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_245,
+    "examples to loss: lines": 3_287,
     "test: files": 59,
-    "test: lines": 12_118,
+    "test: lines": 12_142,
     "package: files": 175,
-    "package: lines": 27_750,
-    "package: lines of code": 17_434,
+    "package: lines": 27_790,
+    "package: lines of code": 17_468,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -47,13 +47,14 @@ def rows(draw: st.DrawFn, *, as_list: bool) -> bytes:
     data=st.data(),
     name=st.sampled_from(["rows.json", "rows.jsonl", "rows.json.gz", "rows.jsonl.gz", "rows.csv", "rows.gz"]),
     preset=st.sampled_from(["query_response", "question_answer", "instruction", "messages"]),
+    malformed=st.sampled_from(["error", "skip"]),
 )
-def test_rows(folder: Path, data: st.DataObject, name: str, preset: str) -> None:
+def test_rows(folder: Path, data: st.DataObject, name: str, preset: str, malformed: str) -> None:
     content = data.draw(rows(as_list=".json" in name and ".jsonl" not in name))
     if name.endswith(".gz"):
         content = data.draw(damaged(gzip.compress(content, mtime=0), max_edits=1))
     (folder / name).write_bytes(content)
-    task = InstructionFiles(train=str(folder / name), preset=preset, validation_fraction=0.0)  # type: ignore[arg-type]
+    task = InstructionFiles(train=str(folder / name), preset=preset, malformed=malformed, validation_fraction=0.0)  # type: ignore[arg-type]
     examples = outcome(lambda: task.examples("train"))
     if isinstance(examples, str):
         assert examples.startswith(str(folder / name)), "the message names the file"

@@ -80,6 +80,16 @@ def test_bad_files_are_named_with_line(tmp_path: Path, content: bytes, message: 
         InstructionFiles(train=str(path)).examples("train")
 
 
+def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"query": "a", "response": "b"}\n{broken\n{"query": "c"}\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: .*; fix the line, or set malformed: skip in the task\."):
+        InstructionFiles(train=str(path), validation_fraction=0).examples("train")
+    task = InstructionFiles(train=str(path), validation_fraction=0, malformed="skip")
+    assert len(task.examples("train")) == 1
+    assert task.num_malformed["train"] == 2
+
+
 def test_a_rows_own_id_is_kept(tmp_path: Path) -> None:
     rows = [{"id": "a-1", **ROWS[0]}, {"id": 7, **ROWS[1]}, {"id": None, **ROWS[2]}, ROWS[3]]
     path = write_jsonl(tmp_path / "x.jsonl", rows)
@@ -91,6 +101,7 @@ def test_an_id_that_two_rows_have_is_refused_with_both_lines(tmp_path: Path) -> 
     path = write_jsonl(tmp_path / "x.jsonl", [{"id": "a", **ROWS[0]}, ROWS[1], {"id": "a", **ROWS[2]}])
     with pytest.raises(ValueError, match=r"x\.jsonl:3: expected an id .* not that of .*x\.jsonl:1, got 'a'; make it"):
         InstructionFiles(train=path, validation_fraction=0).examples("train")
+    assert len(InstructionFiles(train=path, validation_fraction=0, malformed="skip").examples("train")) == 2
 
 
 def test_invalid_options(tmp_path: Path) -> None:

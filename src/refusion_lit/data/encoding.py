@@ -75,7 +75,9 @@ def encode_example(
         ValueError: If the response is empty or the example cannot be encoded; names the example.
     """
     if not example.response:
-        raise ValueError(f"example {example.id}: expected a response, got an empty one; remove it.")
+        raise ValueError(
+            f"example {example.id}: expected a response, got an empty one; remove it, or set data.malformed: skip."
+        )
     try:
         prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
         response = encode_text(tokenizer, example.response)

@@ -43,6 +43,7 @@ class EncodedStore(Dataset[EncodedExample]):
         prompt_lengths: Number of prompt tokens of each example.
         ids: The examples' ids.
         num_too_long: Number of examples that were dropped as too long.
+        num_malformed: Number of examples that were skipped because they cannot be encoded.
     """
 
     tokens: Int[np.ndarray, " token"]
@@ -50,6 +51,7 @@ class EncodedStore(Dataset[EncodedExample]):
     prompt_lengths: Int[np.ndarray, " example"]
     ids: list[str]
     num_too_long: int = 0
+    num_malformed: int = 0
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -102,24 +104,37 @@ class EncodedOnRead(Dataset[EncodedExample]):
         return len(example.query) + len(example.response)
 
 
-def encode_all(examples: Sequence[Example], encode: Encode, *, max_length: int) -> EncodedStore:
+def encode_all(
+    examples: Sequence[Example],
+    encode: Encode,
+    *,
+    max_length: int,
+    skip_malformed: bool,
+) -> EncodedStore:
     """Encode examples into a store.
 
     Args:
         examples: The examples.
         encode: Encodes an example.
         max_length: Drop and count examples of more tokens.
+        skip_malformed: Skip and count malformed examples instead of raising.
 
     Raises:
-        ValueError: If an example is malformed.
+        ValueError: If an example is malformed and those are not skipped.
     """
     chunks: list[Int[np.ndarray, " token"]] = []
     lengths: list[int] = []
     prompt_lengths: list[int] = []
     ids: list[str] = []
-    num_too_long = 0
+    num_too_long = num_malformed = 0
     for example in examples:
-        prompt, response = encode(example)
+        try:
+            prompt, response = encode(example)
+        except ValueError:
+            if not skip_malformed:
+                raise
+            num_malformed += 1
+            continue
         length = len(prompt) + len(response)
         if length > max_length:
             num_too_long += 1
@@ -134,6 +149,7 @@ def encode_all(examples: Sequence[Example], encode: Encode, *, max_length: int) 
         prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
         ids=ids,
         num_too_long=num_too_long,
+        num_malformed=num_malformed,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -48,12 +48,14 @@ class InstructionDataModule(L.LightningDataModule):
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
             and little with 'flex_attention'. ``None``: one sample per row.
+        malformed: What to do with a sample that cannot be encoded: stop with an ``error``, or ``skip`` and count it.
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
 
     Attributes:
         num_too_long: Number of samples dropped as too long, over the splits in use.
+        num_malformed: Number of samples skipped as unreadable or impossible to encode, over the splits in use.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class InstructionDataModule(L.LightningDataModule):
         max_length: int = 512,
         prompt_template: str = "{query}",
         pack_length: int | None = None,
+        malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
@@ -91,10 +94,12 @@ class InstructionDataModule(L.LightningDataModule):
         self.max_length = max_length
         self.prompt_template = prompt_template
         self.pack_length = pack_length
+        self.malformed = malformed
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
         self.num_too_long = 0
+        self.num_malformed = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, EncodedOnRead | EncodedStore] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
@@ -228,11 +233,17 @@ class InstructionDataModule(L.LightningDataModule):
         return self._splits[split]
 
     def _stored(self, split: Split, examples: Sequence[Example]) -> EncodedStore:
-        store = encode_all(examples, self._encode, max_length=self.max_length)
+        skip = self.malformed == "skip"
+        store = encode_all(examples, self._encode, max_length=self.max_length, skip_malformed=skip)
+        num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
+        num_malformed = store.num_malformed + num_unread
         self.num_too_long += store.num_too_long
-        if store.num_too_long:
-            of = f"{store.num_too_long} of {len(examples)} samples"
-            rank_zero_info(f"{split}: {of} dropped as longer than {self.max_length} tokens")
+        self.num_malformed += num_malformed
+        if store.num_too_long or num_malformed:
+            rank_zero_info(
+                f"{split}: {store.num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
+                f"{self.max_length} tokens, {num_malformed} skipped as malformed"
+            )
         expected = f"at least one {split} sample of at most {self.max_length} tokens"
         require(len(store) > 0, "data.max_length", expected, len(store), "raise it")
         return store

@@ -45,6 +45,8 @@ class InstructionFiles(Task):
         dataset: Id of a hub data set to use instead of files (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
+        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
+        num_malformed: Number of skipped samples of each split that has been read.
     """
 
     train: list[str] | str | None = None
@@ -57,6 +59,8 @@ class InstructionFiles(Task):
     dataset: str | None = None
     dataset_name: str | None = None
     dataset_revision: str | None = None
+    malformed: Literal["error", "skip"] = "error"
+    num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _samples: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,14 +119,21 @@ class InstructionFiles(Task):
             labels = _unique_labels(sources, f"task.{split}")
             rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
             examples: list[Example] = []
+            num_skipped = 0
             places: dict[str, str] = {}
             for row, label in rows:
-                example = self._example(row, _own_id(row) or f"{split}:{label}:{row.line}")
-                place = places.setdefault(example.id, row.location)
-                expected = f"an id of its own, not that of {place}"
-                fix = "make it unique, or rename the field"
-                require(place == row.location, row.location, expected, example.id, fix)
-                examples.append(example)
+                try:
+                    example = self._example(row, _own_id(row) or f"{split}:{label}:{row.line}")
+                    place = places.setdefault(example.id, row.location)
+                    expected = f"an id of its own, not that of {place}"
+                    fix = "make it unique, or rename the field"
+                    require(place == row.location, row.location, expected, example.id, fix)
+                    examples.append(example)
+                except ValueError:
+                    if self.malformed == "error":
+                        raise
+                    num_skipped += 1
+            self.num_malformed[split] = num_skipped
             self._samples[split] = examples
         return self._samples[split]
 
@@ -135,7 +146,7 @@ class InstructionFiles(Task):
         return HubDataset(self.dataset, self.dataset_name, self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
-        values = values_of(row)
+        values = values_of(row, "fix the line, or set malformed: skip in the task")
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
@@ -144,7 +155,9 @@ class InstructionFiles(Task):
         if self.preset == "instruction" and values.get("input"):
             query = f"{query}\n\n{text_field(row, 'input')}"
         if not response.strip():
-            raise ValueError(f"{row.location}: expected a response, got an empty one; remove it.")
+            raise ValueError(
+                f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip in the task."
+            )
         return Example(id=identity, query=query, response=response)
 
 

@@ -63,14 +63,14 @@ def read_rows(file: str) -> Iterator[Row]:
         raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
 
 
-def values_of(row: Row) -> Mapping[str, Any]:
+def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
     """Return the object of a row.
 
     Raises:
         ValueError: If it cannot be read.
     """
     if row.values is None:
-        raise ValueError(f"{row.location}: {row.error}; correct the line.")
+        raise ValueError(f"{row.location}: {row.error}; {fix}.")
     return row.values
 
 
