@@ -75,5 +75,5 @@ def test_a_component(path: Path, content: bytes) -> None:
 @given(content=yamls(SWEEP))
 def test_a_sweep(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    outcome(lambda: read_sweep(path, 2))
+    outcome(lambda: read_sweep(path))
     outcome(lambda: read_yaml(path, "base"))
