@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_506,
+    "command to text: lines": 4_507,
     "token ids to text: files": 20,
     "token ids to text: lines": 4_064,
     "examples to loss: files": 18,
@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 59,
     "test: lines": 12_142,
     "package: files": 175,
-    "package: lines": 27_790,
-    "package: lines of code": 17_468,
+    "package: lines": 27_791,
+    "package: lines of code": 17_469,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
