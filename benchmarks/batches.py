@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from benchmarks.common import RESULTS, Work, decoded, draw, interleaved, with_library_body, write
 from benchmarks.peers import check_same_text, library, ours
 from benchmarks.table import SHOWN
@@ -33,8 +34,9 @@ from refusion_lit.tasks import Sheet
 from refusion_lit.types import Example, Prompt
 
 DEMO = Path(__file__).parents[1] / "experiments" / "demo" / "sweep.yaml"
-TASK = Sheet(num_terms=3, num_train=400_000, num_validation=256, num_test=250)  # of DEMO
-NUM_TOKENS = 32
+OPTIONS = yaml.safe_load(DEMO.read_text(encoding="utf-8"))["options"]
+TASK = Sheet(**OPTIONS["data.task"]["init_args"])
+NUM_TOKENS: int = OPTIONS["model.sampling.max_new_tokens"]
 
 
 def trained(sweep: Path) -> dict[str, refusion_lit.TextModel]:

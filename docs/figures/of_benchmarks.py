@@ -67,7 +67,7 @@ def _serve(results: Result) -> str:
     aims = [
         [
             aim["aim"],
-            f"{aim['value']:.2f}",
+            f"{aim['value']:.3g}",
             f"{'≥' if aim['at_least'] else '≤'} {aim['bound']}",
             "yes" if aim["met"] else "no",
         ]
@@ -76,9 +76,7 @@ def _serve(results: Result) -> str:
     return serve(results) + "\n" + markdown_table(["aim", "measured", "bound", "reached"], aims)
 
 
-@table("serve soak", _path("serve_soak"))
-def _serve_soak(results: Result) -> str:
-    return serve_soak(results)
+table("serve soak", _path("serve_soak"))(serve_soak)
 
 
 @table("shared_prefixes", _path("shared_prefixes"))

@@ -84,7 +84,7 @@ class Worker(GenerationCallback):
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
         has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
-        checked: The model, whose logits are checked.
+        checked, engine: The model, whose logits are checked, and what decodes with it.
         thread: The thread, which first runs the model once to warm up.
     """
 
