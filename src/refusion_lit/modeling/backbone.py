@@ -147,9 +147,9 @@ class Backbone(nn.Module, LanguageModel):
     def forward_cost(self) -> float:
         """Fixed cost of a forward, in positions of one row.
 
-        Constants, so that forwards do not depend on the machine's load. That of CPUs is measured: SmolLM2-135M on one
-        thread of an AMD EPYC (experiments/lossless). That of accelerators is an assumption: there, reading the weights
-        bounds a forward.
+        Constants, so that forwards do not depend on the machine's load. That of CPUs is of SmolLM2-135M on one thread
+        of an AMD EPYC, where fits gave 19 to 36 (experiments/lossless). That of accelerators is an assumption: there,
+        reading the weights bounds a forward.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
 
