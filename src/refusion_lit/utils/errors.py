@@ -32,7 +32,7 @@ def reason_of(error: BaseException) -> str:
 def place_in_own_code(error: BaseException) -> str:
     """Return ``" (FILE, line N)"`` if a user's own decoder, objective or task led to an error, else an empty string.
 
-    A message that names an option says enough by itself.
+    A message that names an option needs no place.
     """
     frames = extract_tb(error.__traceback__)
     own = [
