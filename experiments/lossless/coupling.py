@@ -95,7 +95,7 @@ def _tokens_per_forward(
 def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
     """Return the table of the README."""
     lines = [
-        "| temperature | drafts | accepted with Gumbel coupling | by rejection sampling | tokens/forward | by rejection |",
+        "| temperature | drafts | by Gumbel coupling | by rejection sampling | tokens/forward | by rejection |",
         "| --: | --: | --: | --: | --: | --: |",
     ]
     for temperature, found in temperatures.items():

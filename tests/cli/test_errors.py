@@ -169,6 +169,16 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert not list(tmp_path.rglob("results.json"))
 
 
+def test_a_file_too_short_to_hold_out_of_names_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(4)]
+    (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = ["--data.task=InstructionFiles", f"--data.task.train={tmp_path / 'four.jsonl'}"]
+    command = ["fit", "--config", QUICKSTART, *task, "--data.task.validation_fraction=0", "--data.batch_size=1"]
+    assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
+    fix = "name a file in data.task.validation, or hold out more by data.task.validation_fraction."
+    assert fix in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
 def test_a_missing_accelerator_is_named(
     accelerator: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -178,7 +178,7 @@ def check_groups(parser: Any, given: Iterable[Given]) -> None:  # noqa: ANN401
     groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
     for each in given:
         holds = each.name not in groups or isinstance(each.value, Mapping | str)
-        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping of options below it")
+        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
 
 
 def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
