@@ -176,7 +176,7 @@ def test_a_file_too_short_to_hold_out_of_names_what_to_set(tmp_path: Path, capsy
     task = ["--data.task=InstructionFiles", f"--data.task.train={tmp_path / 'four.jsonl'}"]
     command = ["fit", "--config", QUICKSTART, *task, "--data.task.validation_fraction=0", "--data.batch_size=1"]
     assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
-    fix = "name a file in data.task.validation, or hold out more by data.task.validation_fraction."
+    fix = "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."
     assert fix in capsys.readouterr().err
 
 

@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_064,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_287,
+    "examples to loss: lines": 3_288,
     "test: files": 59,
-    "test: lines": 12_142,
-    "package: files": 175,
-    "package: lines": 27_791,
-    "package: lines of code": 17_469,
+    "test: lines": 12_143,
+    "package: files": 176,
+    "package: lines": 27_839,
+    "package: lines of code": 17_494,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

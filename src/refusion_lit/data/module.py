@@ -223,9 +223,7 @@ class InstructionDataModule(L.LightningDataModule):
         if split not in self._splits:
             examples = examples_of(self.task, split)
             num_examples = len(examples)
-            fix = "add some"
-            if split == "validation" and hasattr(self.task, "validation_fraction"):
-                fix = "name a file in data.task.validation, or hold out more by data.task.validation_fraction"
+            fix = "add some, or raise the validation_fraction of InstructionFiles"
             require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, fix)
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
