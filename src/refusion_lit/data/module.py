@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader, collate_packed, pack_samples
 from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import PromptBatch, collate_prompts, encode_prompts, evaluation_loader
+from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encode_prompts
 from refusion_lit.data.examples import BatchDataset, Encode, EncodedExample, EncodedOnRead, collate_responses
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
@@ -163,7 +163,7 @@ class InstructionDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
-        return self._evaluation_loader(self.test_prompts(), collate_prompts)
+        return self._evaluation_loader(self.test_prompts(), PromptBatch)
 
     def predict_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
@@ -192,7 +192,7 @@ class InstructionDataModule(L.LightningDataModule):
 
     def sample_prompts(self, count: int) -> PromptBatch:
         """Return the first prompts of the validation split."""
-        return collate_prompts(self._encoded_prompts("validation", count))
+        return PromptBatch(self._encoded_prompts("validation", count))
 
     def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
         examples = examples_of(self.task, split)
@@ -201,7 +201,14 @@ class InstructionDataModule(L.LightningDataModule):
         return encode_prompts(examples, self.built_tokenizer, self.prompt_template)
 
     def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
-        return evaluation_loader(data, collate, self.eval_batch_size, self.num_workers, self.trainer)
+        """Return a loader of all samples in order, shared by the processes without repetition."""
+        size = self.eval_batch_size
+        trainer = self.trainer
+        if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
+            return DataLoader(data, batch_size=size, num_workers=self.num_workers, collate_fn=collate)
+        share = EvaluationBatches(len(data), size, rank=trainer.global_rank, num_ranks=trainer.world_size)
+        batches = BatchDataset(data, collate)
+        return DataLoader(batches, sampler=share, batch_size=None, num_workers=self.num_workers)
 
     # --- examples --------------------------------------------------------------------------------------------
 
