@@ -28,7 +28,8 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
-from refusion_lit.families.speculative.decoder import SpeculativeState, cheapest
+from refusion_lit.engine.drafting import cheapest
+from refusion_lit.families.speculative.decoder import SpeculativeState
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed
@@ -263,7 +264,7 @@ def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forward
         decoder = SelfSpeculative(layout="two_forwards", coupling=coupling)  # type: ignore[arg-type]
         rows = decode(model, decoder, found, sampling, callbacks=[watcher], batch_size=100).rows
         states = [state for state in watcher.states.values() if isinstance(state, SpeculativeState)]
-        shares.append(sum(state.num_accepted for state in states) / sum(state.num_tested for state in states))
+        shares.append(sum(s.acceptance.num_accepted for s in states) / sum(s.acceptance.num_tested for s in states))
         num_forwards.append(sum(row.num_forwards for row in rows))
     assert shares[0] + 0.03 < shares[1]
     assert num_forwards[1] < num_forwards[0]

@@ -9,32 +9,19 @@ the same token for token. Rejection sampling is an option: it accepts more draft
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance, Layout, cheapest
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
-Layout = Literal["two_forwards", "single_forward"]
-"""Where the masks of a round stand."""
-
-_FEW_POSITIONS = 16
-"""Up to this many positions, a CPU computes logits hardly slower than for one: reading the LM head's weights dominates.
-So masks that may not be needed are read together with everything else."""
-
 _NEXT_TOKEN = Autoregressive()
-
-_LEAST_GAIN = 0.05
-"""Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
 _ADAPTERS = 0.25
 """Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
-
-_HALF_LIFE = 16
-"""After this many tokens an accepted or rejected draft counts half: a text is easy to draft here and hard there."""
 
 
 @dataclass(kw_only=True)
@@ -44,25 +31,12 @@ class SpeculativeState(RowState):
     Attributes:
         drafts: Drafts of the tokens after the committed ones.
         proposals: The drafts with their distributions, for rejection sampling.
-        num_tested: Number of drafts compared with the exact token, the recent ones; see :meth:`count`.
-        num_accepted: Number of those that were equal to it.
+        acceptance: How many of the recent drafts were accepted.
     """
 
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
-    num_tested: float = 0.0
-    num_accepted: float = 0.0
-
-    @property
-    def acceptance(self) -> float:
-        """Estimated probability that a draft is accepted: the mean of the recent ones, and one half without any."""
-        return (self.num_accepted + 2) / (self.num_tested + 4)
-
-    def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
-        """Count the drafts of a forward; earlier ones count half every 16 tokens, so that drafting is tried again."""
-        decay = 0.5 ** (num_tokens / _HALF_LIFE)
-        self.num_tested = decay * (self.num_tested + num_tested)
-        self.num_accepted = decay * (self.num_accepted + num_accepted)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +123,7 @@ class SelfSpeculative(Decoder):
         place = state.num_committed
         if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
             yield from _NEXT_TOKEN.step(state)  # drafting does not pay
-            state.count(1)
+            state.acceptance.count(1)
             return
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*state.text(state.num_cached, start + place), *drafts]
@@ -170,7 +144,7 @@ class SelfSpeculative(Decoder):
         read = dict(zip(groups, readings[1:], strict=True))
         exact = self._exact(place, len(drafts), readings[0], read)
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
-        state.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
+        state.acceptance.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
         final = state.up_to_eos(exact[: accepted + 1])
         state.num_cached = start + place + accepted
         state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
@@ -216,7 +190,7 @@ class SelfSpeculative(Decoder):
                 proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
             )
             write_at += length
-        if self._rejects(state) or sum(len(branch.tokens) for branch in groups.values()) > _FEW_POSITIONS:
+        if self._rejects(state) or sum(len(branch.tokens) for branch in groups.values()) > FEW_POSITIONS:
             return groups
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
@@ -237,7 +211,7 @@ class SelfSpeculative(Decoder):
             cost = state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share it
             adapters = 0.0 if self.slot_size is not None else _ADAPTERS * cost
-            layout, wanted = cheapest(cost, adapters, round(state.acceptance, 2), wanted)
+            layout, wanted = cheapest(cost, adapters, round(state.acceptance.rate, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
         return wanted + extra
@@ -255,31 +229,3 @@ class SelfSpeculative(Decoder):
         wanted = [range(offset, length) if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
         return readings[1 + list(groups).index(accepted)]
-
-
-@lru_cache(maxsize=1024)
-def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks: int) -> tuple[Layout, int]:
-    """Return the layout and number of masks with the lowest cost per token, in positions.
-
-    Each draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
-    besides the model's own. Without drafts, a token costs F + 1 positions, F the fixed cost of a forward.
-    ``two_forwards`` commits E + 2 tokens for two forwards, with d masks in the first and d drafts in the second;
-    ``single_forward`` commits E + 1 tokens for one, with d drafts and d masks after each of d + 1 acceptances.
-
-    Args:
-        forward_cost: F, at least 0.
-        adapters: What a drafter's adapters add to a forward with masks, in positions.
-        acceptance: a, in [0, 1].
-        num_masks: Maximum of d.
-
-    Returns:
-        The layout and d; 0 where drafts do not save 5 %.
-    """
-    best: tuple[float, Layout, int] = ((1 - _LEAST_GAIN) * (forward_cost + 1), "two_forwards", 0)
-    expected = 0.0
-    for d in range(1, num_masks + 1):
-        expected += acceptance**d
-        two = (2 * (forward_cost + 1 + d) + adapters) / (2 + expected)
-        single = (forward_cost + 1 + d + (d + 1) * d + adapters) / (1 + expected)
-        best = min(best, (two, "two_forwards", d), (single, "single_forward", d))
-    return best[1], best[2]
