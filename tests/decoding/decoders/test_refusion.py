@@ -59,7 +59,9 @@ def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
 def test_with_bonus_tokens_every_forward_commits_a_token(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool
 ) -> None:
-    decoder = replace(data.draw(decoders(num_new_tokens).filter(lambda it: type(it) is ReFusion)), infill="bonus")
+    drawn = data.draw(decoders(num_new_tokens).filter(lambda it: type(it) is ReFusion))
+    num_drafts = data.draw(st.none() | st.integers(1, 4))
+    decoder = replace(drawn, infill="bonus", token_threshold=0.5, num_drafts=num_drafts)
     model = HashModel(seed, end_bias=data.draw(st.sampled_from([-30.0, -4.0])))
     sampling = SamplingParams(max_new_tokens=num_new_tokens)
     reference = SlowReFusion(model, decoder, (3, 4), num_new_tokens).run()
@@ -78,7 +80,7 @@ def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
         assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
         phases[fused] = [step.phase for step in row.trace]
     assert phases[False] == ["plan", "verify"] * 4
-    assert "verify+plan" in phases[True]
+    assert "verify+draft+plan" in phases[True]
     assert len(phases[True]) < 8
 
 
