@@ -1,7 +1,8 @@
 """Infill with bonus tokens: open slots are verified side by side, and each forward commits a token of every slot.
 
 Where a draft is rejected, the model's own next token of the same forward takes its place, as after a verification in
-speculative decoding. Masks after every possible acceptance draft what follows, in the same forward where that pays.
+speculative decoding. New drafts are masks' in the same forward, after those acceptances that are worth the masks, or
+guesses: the model's choices after the rejected draft, as in Jacobi decoding.
 Slots do not see each other while they are open, so their cache entries are those of ReFusion's parallel infill. The
 text of a slot is the model's own greedy continuation of its first token: drafts decide only how fast it is written.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
-from refusion_lit.engine.drafting import FEW_POSITIONS, cheapest
+from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import Plan, ReFusionState
@@ -133,13 +135,12 @@ def _groups(state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *,
     for slot in open_ones:
         first = infill.cache_index(slot)
         cost = state.forward_cost / (state.num_rows * len(open_ones))  # they share it
-        for accepted in range(slot.num_drafts + 1):
+        for accepted in range(slot.num_drafts + 1 if fused else slot.num_drafts == 0):
             place = slot.num_accepted + accepted
             most = len(slot.tokens) - place - 1
             most = most if num_drafts is None else min(most, num_drafts)
-            layout, number = cheapest(cost, 0.0, round(state.acceptance.rate, 2), max(most, 0))
-            is_ahead = slot.num_drafts > 0
-            if number == 0 or (is_ahead and (layout == "two_forwards" or not fused)):
+            number = _num_masks(state, slot, accepted, most, cost)
+            if number == 0:
                 continue
             groups[slot.index, accepted] = Branch(
                 tokens=[state.mask_token_id] * (1 + number),
@@ -152,20 +153,51 @@ def _groups(state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *,
     return groups
 
 
+def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
+    """Return how many drafts to make by masks for the case that a number of a slot's drafts is accepted.
+
+    With drafts of which E are accepted on average, a forward gives 1 + E tokens. What masks save over guesses, in
+    forwards per token, times the chance of the case and the cost of a forward, must be worth their positions. A forward
+    costs a fixed amount and about as many positions as this one.
+    """
+    rate = _rate(state, slot)
+    is_rejected = accepted < slot.num_drafts
+    chance = rate**accepted * (1 - rate if is_rejected else 1)
+    num_guesses = slot.num_drafts - accepted - is_rejected
+    guesses = sum(state.guesses.rate**k for k in range(1, num_guesses + 1))
+    drafts = 0.0
+    best = (0.0, 0)
+    for number in range(1, most + 1):
+        drafts += state.acceptance.rate**number
+        cost = forward_cost + 2 + slot.num_drafts + number
+        saved = chance * cost * (1 / (1 + guesses) - 1 / (1 + drafts))
+        best = max(best, (saved - 1 - number, number))
+    return best[1]
+
+
+def _rate(state: ReFusionState, slot: OpenSlot) -> float:
+    """Return the estimated probability that a draft of a slot is accepted."""
+    return (state.guesses if slot.is_guessed else state.acceptance).rate
+
+
 def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
-    """Accept drafts up to the first that is not the model's own token, and then that token; return how many drafts."""
+    """Accept drafts up to the first that is not the model's own token, and then that token; return how many drafts.
+
+    The model's choices after it are the slot's next drafts until there are better ones.
+    """
     if slot.is_complete:  # its last token was not cached yet
         slot.num_cached = slot.num_accepted
         return 0
     drafts = slot.tokens[slot.num_accepted : slot.num_fed]
     pairs = zip(drafts, reading.tokens, strict=False)
     accepted = next((i for i, (draft, own) in enumerate(pairs) if draft != own), len(drafts))
-    slot.num_cached = slot.num_accepted + accepted
+    counts = state.guesses if slot.is_guessed else state.acceptance
+    counts.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
     own = reading.tokens[accepted : accepted + 1]  # nothing after a slot's last token
+    slot.num_cached = slot.num_accepted + accepted
     slot.num_accepted = slot.num_cached + len(own)
     slot.tokens[slot.num_cached : slot.num_accepted] = own
-    slot.num_drafts = 0
-    state.acceptance.count(accepted + len(own), min(accepted + 1, len(drafts)), accepted)
+    slot.propose(reading.tokens[accepted + 1 :], guessed=True)
     return accepted
 
 
@@ -183,7 +215,7 @@ def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bo
         return True
     if not fused or any(slot.num_fed < len(slot.tokens) for slot in open_ones):
         return False
-    chance = state.acceptance.rate ** sum(slot.num_drafts for slot in open_ones)
+    chance = prod(_rate(state, slot) ** slot.num_drafts for slot in open_ones)
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 

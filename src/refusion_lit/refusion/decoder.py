@@ -48,7 +48,7 @@ class ReFusion(Decoder):
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
             chosen slots are verified side by side, and where a draft is not the model's own next token, that takes its
-            place (the bonus token of speculative decoding) and masks draft the rest anew. So every forward commits a
+            place (the bonus token of speculative decoding), and the rest is drafted anew. So every forward commits a
             token. For values of ``token_threshold`` from 0.5 on, which all give the same text.
         num_drafts: Maximum number of drafts per slot and forward with ``bonus``: a plan then has one mask more
             than this at the beginning of each slot, which later slots' masks see. ``None``: the rest of the slot.

@@ -93,7 +93,8 @@ class ReFusionState(SlotState):
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
         infill: The open slots of ``infill: bonus``, which stay open over several steps.
-        acceptance: How many recent drafts ``infill: bonus`` accepted.
+        acceptance: How many recent drafts of masks ``infill: bonus`` accepted.
+        guesses: How many recent guesses it accepted: the model's choices after a rejected draft.
     """
 
     remaining: list[int] = field(default_factory=list)
@@ -103,6 +104,7 @@ class ReFusionState(SlotState):
     planned: Plan | None = None
     infill: SlotInfill | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+    guesses: Acceptance = field(default_factory=Acceptance)
 
     @property
     def is_filled(self) -> bool:

@@ -81,7 +81,7 @@ def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
         assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
         phases[fused] = [step.phase for step in row.trace]
     assert phases[False] == ["plan", "verify"] * 4
-    assert "verify+draft+plan" in phases[True]
+    assert "verify+plan" in phases[True]
     assert len(phases[True]) < 8
 
 
@@ -100,14 +100,13 @@ def test_where_a_draft_is_rejected_masks_draft_the_rest_in_the_same_forward() ->
     assert row.num_forwards == 1 + 3 + 3
 
 
-def test_drafts_that_are_always_wrong_cost_no_forward_and_are_seldom_tried() -> None:
+def test_where_masks_are_always_wrong_the_models_choices_after_them_are_drafts() -> None:
+    # An oracle's choices do not depend on its input: those after a rejected draft are right.
     model = OracleModel(oracle_text(None), certainty=places_after(2, 64, {*range(1, 64)}))
     decoder = ReFusion(slot_size=64, num_serial_blocks=1, infill="bonus", num_drafts=3)
     [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=64), trace=True).rows
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 66)]
-    assert row.num_forwards == 64
-    num_drafted = sum("draft" in entry.phase for entry in row.trace[16:])
-    assert 0 < num_drafted < 24, "tried again, but not at every second token"
+    assert row.num_forwards < 64
 
 
 @pytest.mark.parametrize(
