@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_511,
+    "command to text: lines": 4_533,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_068,
+    "token ids to text: lines": 4_105,
     "examples to loss: files": 18,
     "examples to loss: lines": 3_239,
     "test: files": 59,
-    "test: lines": 12_114,
+    "test: lines": 12_151,
     "package: files": 176,
-    "package: lines": 27_509,
-    "package: lines of code": 17_288,
+    "package: lines": 27_628,
+    "package: lines of code": 17_374,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
