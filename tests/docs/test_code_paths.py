@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_507,
+    "command to text: lines": 4_533,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_064,
+    "token ids to text: lines": 4_105,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_288,
+    "examples to loss: lines": 3_240,
     "test: files": 59,
-    "test: lines": 12_143,
+    "test: lines": 12_152,
     "package: files": 176,
-    "package: lines": 27_839,
-    "package: lines of code": 17_494,
+    "package: lines": 27_658,
+    "package: lines of code": 17_392,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
