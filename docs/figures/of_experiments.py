@@ -288,21 +288,27 @@ def _slot_order(results: Result) -> str:
 @table("policy_additions", _path("policy_additions"))
 def _policy_additions(results: Result) -> str:
     runs = {f"seed {seed}": run for seed, run in results["results"].items()}
-    return markdown_table(policy.HEAD, policy.rows(results["before"], runs))
+    return markdown_table(policy.HEAD, policy.rows(results["before"], {**runs, "mean": {"after": results["mean"]}}))
 
 
 def _policy_curves(results: Result) -> policy.Curves:
     return policy.curves({f"seed {seed}": run for seed, run in results["results"].items()})
 
 
-@table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
     runs = _by_estimator(results)
+    for name, mean in results["means"].items():
+        runs[f"`{name}`, mean of {len(results['results'][name])}"] = mean
     rows = policy.rows(results["before"], runs)
     against = [["", ""], *(list(run["against_exact"].values()) for run in runs.values())]
     cells = [[f"{each[0]:+.1f}, {each[1]:+.1f} to {each[2]:+.1f}" if each else "" for each in pair] for pair in against]
     head = [*policy.HEAD, "left to right, against exact", "thresholds, against exact"]
     return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
+
+
+table("policy_estimators", _path("policy_estimators"))(_policy_estimators)
+for _task in ("sheet", "latin"):
+    table(f"policy_estimators {_task}", _path("policy_estimators", f"{_task}.json"))(_policy_estimators)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def rows(before: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> li
     found = [["start", *(cell for figures in before.values() for cell in _cells(figures)), ""]]
     for name, run in runs.items():
         cells = [cell for figures in run["after"].values() for cell in _cells(figures)]
-        found.append([name, *cells, f"{run['seconds'] / 60:.0f}"])
+        found.append([name, *cells, f"{run['seconds'] / 60:.1f}" if "seconds" in run else ""])
     return found
 
 
