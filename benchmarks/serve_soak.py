@@ -3,9 +3,9 @@
 usage: python -m benchmarks.serve_soak [--minutes 30] [--clients 16] [--pause 0.2] [--output FILE]
 
 One process holds the server on a tiny model, and OpenAI's asynchronous clients. Requests are drawn from a set whose
-answers were decoded alone, without a server; one in five is given up in mid-stream. Clients pause between requests, so
-that the processor is not busy all the time. Resident memory is read every minute, after ``malloc_trim``; the first half
-of the time is warm-up.
+answers were decoded alone, without a server; one in five is given up in mid-stream. The model is kept from ending its
+answers, so that they have 5, 60 or 200 tokens. Clients pause between requests, so that the processor has time for other
+work. Resident memory is read every minute, after ``malloc_trim``; the first half of the time is warm-up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import ctypes
 import gc
+import os
 import random
 import threading
 import time
@@ -34,9 +35,22 @@ PROMPTS = ("1+1", "12+30=", "7+8=15;", "99+1", "3,4", "12+34,56+78>")
 REQUESTS = [
     (prompt, SamplingParams(max_new_tokens=length, temperature=temperature, seed=seed))
     for seed, prompt in enumerate(PROMPTS)
-    for length in (5, 24, 60)
+    for length in (5, 60, 200)
     for temperature in (0.0, 1.0)
 ]
+
+
+def without_ends(model: refusion_lit.TextModel) -> refusion_lit.TextModel:
+    """Return a model that ends no answer, so that each is as long as its limit."""
+    head = model.backbone.head_runner()
+    ends = torch.tensor(model.backbone.special_tokens.eos_token_ids)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return head(hidden).index_fill_(-1, ends, -torch.inf)
+
+    model.backbone.logits = logits  # type: ignore[method-assign]
+    model.backbone.head_runner = lambda: logits  # type: ignore[method-assign]
+    return model
 
 
 class Soak:
@@ -90,14 +104,18 @@ def main() -> None:
     parser.add_argument("--output", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    load_before = os.getloadavg()
     directory = GOLDENS / "models" / "additions-clean"
-    model = refusion_lit.load(directory, device="cpu")
+    model = without_ends(refusion_lit.load(directory, device="cpu"))
     decoder = model.default_decoder
     expected = []
+    lengths = []
     for prompt, sampling in REQUESTS:
         one = Prompt(token_ids=tuple(model.encode(prompt)), id="0")
-        expected.append(model.decode([one], decoder, sampling).rows[0].text)
-    worker = Worker(model, decoder, SamplingParams(max_new_tokens=60), DecodingOptions(batch_size=8), Limits())
+        [row] = model.decode([one], decoder, sampling).rows
+        expected.append(row.text)
+        lengths.append(row.num_tokens)
+    worker = Worker(model, decoder, SamplingParams(max_new_tokens=200), DecodingOptions(batch_size=8), Limits())
     service = Service(worker, "soak")
     server = Server(build_app(service), service, "127.0.0.1", 0)
     thread = threading.Thread(target=server.run)
@@ -122,12 +140,14 @@ def main() -> None:
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]
     results = {
         **soak.counts,
+        "tokens_of_an_answer_alone": [min(lengths), max(lengths)],
         "is_idle_at_the_end": is_idle,
         "megabytes_after_half_the_time": [min(steady), max(steady)],
         "processor_minutes": round(time.process_time() / 60, 1),
         "curve": curve,
     }
-    config = {"model": directory.name, "minutes": options.minutes, "clients": options.clients, "pause": options.pause}
+    config = {"model": directory.name, "minutes": options.minutes, "clients": options.clients, "pause": options.pause,
+              "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     write("serve_soak", config, results, output=options.output, seconds=time.monotonic() - started, seed=0)
     print({name: value for name, value in results.items() if name != "curve"})
 
