@@ -35,10 +35,6 @@ HERE = Path(__file__).parent
 LENGTH = 64
 DECODERS: dict[str, tuple[str, Decoder]] = {
     "slot by slot, exact": ("exact", SelfSpeculative(slot_size=8)),
-    "one slot at a time, all drafts accepted": (
-        "trajectory",
-        ReFusion(slot_size=8, num_serial_blocks=2, selection="sequential", k=1, token_threshold=0.0),
-    ),
     "thresholds": ("trajectory", ReFusion(slot_size=8, num_serial_blocks=2)),
 }
 
@@ -128,11 +124,6 @@ def main() -> None:
     for number, (name, (estimator, decoder)) in enumerate(DECODERS.items()):
         path = args.work_dir / f"gradients{number}.pt"
         options = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{estimator}.yaml")
-        own: dict[str, Any] = {}
-        if isinstance(decoder, ReFusion):
-            own = {"selection": decoder.selection, "k": decoder.k, "token_threshold": decoder.token_threshold}
-        for option, value in own.items():
-            options += [f"--model.decoders.refusion.init_args.{option}", "null" if value is None else str(value)]
         options += ["--model.objective.init_args.unit", "token", "--model.objective.init_args.scale_rewards", "false"]
         options += ["--model.optimizer.init_args.lr", "0.0", "--trainer.max_steps", str(args.num_updates)]
         options += ["--trainer.val_check_interval", str(args.num_updates), "--trainer.enable_progress_bar", "false"]
