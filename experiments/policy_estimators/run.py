@@ -39,6 +39,7 @@ from refusion_lit.tasks import Sheet, Task
 
 HERE = Path(__file__).parent
 ESTIMATORS = ("exact", "coupled", "mean_field", "trajectory")
+MORE = ("trajectory_slow",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Setting:
         overlays = [HERE / f"{name}.yaml" for name in self.overlays[1:]]
         found = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{estimator}.yaml", *overlays)
         found += ["--model.objective.init_args.likelihood.init_args.slot_size", str(self.slot_size)]
-        for name in ["refusion"] if estimator == "trajectory" else ["left_to_right", "refusion"]:
+        for name in ["refusion"] if estimator.startswith("trajectory") else ["left_to_right", "refusion"]:
             found += [f"--model.decoders.{name}.init_args.slot_size", str(self.slot_size)]
         return found
 
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--start_dir", type=Path, help=about_start)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_prompts", type=int, default=500)
-    parser.add_argument("--only", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS), help="with exact")
+    parser.add_argument("--only", nargs="+", choices=ESTIMATORS + MORE, default=list(ESTIMATORS), help="with exact")
     args = parser.parse_args()
     setting = SETTINGS[args.task]
     is_first = args.task == "additions"
