@@ -295,6 +295,7 @@ def _policy_curves(results: Result) -> policy.Curves:
     return policy.curves({f"seed {seed}": run for seed, run in results["results"].items()})
 
 
+@table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
     runs = _by_estimator(results)
     for name, mean in results["means"].items():
@@ -306,9 +307,17 @@ def _policy_estimators(results: Result) -> str:
     return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
 
 
-table("policy_estimators", _path("policy_estimators"))(_policy_estimators)
-for _task in ("sheet", "latin"):
-    table(f"policy_estimators {_task}", _path("policy_estimators", f"{_task}.json"))(_policy_estimators)
+@table("policy_estimators gradients", _path("policy_estimators", "gradients.json"))
+def _policy_gradients(results: Result) -> str:
+    rows = []
+    for name, each in results["results"].items():
+        step = each["steps"]["0.02"]
+        measured = f"{step['slope']:.2f} ± {1.96 * step['standard_error']:.2f}"
+        ratio = f"{each['signal'] / each['noise']:.3f}"
+        rows.append([name, f"{each['signal']:.5f}", f"{each['noise']:.5f}", ratio, f"{step['back']:.3f}",
+                     f"{step['ahead']:.3f}", measured])  # fmt: skip
+    head = ["roll-outs", "signal", "noise", "signal/noise", "reward a step back", "a step ahead", "slope of the reward"]
+    return markdown_table(head, rows)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:
@@ -350,7 +359,7 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
-_plot("policy_estimators", "reward.svg", lambda results: policy.curves(_by_estimator(results)), policy.draw)
+_plot("policy_estimators", "reward.svg", lambda results: policy.mean_curves(results["results"]), policy.draw)
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(

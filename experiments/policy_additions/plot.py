@@ -40,6 +40,15 @@ def curves(runs: Mapping[str, Mapping[str, Any]]) -> Curves:
     return {name: [(point["step"], point["reward"]) for point in run["curve"]] for name, run in runs.items()}
 
 
+def mean_curves(results: Mapping[str, Mapping[str, Any]]) -> Curves:
+    """Return the rewards of roll-outs by number of updates, means over the seeds of each setting."""
+    found = {}
+    for name, runs in results.items():
+        by_point = zip(*curves(runs).values(), strict=True)
+        found[name] = [(points[0][0], sum(reward for _, reward in points) / len(points)) for points in by_point]
+    return found
+
+
 def draw(found: Curves, path: Path) -> None:
     """Draw what :func:`curves` returns."""
     figure, axis = plt.subplots(figsize=(7, 3.2))
