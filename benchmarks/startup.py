@@ -22,7 +22,7 @@ from benchmarks.common import ROOT, Work, aim, interleaved, write
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Generation, TraceRound
-from refusion_lit.traces import trace_of, write_trace
+from refusion_lit.traces.document import trace_of, write_trace
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 COMMANDS = (

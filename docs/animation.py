@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 
 import refusion_lit
 from refusion_lit.decoding import ReFusion
-from refusion_lit.traces import Trace, timeline, trace_of
-from refusion_lit.traces.timeline import Change
+from refusion_lit.traces.document import Trace, trace_of
+from refusion_lit.traces.timeline import Change, timeline
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-mid"

@@ -302,16 +302,18 @@ def bonus() -> None:
     parts = [
         row(10, "1  verify two open slots", [prompt, ("known", ["a@3"]), ("draft", ["x@4", "y@5"]), ("known", ["g@9"]),
                                              ("draft", ["h@10", "z@11"])]),
-        row(62, "2  the model's own token", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5"]),
-                                             ("known", ["g@9", "h@10", "i@11"])]),
-        row(114, "3  feed what is new, and masks", [prompt, ("known", ["b@4"]), ("draft", ["c@5"]), ("known", ["i@11"]),
+        row(62, "   and masks after each acceptance", [("mask", ["M@4", "M@5"]), ("mask", ["M@10", "M@11"])]),
+        row(114, "2  own tokens, new drafts", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5"]),
+                                                           ("known", ["g@9", "h@10", "i@11"])]),
+        row(166, "3  feed what is new, and masks", [prompt, ("known", ["b@4"]), ("draft", ["c@5"]), ("known", ["i@11"]),
                                                     ("mask", ["M@6", "M@7", "M@8"])]),
-        text(8, 170, "Slots see the prompt and themselves. x is rejected: the model's own token b takes its place, and "
-                     "its choice after x", 12),
-        text(8, 186, "is the next draft. h is accepted, z replaced. In row 3 the next plan rides along: it counts if c "
-                     "is accepted.", 12),
+        text(8, 222, "Slots see the prompt and themselves. x is rejected: the model's own token b takes its place. The "
+                     "masks at 4", 12),
+        text(8, 238, "and 5 stood after no acceptance: the second one drafts c. h is accepted, z replaced. In row 3 "
+                     "the next plan", 12),
+        text(8, 254, "rides along: it counts if c is accepted.", 12),
     ]  # fmt: skip
-    picture("bonus.svg", 760, 198, "Two forwards of ReFusion with bonus tokens", parts)
+    picture("bonus.svg", 760, 266, "Two forwards of ReFusion with bonus tokens", parts)
 
 
 def dual_cache() -> None:

@@ -175,16 +175,18 @@ class SlowReFusion:
         mask = self.special.mask_token_id
         assert mask is not None
         size, options = self.options.slot_size, self.options
-        row = [token for slot in self.remaining for token in self.placed(slot, [mask] * size)]
+        num_masks = size if options.num_drafts is None else min(size, 1 + options.num_drafts)
+        row = [token for slot in self.remaining for token in self.placed(slot, [mask] * num_masks)]
         logits = self.forward(row)
         self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
         drafts, certainties = {}, {}
         for i, slot in enumerate(self.remaining):
-            own = logits[i * size : (i + 1) * size]
-            drafts[slot] = [self.best(values) for values in own]
-            each = [self.probability(values, token) for values, token in zip(own, drafts[slot], strict=True)]
+            own = logits[i * num_masks : (i + 1) * num_masks]
+            found = [self.best(values) for values in own]
+            each = [self.probability(values, token) for values, token in zip(own, found, strict=True)]
+            drafts[slot] = [*found, *found[:1] * (size - num_masks)]
             certainties[slot] = {
-                "first": each[0], "mean": sum(each) / size, "min": min(each), "product": math.prod(each)
+                "first": each[0], "mean": sum(each) / len(each), "min": min(each), "product": math.prod(each)
             }[options.certainty]  # fmt: skip
         ranking = sorted(self.remaining, key=lambda slot: (-certainties[slot], slot))
         certain = [slot for slot in ranking if certainties[slot] > options.slot_threshold]

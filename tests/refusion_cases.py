@@ -21,16 +21,18 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped", "sequential"]))
     cls = draw(st.sampled_from([ReFusion, RecomputeKV]))
-    infills = ["mask", "mask", "autoregressive", *["bonus"] * (cls is ReFusion)]
+    infill = draw(st.sampled_from(["mask", "mask", "autoregressive", *["bonus"] * (cls is ReFusion)]))
+    has_bonus = infill == "bonus"
     return cls(
         slot_size=size,
         num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
         slot_threshold=draw(THRESHOLDS),
-        token_threshold=draw(THRESHOLDS),
+        token_threshold=draw(st.sampled_from([0.5, 0.9]) if has_bonus else THRESHOLDS),
         certainty=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
         selection=selection,
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
-        infill=draw(st.sampled_from(infills)),
+        infill=infill,
+        num_drafts=draw(st.none() | st.integers(1, 4)) if has_bonus else None,
         fused=False,
         infill_layout="reference",
     )

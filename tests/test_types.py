@@ -95,7 +95,5 @@ def test_greedy_sampling_keeps_the_rest() -> None:
 
 
 def test_prompts_stay_where_they_are() -> None:
-    batch = PromptBatch(
-        prompts=[Prompt(token_ids=(1, 2), id="a")], examples=[Example(id="a", query="q", response="r")]
-    )  # fmt: skip
+    batch = PromptBatch([(Prompt(token_ids=(1, 2), id="a"), Example(id="a", query="q", response="r"))])
     assert batch.to("meta") is batch

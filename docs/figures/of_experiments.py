@@ -20,7 +20,7 @@ from experiments.main_results import run as main_results
 from experiments.policy_additions import plot as policy
 from experiments.real_conversion import table as conversion
 
-from refusion_lit.reports import wilson
+from refusion_lit.reports.comparison import wilson
 
 Result = dict[str, Any]
 

@@ -36,22 +36,23 @@ BLOCK = 32
 
 def decoders(max_new_tokens: int) -> dict[str, Decoder]:
     """Return what is compared."""
-    blocks = max(max_new_tokens // BLOCK, 1)
 
-    def refusion(infill: Any, threshold: float, **options: Any) -> ReFusion:
-        options = {"slot_size": 8, "num_serial_blocks": blocks, **options}
-        return ReFusion(slot_threshold=threshold, token_threshold=threshold, infill=infill, **options)
+    def refusion(slot_size: int, slots_per_block: int, infill: Any = "bonus", **options: Any) -> ReFusion:
+        num_blocks = max(max_new_tokens // (slot_size * slots_per_block), 1)
+        options = {"slot_threshold": 0.5, "token_threshold": 0.5, **options}
+        return ReFusion(slot_size=slot_size, num_serial_blocks=num_blocks, infill=infill, **options)
 
+    loose = {"slot_threshold": 0.6, "token_threshold": 0.6}
     return {
         "SelfSpeculative 8": SelfSpeculative(slot_size=8),
-        "SelfSpeculative 4": SelfSpeculative(slot_size=4),
-        "ReFusion mask 0.6": refusion("mask", 0.6),
-        "ReFusion autoregressive 0.6": refusion("autoregressive", 0.6),
-        "ReFusion bonus 0.6": refusion("bonus", 0.6),
-        "ReFusion bonus 0.9": refusion("bonus", 0.9),
-        "ReFusion bonus 4x1 0.5": refusion("bonus", 0.5, slot_size=4, num_serial_blocks=max(max_new_tokens // 4, 1)),
-        "ReFusion bonus 4x2 0.5": refusion("bonus", 0.5, slot_size=4, num_serial_blocks=max(max_new_tokens // 8, 1)),
-        "ReFusion bonus 2 0.6": refusion("bonus", 0.6, slot_size=2, num_serial_blocks=max(max_new_tokens // 4, 1)),
+        "SelfSpeculative, one slot": SelfSpeculative(slot_size=max_new_tokens, num_drafts=3),
+        "ReFusion mask 8x4": refusion(8, 4, "mask", **loose),
+        "ReFusion autoregressive 8x4": refusion(8, 4, "autoregressive", **loose),
+        "ReFusion bonus 8x4": refusion(8, 4, **loose),
+        "ReFusion bonus 4x1": refusion(4, 1),
+        "ReFusion bonus 32x1": refusion(32, 1, num_drafts=3),
+        "ReFusion bonus 16x2": refusion(16, 2, num_drafts=3),
+        "ReFusion bonus 16x2 0.9": refusion(16, 2, num_drafts=3, slot_threshold=0.9),
     }
 
 

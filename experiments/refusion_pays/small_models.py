@@ -30,7 +30,7 @@ GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 MODELS = ("clean", "mid")
 INFILLS = ("mask", "autoregressive", "bonus")
 FORWARD_COSTS = (32.0, 256.0)
-"""Fixed cost of a forward in positions, by default on a CPU and on accelerators: it decides when plans ride along."""
+"""Fixed cost of a forward in positions, by default on a CPU and on accelerators: it decides what rides along."""
 
 
 def measured(model: refusion_lit.TextModel, found: dict[str, Any], infill: Any, forward_cost: float) -> dict[str, Any]:
@@ -38,9 +38,11 @@ def measured(model: refusion_lit.TextModel, found: dict[str, Any], infill: Any, 
     counts = {"num_prompts": 0, "num_right": 0, "num_tokens": 0, "num_forwards": 0, "num_positions": 0}
     for run in found["runs"]:
         setting = found["settings"][run["setting"]]
+        # Bonus tokens give one text for all thresholds from 0.5 on.
+        threshold = max(setting["token_threshold"], 0.5 if infill == "bonus" else 0.0)
         decoder = ReFusion(
             slot_size=setting["slot_size"], num_serial_blocks=setting["serial_num_blocks"],
-            slot_threshold=setting["slot_threshold"], token_threshold=setting["token_threshold"], infill=infill,
+            slot_threshold=setting["slot_threshold"], token_threshold=threshold, infill=infill,
         )  # fmt: skip
         prompt = Prompt(token_ids=tuple(run["prompt"]), id=str(counts["num_prompts"]))
         sampling = SamplingParams(max_new_tokens=setting["gen_length"])

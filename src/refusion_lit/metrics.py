@@ -15,6 +15,8 @@ from refusion_lit.learning.batch import LossOutput
 from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
 from refusion_lit.utils.require import require
 
+_COUNTS = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished", "num_batches")
+_TOTALS = (*_COUNTS, "score", "seconds", "num_rounds", "round_ratios")
 _NUM_BINS = 512
 _FIRST_BIN = 1e-5  # seconds
 _LOG_BIN_WIDTH = 0.045  # each bin is 4.6 % wide; the last one ends at about 28 hours
@@ -90,42 +92,24 @@ class DecodingMetrics(Metric):
     """
 
     full_state_update = False
-    num_prompts: Float[Tensor, ""]
-    score_sum: Float[Tensor, ""]
-    num_tokens: Float[Tensor, ""]
-    num_forwards: Float[Tensor, ""]
-    num_positions: Float[Tensor, ""]
-    num_calls: Float[Tensor, ""]
-    num_unfinished: Float[Tensor, ""]
-    num_batches: Float[Tensor, ""]
-    seconds: Float[Tensor, ""]
-    num_rounds: Float[Tensor, ""]
-    peak_cache_bytes: Float[Tensor, ""]
-    cache_bytes_per_token: Float[Tensor, ""]
-    round_ratio_sum: Float[Tensor, ""]
+    totals: Float[Tensor, " total"]
+    metric_totals: Float[Tensor, " metric"]
+    peaks: Float[Tensor, " peak"]
     latencies: Float[Tensor, " bin"]
 
     def __init__(self, metrics: Sequence[str] = ()) -> None:
         super().__init__()
         self._metrics: tuple[str, ...] = ()
-        for name in (
-            "num_prompts", "score_sum", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished",
-            "num_batches", "seconds", "num_rounds", "round_ratio_sum",
-        ):  # fmt: skip
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
-        for name in ("peak_cache_bytes", "cache_bytes_per_token"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
         # Histograms over log-spaced latencies can be summed over processes; lists of unequal length cannot.
-        bins = torch.zeros(_NUM_BINS, dtype=torch.float64)
-        self.add_state("latencies", bins, dist_reduce_fx="sum", persistent=True)
+        sizes = {"totals": len(_TOTALS), "metric_totals": len(metrics), "latencies": _NUM_BINS, "peaks": 2}
+        for name, size in sizes.items():
+            zeros = torch.zeros(size, dtype=torch.float64)
+            self.add_state(name, zeros, dist_reduce_fx="max" if name == "peaks" else "sum", persistent=True)
         figures = type(self).compute(self)  # without torchmetrics' wrapper, which warns of a metric without updates
         fits = not isinstance(metrics, str) and all(name.isidentifier() and name not in figures for name in metrics)
         expected = "names of letters, digits and _ that are none of a test's figures"
         require(fits, "task.metrics", expected, metrics, "rename them")
         self._metrics = tuple(metrics)
-        for name in self._metrics:
-            zero = torch.zeros((), dtype=torch.float64)
-            self.add_state(f"metric_{name}", zero, dist_reduce_fx="sum", persistent=True)
 
     def update(
         self, output: DecodingOutput, scores: Sequence[float], metrics: Sequence[Mapping[str, float]] = ()
@@ -138,44 +122,51 @@ class DecodingMetrics(Metric):
             metrics: The task's further metrics of each row that has a score.
         """
         rows = output.rows
-        self.num_prompts += len(rows)
-        self.score_sum += sum(scores)
-        for name in self._metrics:
-            total = getattr(self, f"metric_{name}")
-            total += sum(each.get(name, 0.0) for each in metrics)
-        self.num_tokens += sum(row.num_tokens for row in rows)
-        self.num_forwards += sum(row.num_forwards for row in rows)
-        self.num_positions += sum(row.num_positions for row in rows)
-        self.num_calls += output.num_calls
-        self.num_unfinished += sum(row.finish_reason == "unfinished" for row in rows)
-        self.num_batches += bool(rows)
-        self.seconds += output.seconds
-        self.peak_cache_bytes = self.peak_cache_bytes.clamp(min=output.cache_bytes)
-        self.cache_bytes_per_token = self.cache_bytes_per_token.clamp(min=output.cache_bytes_per_token)
-        self.num_rounds += sum(len(row.round_ratios) for row in rows)
-        self.round_ratio_sum += sum(sum(row.round_ratios) for row in rows)
+        added: dict[str, float] = {
+            "num_prompts": len(rows),
+            "num_tokens": sum(row.num_tokens for row in rows),
+            "num_forwards": sum(row.num_forwards for row in rows),
+            "num_positions": sum(row.num_positions for row in rows),
+            "num_calls": output.num_calls,
+            "num_unfinished": sum(row.finish_reason == "unfinished" for row in rows),
+            "num_batches": bool(rows),
+            "score": sum(scores),
+            "seconds": output.seconds,
+            "num_rounds": sum(len(row.round_ratios) for row in rows),
+            "round_ratios": sum(sum(row.round_ratios) for row in rows),
+        }
+        self.totals += self.totals.new_tensor([added[name] for name in _TOTALS])
+        own = [sum(each.get(name, 0.0) for each in metrics) for name in self._metrics]
+        self.metric_totals += self.metric_totals.new_tensor(own)
+        self.peaks = self.peaks.maximum(self.peaks.new_tensor([output.cache_bytes, output.cache_bytes_per_token]))
         latencies = torch.tensor([row.seconds for row in rows], dtype=torch.float64)
         bins = (latencies.clamp(min=_FIRST_BIN) / _FIRST_BIN).log() / _LOG_BIN_WIDTH
         self.latencies += bins.long().clamp(max=_NUM_BINS - 1).bincount(minlength=_NUM_BINS).to(self.latencies)
 
     def compute(self) -> dict[str, float]:
         """Return the figures by name; zero where nothing was counted."""
-        counts = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished")
+        total: dict[str, float] = dict(zip(_TOTALS, self.totals.tolist(), strict=True))
+
+        def ratio(numerator: float, denominator: str) -> float:
+            return numerator / total[denominator] if total[denominator] else 0.0
+
+        own = zip(self._metrics, self.metric_totals.tolist(), strict=False)  # none in the constructor
+        peak, per_token = self.peaks.tolist()
         return {
-            "score": _ratio(self.score_sum, self.num_prompts),
-            **{name: _ratio(getattr(self, f"metric_{name}"), self.num_prompts) for name in self._metrics},
-            "tokens_per_forward": _ratio(self.num_tokens, self.num_forwards),
-            "tokens_per_second": _ratio(self.num_tokens, self.seconds),
-            "tokens_per_call": _ratio(self.num_tokens, self.num_calls),
-            "calls_per_batch": _ratio(self.num_calls, self.num_batches),
-            "positions_per_token": _ratio(self.num_positions, self.num_tokens),
-            "paper_tokens_per_forward": _ratio(self.round_ratio_sum, self.num_rounds),
+            "score": ratio(total["score"], "num_prompts"),
+            **{name: ratio(value, "num_prompts") for name, value in own},
+            "tokens_per_forward": ratio(total["num_tokens"], "num_forwards"),
+            "tokens_per_second": ratio(total["num_tokens"], "seconds"),
+            "tokens_per_call": ratio(total["num_tokens"], "num_calls"),
+            "calls_per_batch": ratio(total["num_calls"], "num_batches"),
+            "positions_per_token": ratio(total["num_positions"], "num_tokens"),
+            "paper_tokens_per_forward": ratio(total["round_ratios"], "num_rounds"),
             "latency_median": self._latency_quantile(0.5),
             "latency_p95": self._latency_quantile(0.95),
-            **{name: int(getattr(self, name)) for name in (*counts, "num_batches")},
-            "seconds": float(self.seconds),
-            "peak_cache_bytes": int(self.peak_cache_bytes),
-            "cache_bytes_per_token": float(self.cache_bytes_per_token),
+            **{name: int(total[name]) for name in _COUNTS},
+            "seconds": total["seconds"],
+            "peak_cache_bytes": int(peak),
+            "cache_bytes_per_token": per_token,
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -201,7 +192,3 @@ class DecodingMetrics(Metric):
             return 0.0
         index = torch.searchsorted(counts, q * counts[-1])
         return _FIRST_BIN * float(((index + 0.5) * _LOG_BIN_WIDTH).exp())
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> float:
-    return float(numerator / denominator) if denominator else 0.0

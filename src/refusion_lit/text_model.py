@@ -29,7 +29,7 @@ from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.traces import Trace, trace_of
+from refusion_lit.traces.document import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -195,7 +195,7 @@ class TextModel:
         prompt_id: str = "0",
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> tuple[Generation, Trace]:
-        """Answer a query, and record every forward; :func:`~refusion_lit.traces.page` shows the trace.
+        """Answer a query, and record every forward; :func:`~refusion_lit.traces.html.page` shows the trace.
 
         Args:
             query: The text.

@@ -12,7 +12,7 @@ import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
-from refusion_lit.traces import read_trace
+from refusion_lit.traces.document import read_trace
 from tiny import make_base
 
 LENGTH = "--max_new_tokens=6"

@@ -10,8 +10,8 @@ import pytest
 
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.cli.score import read_predictions
-from refusion_lit.reports import read_runs
+from refusion_lit.evaluation.predictions import read_json_lines
+from refusion_lit.reports.runs import read_runs
 from refusion_lit.sandbox import Sandbox
 from tasks.test_code import HUMANEVAL, runs_code
 
@@ -45,7 +45,7 @@ def test_scores_are_overwritten_and_the_rest_is_kept(
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"id": "a", "response": "b"}\n', encoding="utf-8-sig")
-    assert read_predictions(path) == [{"id": "a", "response": "b"}]
+    assert read_json_lines(path) == [{"id": "a", "response": "b"}]
 
 
 def test_predictions_for_other_prompts_are_refused_with_both(

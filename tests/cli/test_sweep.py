@@ -13,7 +13,7 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import read_sweep, resolver
-from refusion_lit.sweeps import plan
+from refusion_lit.sweeps.points import plan
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 

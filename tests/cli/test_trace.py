@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from refusion_lit.cli import main
-from refusion_lit.traces import read_trace, trace_statistics
+from refusion_lit.traces.document import read_trace
+from refusion_lit.traces.timeline import trace_statistics
 
 MODELS = Path(__file__).parents[1] / "goldens" / "models"
 CAUSAL, BIDIRECTIONAL = str(MODELS / "additions-mid"), str(MODELS / "additions-bidirectional")

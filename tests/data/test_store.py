@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from refusion_lit.data import module as module_file
-from refusion_lit.data.examples import encode_all
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks import Additions, InstructionFiles
-from refusion_lit.types import Example
 
-TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 ROWS = [{"query": f"q{i}", "response": "r" * (i + 1)} for i in range(6)]
 
 
@@ -25,29 +22,31 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
     return str(path)
 
 
-@given(rows=st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=8), max_length=st.integers(2, 12))
-def test_what_goes_in_comes_out(rows: list[tuple[list[int], list[int]]], max_length: int) -> None:
-    examples = [Example(id=f"e{i}", query="", response="") for i in range(len(rows))]
-    encode = {f"e{i}": row for i, row in enumerate(rows)}
-    store = encode_all(examples, lambda e: encode[e.id], max_length=max_length, skip_malformed=False)
-    expected = [(f"e{i}", *row) for i, row in enumerate(rows) if len(row[0]) + len(row[1]) <= max_length]
-    assert store.num_too_long == len(rows) - len(expected)
-    samples = [store[i] for i in range(len(store))]
-    assert [(s.id, s.prompt_ids, s.response_ids) for s in samples] == expected
-    assert [store.length(i) for i in range(len(store))] == [len(s) for s in samples]
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    data = files(tmp_path, ROWS)
+    samples = [sample for batch in data.train_dataloader() for sample in batch_texts(data, batch.batch)]
+    assert sorted(samples) == [(row["query"], row["response"]) for row in ROWS]
 
 
-def test_malformed_examples_are_raised_or_counted() -> None:
-    def encode(example: Example) -> tuple[list[int], list[int]]:
-        if example.id == "bad":
-            raise ValueError("bad")
-        return [1], [2]
+def test_malformed_examples_are_raised_or_counted(tmp_path: Path) -> None:
+    rows = [*ROWS, {"query": "unknown", "response": "r"}]
+    data = files(tmp_path, rows, malformed="skip")
+    assert (len(data.train_dataloader()), data.num_malformed) == (len(ROWS), 1)
+    with pytest.raises(ValueError, match="no token for"):
+        files(tmp_path, rows).train_dataloader()
 
-    examples = [Example(id=name, query="", response="") for name in ("good", "bad", "fine")]
-    store = encode_all(examples, encode, max_length=2, skip_malformed=True)
-    assert (store.ids, store.num_malformed) == (["good", "fine"], 1)
-    with pytest.raises(ValueError, match="bad"):
-        encode_all(examples, encode, max_length=2, skip_malformed=False)
+
+def files(folder: Path, rows: list[dict[str, str]], **options: Any) -> InstructionDataModule:
+    """Return a data module over rows."""
+    task = InstructionFiles(train=write(folder / "rows.jsonl", rows), validation_fraction=0)
+    return InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1, **options)
+
+
+def batch_texts(data: InstructionDataModule, batch: ResponseBatch) -> list[tuple[str, str]]:
+    """Return prompts and responses of a batch, decoded, without their ends of sequence."""
+    decode = data.built_tokenizer.decode
+    lengths = zip(batch.input_ids, batch.prompt_lengths, batch.response_lengths, strict=True)
+    return [(decode(ids[:prompt]), decode(ids[prompt : prompt + response - 1])) for ids, prompt, response in lengths]
 
 
 def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(

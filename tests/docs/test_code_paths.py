@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_507,
+    "command to text: lines": 4_533,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_064,
+    "token ids to text: lines": 4_105,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_287,
+    "examples to loss: lines": 3_239,
     "test: files": 59,
-    "test: lines": 12_142,
-    "package: files": 175,
-    "package: lines": 27_791,
-    "package: lines of code": 17_469,
+    "test: lines": 12_151,
+    "package: files": 176,
+    "package: lines": 27_628,
+    "package: lines of code": 17_374,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

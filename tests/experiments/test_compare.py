@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from refusion_lit.reports import write_report
+from refusion_lit.reports.write import write_report
 from reports.samples import predictions, write_run
 
 ROOT = Path(__file__).parents[2]

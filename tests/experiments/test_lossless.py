@@ -22,6 +22,7 @@ from refusion_lit.data.encoding import prompt_code
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
+from refusion_lit.modeling.exporting import program_text
 from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
@@ -120,7 +121,7 @@ def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     drafter = FOLDER / "drafter"
     decoder = (drafter / "custom_generate" / "generate.py").read_text()
-    assert decoder == Path(self_speculative.__file__).read_text()
+    assert decoder == program_text(Path(self_speculative.__file__))
     origin = DrafterOrigin.from_dict(json.loads((drafter / "drafter.json").read_text()))
     chat: Any = SimpleNamespace(chat_template="SmolLM2's")
     card = (drafter / "README.md").read_text().replace("refusion-lit 0.2.0", f"refusion-lit {__version__}")

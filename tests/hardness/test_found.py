@@ -13,7 +13,7 @@ from hardness.malformed import nested
 from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
-from refusion_lit.reports import read_runs
+from refusion_lit.reports.runs import read_runs
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.fingerprint import meta_path
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
 from parsed_page import ParsedPage
-from refusion_lit.reports import compare, read_runs
+from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import tradeoff_plot
+from refusion_lit.reports.runs import read_runs
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import html_report
 from reports.samples import prediction, write_run

@@ -138,10 +138,10 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     config = GenerationConfig(max_new_tokens=8, **asked)
     [name] = asked
     with pytest.raises(ValueError, match=rf"^{name}: expected none, got .* in the generation config: this decoder"):
-        decoder._settings(library, config, {})
+        decoder.settings(library, config, {})
     library.generation_config = config
-    assert decoder._settings(library, config, {})[name] == asked[name]
-    assert decoder._settings(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
+    assert decoder.settings(library, config, {})[name] == asked[name]
+    assert decoder.settings(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
 
 
 def test_length_and_ends_of_a_generation_config_are_honoured() -> None:

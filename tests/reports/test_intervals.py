@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from refusion_lit.reports import pareto_front, wilson
-from refusion_lit.reports.comparison import ratio_difference, ratio_interval, score_difference, score_interval
+from refusion_lit.reports.comparison import (
+    pareto_front,
+    ratio_difference,
+    ratio_interval,
+    score_difference,
+    score_interval,
+    wilson,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from scipy.stats import binomtest
 
 from parsed_page import ParsedPage
 from refusion_lit.evaluation.predictions import write_predictions
-from refusion_lit.reports import compare, read_runs, write_report
+from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import curves_plot, standalone
-from refusion_lit.reports.runs import read_scores
+from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import write_test_report
+from refusion_lit.reports.write import write_report, write_test_report
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from refusion_lit.reports.results import short
-from refusion_lit.sweeps import Sweep, plan
-from refusion_lit.sweeps.points import overlay, set_option
+from refusion_lit.sweeps.points import Sweep, overlay, plan, set_option
 from sweeps.conftest import resolve
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from refusion_lit.sweeps import Launcher, Local, Slurm, Sweep, SweepResult, describe, plan, run
+from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
+from refusion_lit.sweeps.points import Sweep, plan
+from refusion_lit.sweeps.running import SweepResult, describe, run
 from refusion_lit.utils.files import try_lock
 from sweeps.conftest import resolve
 
@@ -122,7 +124,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from sweeps.conftest import resolve
-from refusion_lit.sweeps import Sweep, Local, run
+from refusion_lit.sweeps.launchers import Local
+from refusion_lit.sweeps.points import Sweep
+from refusion_lit.sweeps.running import run
 sweep = Sweep(options={{"journal": {journal!r}, "seconds": 60}}, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
 run(sweep, directory={directory!r}, resolve=resolve, command={command!r})
 """

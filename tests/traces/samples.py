@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from refusion_lit.engine.output import TraceRound
-from refusion_lit.traces import Trace
+from refusion_lit.traces.document import Trace
 
 PROMPT_LENGTH = 3
 

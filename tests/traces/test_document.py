@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.traces import read_trace, write_trace
+from refusion_lit.traces.document import read_trace, write_trace
 from traces.samples import plan_and_verify, random_trace
 
 

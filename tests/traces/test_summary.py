@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from refusion_lit.traces import trace_statistics
+from refusion_lit.traces.timeline import trace_statistics
 from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from refusion_lit.traces import Trace, timeline
+from refusion_lit.traces.document import Trace
+from refusion_lit.traces.timeline import timeline
 from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
 
 

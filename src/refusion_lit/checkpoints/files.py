@@ -40,21 +40,6 @@ def is_complete_sharded(path: str | Path) -> bool:
     return (Path(path) / _PLAIN_VALUES).is_file()
 
 
-def read_without_tensors(path: str | Path) -> dict[str, Any]:
-    """Return a sharded checkpoint's values without its tensors, without running anything in it.
-
-    Raises:
-        ValueError: If it is incomplete, or its index names code that no checkpoint needs.
-    """
-    if not is_complete_sharded(path):
-        raise ValueError(
-            f"ckpt_path: {path} lacks {_PLAIN_VALUES}, which is written last; it is not complete. Use an earlier "
-            "checkpoint."
-        )
-    _check_index(Path(path) / _INDEX)
-    return torch.load(Path(path) / _PLAIN_VALUES, map_location="cpu", weights_only=True)
-
-
 def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
     """Load a sharded checkpoint into tensors in place, in this process alone.
 
@@ -116,10 +101,17 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: Leave the tensors on disk until they are used.
 
     Raises:
-        ValueError: If the file is missing, truncated or not a checkpoint.
+        ValueError: If the file is missing, truncated or not a checkpoint, or a sharded one is incomplete or names code
+            that no checkpoint needs.
     """
     if is_sharded_checkpoint(path):
-        return read_without_tensors(path)
+        if not is_complete_sharded(path):
+            raise ValueError(
+                f"ckpt_path: {path} lacks {_PLAIN_VALUES}, which is written last; it is not complete. Use an earlier "
+                "checkpoint."
+            )
+        _check_index(Path(path) / _INDEX)
+        return torch.load(Path(path) / _PLAIN_VALUES, map_location="cpu", weights_only=True)
     if Path(path).is_dir():
         raise ValueError(
             f"ckpt_path: expected a checkpoint file, got the directory {path}; a Hugging Face directory to start from "

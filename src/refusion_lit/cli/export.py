@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.reports.results import RESULTS
-from refusion_lit.utils.errors import is_write_failure, reason_of, write_failure
+from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import atomic_directory, write_atomically
 from refusion_lit.utils.fingerprint import check_fingerprint
 from refusion_lit.utils.require import require
@@ -187,8 +187,9 @@ def _filled(output: Path) -> Iterator[Path]:
         with atomic_directory(output) as directory:
             yield directory
     except Exception as error:
-        if isinstance(error, ValueError) or not is_write_failure(error):
+        reason = write_failure(error)
+        if isinstance(error, ValueError) or reason is None:
             raise
         raise ValueError(
-            f"output: {output} cannot be written ({write_failure(error)}). Make room, or choose another directory."
+            f"output: {output} cannot be written ({reason}). Make room, or choose another directory."
         ) from error

@@ -61,7 +61,9 @@ def run(args: list[str]) -> int:
             )
         _ = task.sandbox.applied  # refuses weak isolation, and says what it found, before anything else
     examples = {example.id: example for example in examples_of(task, options.split)}
-    lines = read_predictions(source)
+    lines = read_json_lines(source, "predictions", texts=("id", "response"))
+    if not lines:
+        raise ValueError(f"predictions: expected at least one prediction, got an empty file {source}; give another.")
     _check_ids(lines, examples, source)
     _check_prompts(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
@@ -71,38 +73,16 @@ def run(args: list[str]) -> int:
         for line, (score, metrics) in zip(lines, found, strict=True)
     )
     write_predictions(output, scored, read_fingerprint(source) or {})
-    figures = summarise(lines, [score for score, _ in found])
+    figures: dict[str, float | int] = {
+        "score": sum(score or 0.0 for score, _ in found) / len(found),
+        "num_predictions": len(found),
+        "num_changed": sum(line.get("score") not in (None, new) for line, (new, _) in zip(lines, found, strict=True)),
+    }
     figures |= {name: sum(each.get(name, 0.0) for _, each in found) / len(found) for name in task.metrics}
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")
     return 0
-
-
-def read_predictions(path: Path) -> list[dict[str, Any]]:
-    """Read a predictions file.
-
-    Raises:
-        ValueError: If it is missing or empty, or a line has no id and response.
-    """
-    lines = read_json_lines(path, "predictions", texts=("id", "response"))
-    if not lines:
-        raise ValueError(f"predictions: expected at least one prediction, got an empty file {path}; give another.")
-    return lines
-
-
-def summarise(lines: Sequence[dict[str, Any]], scores: Sequence[float | None]) -> dict[str, float | int]:
-    """Return the mean score, and how many scores changed.
-
-    Args:
-        lines: Predictions with their former scores.
-        scores: Their new scores; ``None`` counts as 0.
-    """
-    return {
-        "score": sum(score or 0.0 for score in scores) / len(scores),
-        "num_predictions": len(scores),
-        "num_changed": sum(line.get("score") not in (None, score) for line, score in zip(lines, scores, strict=True)),
-    }
 
 
 def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:

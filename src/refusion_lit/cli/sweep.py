@@ -17,8 +17,9 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.reports.results import short
-from refusion_lit.sweeps import Sweep, SweepResult, describe, plan
-from refusion_lit.sweeps import run as run_sweep
+from refusion_lit.sweeps.points import Sweep, plan
+from refusion_lit.sweeps.running import SweepResult, describe
+from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces import Trace, animate, check_replaceable, page, print_statistics, read_trace, write_trace
-from refusion_lit.traces.document import visible
+from refusion_lit.traces.document import Trace, check_replaceable, read_trace, visible, write_trace
+from refusion_lit.traces.html import page
+from refusion_lit.traces.terminal import animate, print_statistics
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import warnings
+from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -45,9 +46,11 @@ def run(command: str, args: list[str]) -> int:
     Raises:
         ValueError: If an argument or a config is wrong.
     """
-    args, resume = _split_resume(args)
-    if resume is not None:
-        args = run_directory.with_resume(command, args, resume)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?", const="")
+    found, args = parser.parse_known_args(args)
+    if found.resume is not None:
+        args = run_directory.with_resume(command, args, found.resume)
     show_own_logs()
     for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
         warnings.filterwarnings("ignore", message=pattern)
@@ -86,20 +89,6 @@ def run(command: str, args: list[str]) -> int:
             RefusionCLI.claim.release(failed=failed)
     _say_what_next(cli)
     return 0
-
-
-def _split_resume(args: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without ``--resume [RUN]``, and RUN: empty if left out, ``None`` without the option."""
-    for place, arg in enumerate(args):
-        name, _, value = arg.partition("=")
-        if name != "--resume":
-            continue
-        rest = args[place + 1 :]
-        if arg == name and rest and not rest[0].startswith("-"):
-            value = rest[0]
-            rest = rest[1:]
-        return [*args[:place], *rest], value
-    return args, None
 
 
 def _fail(message: str, code: int) -> int:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import lightning as L
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt, encode_text
-from refusion_lit.data.examples import BatchDataset
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
 
@@ -71,22 +67,16 @@ class PromptBatch:
     Not a dataclass: Lightning looks for tensors in the fields of dataclasses, which it copies, and refuses frozen ones.
 
     Args:
-        prompts: The prompts.
-        examples: Their examples.
+        samples: Each prompt with its example.
     """
 
-    def __init__(self, *, prompts: list[Prompt], examples: list[Example]) -> None:
-        self.prompts = prompts
-        self.examples = examples
+    def __init__(self, samples: Sequence[tuple[Prompt, Example]]) -> None:
+        self.prompts = [prompt for prompt, _ in samples]
+        self.examples = [example for _, example in samples]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
         """Return the batch itself: it holds no tensors."""
         return self
-
-
-def collate_prompts(samples: Sequence[tuple[Prompt, Example]]) -> PromptBatch:
-    """Collect prompts with their examples; the engine needs no padding."""
-    return PromptBatch(prompts=[prompt for prompt, _ in samples], examples=[example for _, example in samples])
 
 
 class EvaluationBatches(DistributedSampler[list[int]]):
@@ -125,26 +115,3 @@ class EvaluationBatches(DistributedSampler[list[int]]):
         for first in range(0, last, self._size):
             yield self._share[first : first + self._size]
         yield self._share[last:]
-
-
-def evaluation_loader(
-    data: Any,  # noqa: ANN401 - samples or prompts
-    collate: Callable[[list[Any]], Any],
-    batch_size: int,
-    num_workers: int,
-    trainer: L.Trainer | None,
-) -> DataLoader[Any]:
-    """Return a loader of all samples in order, shared by the processes without repetition.
-
-    Args:
-        data: The samples, by index.
-        collate: Collates samples into a batch.
-        batch_size: Number of samples in a batch, on each process.
-        num_workers: Number of worker processes.
-        trainer: Tells the processes; ``None``: there is one.
-    """
-    num_ranks = 1 if trainer is None else trainer.world_size
-    if trainer is None or num_ranks == 1 or getattr(trainer, "overfit_batches", 0):
-        return DataLoader(data, batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
-    share = EvaluationBatches(len(data), batch_size, rank=trainer.global_rank, num_ranks=num_ranks)
-    return DataLoader(BatchDataset(data, collate), sampler=share, batch_size=None, num_workers=num_workers)

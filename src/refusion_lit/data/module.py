@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,16 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader, collate_packed, pack_samples
 from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import PromptBatch, collate_prompts, encode_prompts, evaluation_loader
-from refusion_lit.data.examples import (
-    BatchDataset,
-    Encode,
-    EncodedExample,
-    EncodedOnRead,
-    EncodedStore,
-    collate_responses,
-    encode_all,
-)
+from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encode_prompts
+from refusion_lit.data.examples import BatchDataset, Encode, EncodedExample, EncodedOnRead, collate_responses
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.tasks.base import Split, Task, examples_of
@@ -101,7 +94,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_too_long = 0
         self.num_malformed = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._splits: dict[Split, EncodedOnRead | EncodedStore] = {}
+        self._splits: dict[Split, EncodedOnRead | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
         self._train_examples: dict[str, Example] = {}
 
@@ -126,11 +119,10 @@ class InstructionDataModule(L.LightningDataModule):
             if isinstance(samples, EncodedOnRead):
                 samples.max_length = min(samples.max_length, max_positions)
                 continue
-            longest = max(range(len(samples)), key=samples.length)
-            fits = samples.length(longest) <= max_positions
+            longest = max(map(len, samples))
             expected = f"samples of at most {max_positions} tokens, the model's context (max_position_embeddings)"
             fix = f"set it to {max_positions}, which drops longer samples, or take a model with a longer context"
-            require(fits, "data.max_length", expected, samples.length(longest), fix)
+            require(longest <= max_positions, "data.max_length", expected, longest, fix)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -143,8 +135,10 @@ class InstructionDataModule(L.LightningDataModule):
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
             if self.pack_length is None:
                 batches = BatchDataset(data, self._collate)
-                order = LengthGroupedBatches(len(data), self.batch_size, data.length, seed=self.seed, **share)
+                length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
+                order = LengthGroupedBatches(len(data), self.batch_size, length_of, seed=self.seed, **share)
             else:
+                assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
                 rows = self._packed(data, self.pack_length)
                 batches = BatchDataset(rows, partial(collate_packed, samples=data, **self._collate.keywords))
                 order = LengthGroupedBatches(len(rows), self.batch_size, None, seed=self.seed, **share)
@@ -153,9 +147,9 @@ class InstructionDataModule(L.LightningDataModule):
         loader.trainer = self.trainer
         return loader
 
-    def _packed(self, data: EncodedOnRead | EncodedStore, pack_length: int) -> list[list[int]]:
+    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[int]]:
         """Return the indices of each row's samples."""
-        lengths = [data.length(i) for i in range(len(data))]
+        lengths = list(map(len, data))
         rows = pack_samples(lengths, pack_length, seed=self.seed)
         padding = 1 - sum(lengths) / (len(rows) * pack_length)
         rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
@@ -169,7 +163,7 @@ class InstructionDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
-        return self._evaluation_loader(self.test_prompts(), collate_prompts)
+        return self._evaluation_loader(self.test_prompts(), PromptBatch)
 
     def predict_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
@@ -198,7 +192,7 @@ class InstructionDataModule(L.LightningDataModule):
 
     def sample_prompts(self, count: int) -> PromptBatch:
         """Return the first prompts of the validation split."""
-        return collate_prompts(self._encoded_prompts("validation", count))
+        return PromptBatch(self._encoded_prompts("validation", count))
 
     def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
         examples = examples_of(self.task, split)
@@ -207,7 +201,14 @@ class InstructionDataModule(L.LightningDataModule):
         return encode_prompts(examples, self.built_tokenizer, self.prompt_template)
 
     def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
-        return evaluation_loader(data, collate, self.eval_batch_size, self.num_workers, self.trainer)
+        """Return a loader of all samples in order, shared by the processes without repetition."""
+        size = self.eval_batch_size
+        trainer = self.trainer
+        if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
+            return DataLoader(data, batch_size=size, num_workers=self.num_workers, collate_fn=collate)
+        share = EvaluationBatches(len(data), size, rank=trainer.global_rank, num_ranks=trainer.world_size)
+        batches = BatchDataset(data, collate)
+        return DataLoader(batches, sampler=share, batch_size=None, num_workers=self.num_workers)
 
     # --- examples --------------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class InstructionDataModule(L.LightningDataModule):
     def _encode(self) -> Encode:
         return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
 
-    def _encoded(self, split: Split) -> EncodedOnRead | EncodedStore:
+    def _encoded(self, split: Split) -> EncodedOnRead | list[EncodedExample]:
         if split not in self._splits:
             examples = examples_of(self.task, split)
             num_examples = len(examples)
@@ -232,18 +233,30 @@ class InstructionDataModule(L.LightningDataModule):
                 self._splits[split] = self._stored(split, examples)
         return self._splits[split]
 
-    def _stored(self, split: Split, examples: Sequence[Example]) -> EncodedStore:
-        skip = self.malformed == "skip"
-        store = encode_all(examples, self._encode, max_length=self.max_length, skip_malformed=skip)
-        num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
-        num_malformed = store.num_malformed + num_unread
-        self.num_too_long += store.num_too_long
+    def _stored(self, split: Split, examples: Sequence[Example]) -> list[EncodedExample]:
+        """Encode a split; drop and count what is too long and, with ``malformed: skip``, what cannot be encoded."""
+        samples: list[EncodedExample] = []
+        num_too_long = 0
+        num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
+        for example in examples:
+            try:
+                prompt, response = self._encode(example)
+            except ValueError:
+                if self.malformed != "skip":
+                    raise
+                num_malformed += 1
+                continue
+            if len(prompt) + len(response) > self.max_length:
+                num_too_long += 1
+                continue
+            samples.append(EncodedExample(example.id, array("i", prompt), array("i", response)))  # 4 bytes per token
+        self.num_too_long += num_too_long
         self.num_malformed += num_malformed
-        if store.num_too_long or num_malformed:
+        if num_too_long or num_malformed:
             rank_zero_info(
-                f"{split}: {store.num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
+                f"{split}: {num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
                 f"{self.max_length} tokens, {num_malformed} skipped as malformed"
             )
         expected = f"at least one {split} sample of at most {self.max_length} tokens"
-        require(len(store) > 0, "data.max_length", expected, len(store), "raise it")
-        return store
+        require(len(samples) > 0, "data.max_length", expected, len(samples), "raise it")
+        return samples

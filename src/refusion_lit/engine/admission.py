@@ -23,36 +23,27 @@ MIN_SHARED = 64
 Tokens = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A prompt in the queue.
+@dataclass(slots=True)
+class Submission:
+    """A prompt to decode, and the row of the cache that it gets.
 
     Attributes:
         index: Its number.
         prompt: The prompt.
         sampling: Length limit and sampling options.
         trace: Whether every forward is recorded.
+        storage: Its row of the cache; -1 while it waits.
+        source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
+        num_shared: Number of copied entries.
     """
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
-    trace: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted(Waiting):
-    """A prompt and the row of the cache assigned to it.
-
-    Attributes:
-        storage: Its row of the cache.
-        source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
-        num_shared: Number of copied entries.
-    """
-
-    storage: int
-    source: int
-    num_shared: int
+    trace: bool = False
+    storage: int = -1
+    source: int = -1
+    num_shared: int = 0
 
 
 class Admission:
@@ -68,14 +59,14 @@ class Admission:
     """
 
     def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[Submission] = deque()
         self._free = set(range(num_rows))
         self._num_rows = num_rows
         self._decoder = decoder
         self.held = dict(held or {})
         self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: Submission) -> None:
         """Append a prompt to the queue."""
         self._waiting.append(waiting)
 
@@ -87,26 +78,28 @@ class Admission:
         """Return whether prompts wait."""
         return bool(self._waiting)
 
-    def admit(self) -> Iterator[Admitted]:
+    def admit(self) -> Iterator[Submission]:
         """Assign free rows to waiting prompts.
 
         A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED``
         tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
         """
-        delayed: list[Waiting] = []
+        delayed: list[Submission] = []
         while self._waiting and self._free and len(delayed) < self._num_rows:
             waiting = self._waiting.popleft()
-            prompt = waiting.prompt
-            num_shared, source = self._longest(self.held, prompt.token_ids)
-            if self._longest(self._pending, prompt.token_ids)[0] >= num_shared + MIN_SHARED:
+            tokens = waiting.prompt.token_ids
+            waiting.num_shared, waiting.source = self._longest(self.held, tokens)
+            if self._longest(self._pending, tokens)[0] >= waiting.num_shared + MIN_SHARED:
                 delayed.append(waiting)
                 continue
             # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
-            storage = source if source in self._free else min(self._free, key=lambda row: (row in self.held, row))
+            is_free = waiting.source in self._free
+            storage = waiting.source if is_free else min(self._free, key=lambda row: (row in self.held, row))
             self._free.remove(storage)
             self.held.pop(storage, None)
-            self._pending[storage] = prompt.token_ids
-            yield Admitted(waiting.index, prompt, waiting.sampling, waiting.trace, storage, source, num_shared)
+            self._pending[storage] = tokens
+            waiting.storage = storage
+            yield waiting
         self._waiting.extendleft(reversed(delayed))
 
     def computed(self, storage: int) -> None:

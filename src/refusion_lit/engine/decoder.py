@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from refusion_lit.engine.requests import Branch, Steps
@@ -265,8 +265,12 @@ class Decoder(ABC):
         return False
 
     def requirements(self) -> ModelRequirements:
-        """Return what this decoder, with its options, needs of a model."""
-        return self.requires
+        """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""
+        if not getattr(self, "shifted", False):
+            return self.requires
+        own = self.requires.predictions
+        predictions: tuple[Prediction, ...] = tuple("mask_shifted" if each == "mask" else each for each in own)
+        return replace(self.requires, predictions=predictions)
 
     def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
         """Return what to do about a model with other traits than required: a sentence that ends its error message."""

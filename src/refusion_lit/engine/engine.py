@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Admission, Admitted, KeptCache, Waiting, groups_within
+from refusion_lit.engine.admission import Admission, KeptCache, Submission, groups_within
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
@@ -161,7 +161,7 @@ class Engine:
             sampling: Length limit and sampling options.
             trace: Record every forward of this prompt; probabilities only if the engine records all traces.
         """
-        self.queue.add(Waiting(index, prompt, sampling, trace or self.trace))
+        self.queue.add(Submission(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
@@ -211,7 +211,7 @@ class Engine:
         if self.kept is not None:
             self.kept.put(self.cache, self.decoder, self.queue.held)
 
-    def _admit(self, admitted: Admitted) -> InFlight:
+    def _admit(self, admitted: Submission) -> InFlight:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
         state.forward_cost = self.forward_cost

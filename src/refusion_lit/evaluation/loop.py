@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 
 from refusion_lit.api import load
-from refusion_lit.data.evaluation import PromptBatch, collate_prompts
+from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
@@ -175,7 +175,7 @@ class Evaluation:
         decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
         self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
         gather(model.backbone)
-        batch = collate_prompts(data.test_prompts())
+        batch = PromptBatch(data.test_prompts())
         for decoder in decoders.values():
             paired = model.model_for(decoder)
             check_prompts(paired, decoder, batch.prompts, self.sampling, self.options.max_cache_tokens)

@@ -21,7 +21,6 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
-    Lock,
     atomic_writer,
     read_json,
     release_lock,
@@ -213,16 +212,26 @@ class PredictionsFile:
         self.done: set[str] = set()
         self.resumed: list[dict[str, Any]] = []
         self._num_lines = 0
-        self._lock = self._locked()
         try:
-            if resume:
-                self._resume()
-            else:
-                check_writable(path, "output", overwrite=overwrite)
-            self._file = self._opened()
-        except BaseException:
-            release_lock(self._lock)
-            raise
+            lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
+            if lock is None:
+                raise ValueError(
+                    f"output: another process is writing {self.path}; wait for it, or choose another file."
+                )
+            self._lock = lock
+            try:
+                if resume:
+                    self._resume()
+                else:
+                    check_writable(path, "output", overwrite=overwrite)
+                self._file = self._opened()
+            except BaseException:
+                release_lock(lock)
+                raise
+        except OSError as error:
+            raise ValueError(
+                f"output: expected a file that can be written, got {self.path} ({error.strerror}); choose another one."
+            ) from error
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
         """Write a batch's predictions, then that they are done.
@@ -278,28 +287,10 @@ class PredictionsFile:
 
     def _opened(self) -> TextIO:
         """Open the file, emptied if nothing is done."""
-        try:
-            if self.path.exists():
-                self.path.open("a").close()  # a file that is refused keeps its meta file too
-            self._write_meta()  # before it is emptied: a kill must not leave an empty file that counts as complete
-            return self.path.open("a" if self.done else "w", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"output: expected a file that can be written, got {self.path} ({error.strerror}); choose another one."
-            ) from error
-
-    def _locked(self) -> Lock:
-        """Keep other processes from writing the same file."""
-        try:
-            lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
-        except OSError as error:
-            raise ValueError(
-                f"output: expected a file in a directory that can be written, got {self.path} ({error.strerror}); "
-                "choose another one."
-            ) from error
-        if lock is None:
-            raise ValueError(f"output: another process is writing {self.path}; wait for it, or choose another file.")
-        return lock
+        if self.path.exists():
+            self.path.open("a").close()  # a file that is refused keeps its meta file too
+        self._write_meta()  # before it is emptied: a kill must not leave an empty file that counts as complete
+        return self.path.open("a" if self.done else "w", encoding="utf-8")
 
     def _resume(self) -> None:
         """Take over the lines that are done."""

@@ -7,7 +7,6 @@ exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
@@ -195,8 +195,7 @@ def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
-    (directory / "custom_generate").mkdir()
-    shutil.copyfile(_PROGRAM, directory / "custom_generate" / "generate.py")
+    write_program(_PROGRAM, directory)
 
 
 def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Drafter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import save_drafter
+from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.lora import merged, quiet_peft
 from refusion_lit.types import ModelTraits
 
@@ -59,8 +59,7 @@ def save_model(
     elif has_own_decoder(backbone.traits):
         model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
-        (path / "custom_generate").mkdir(parents=True)
-        shutil.copyfile(_PROGRAM, path / "custom_generate" / "generate.py")
+        write_program(_PROGRAM, path)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -1,33 +1,41 @@
 """Infill with bonus tokens: open slots are verified side by side, and each forward commits a token of every slot.
 
 Where a draft is rejected, the model's own next token of the same forward takes its place, as after a verification in
-speculative decoding. The model's choices after the rejected draft are the next drafts, as in Jacobi decoding. Slots do
-not see each other while they are open, so their cache entries are those of ReFusion's parallel infill.
+speculative decoding. New drafts are masks' in the same forward, after those acceptances that are worth the masks, or
+guesses: the model's choices after the rejected draft, as in Jacobi decoding.
+Slots do not see each other while they are open, so their cache entries are those of ReFusion's parallel infill. The
+text of a slot is the model's own greedy continuation of its first token: drafts decide only how fast it is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from math import prod
 
+from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import Plan, ReFusionState
 
+Acceptances = Mapping[tuple[int, int], Branch]
+"""Masks that draft what follows if a slot (its index) has a number of its drafts accepted."""
 
-def open_slots(state: ReFusionState, chosen: Sequence[int], tokens: Sequence[int]) -> None:
+
+def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
     """Open slots: commit their first tokens; all others are drafts.
 
     Args:
         state: Changed in place.
         chosen: Numbers of the slots, in text order.
-        tokens: Their drafts, slot by slot.
+        drafts: The first tokens of each slot, one for each mask that the plan had.
     """
     slots = []
-    for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
-        start = state.prompt_length + state.slots[slot].start
-        slots.append(OpenSlot(start, index, list(tokens[slice(*bounds)]), num_accepted=1))
+    for index, (slot, own) in enumerate(zip(chosen, drafts, strict=True)):
+        places = state.slots[slot]
+        undefined = [state.special_tokens.pad_token_id] * (len(places) - len(own))
+        start = state.prompt_length + places.start
+        slots.append(OpenSlot(start, index, [*own, *undefined], num_accepted=1, num_drafts=len(own) - 1))
     infill = SlotInfill(state, slots, state.context_length, chosen, packed=True)
     _commit(state, infill, [0] * len(slots))
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
@@ -35,57 +43,69 @@ def open_slots(state: ReFusionState, chosen: Sequence[int], tokens: Sequence[int
 
 
 def advance(
-    state: ReFusionState, infill: SlotInfill, masks: Branch, upcoming: list[int], token_threshold: float, draw: Draw,
-    *, fused: bool,
-) -> Steps[int]:  # fmt: skip
-    """Verify the drafts of all open slots in one forward, and plan in it where that may save a forward.
+    state: ReFusionState, infill: SlotInfill, masks: Branch, upcoming: list[int], draw: Draw, *,
+    num_drafts: int | None, fused: bool,
+) -> Steps[bool]:  # fmt: skip
+    """Verify the drafts of all open slots in one forward, and draft and plan in it where that may save a forward.
 
     Args:
         state: Changed in place.
         infill: The open slots, changed in place.
-        masks: Branch that plans the slots after the open ones; see :func:`cache_end`.
+        masks: Branch that plans the slots after the open ones, written after :func:`region_end`.
         upcoming: Numbers of these slots; empty if none is left.
-        token_threshold: Drafts above it are accepted, and the model's own choices.
-        draw: How a plan is drawn. The model's own tokens are greedy.
-        fused: Whether a plan may be made before all drafts are known to be accepted.
+        draw: How a plan is drawn. The model's own tokens, and drafts after them, are greedy.
+        num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
+        fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
 
     Returns:
-        How many drafts were verified; with none, the forward only planned.
+        Whether open slots got tokens; if not, the forward only planned.
     """
-    fed = [slot for slot in infill.slots if slot.num_cached < _num_fed(slot)]
+    is_open = not infill.is_done
+    fed = [slot for slot in infill.slots if slot.num_cached < slot.num_fed]
+    groups = _groups(state, infill, num_drafts, fused=fused)
+    num_masks = sum(len(branch.tokens) for branch in groups.values())
+    is_few = num_masks <= FEW_POSITIONS
     branches = [_branch(infill, slot) for slot in fed]
-    num_drafts = sum(_num_fed(slot) - slot.num_accepted for slot in infill.slots)
-    plans = bool(upcoming) and _pays(state, num_drafts, len(masks.tokens), fused=fused)
+    branches += [branch if is_few else replace(branch, draft_at=()) for branch in groups.values()]
+    plans = bool(upcoming) and _pays(state, infill, len(masks.tokens), fused=fused)
+    # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
+    own = draw if draw.is_plain or not is_open else Draw(sampling=draw.sampling.greedy(), with_probability=False)
+    is_plan_read = own is draw and (is_few or not is_open)
     if plans:
-        # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
-        branches.append(replace(masks, draft_at=()) if num_drafts else masks)
-    phase = "plan" if not num_drafts else "verify+plan" if plans else "verify"
-    own = Draw(sampling=state.sampling.greedy(), with_probability=False)
-    readings = yield Forward(phase=phase, branches=tuple(branches), draw=own if num_drafts else draw, packed=True)
+        plan = replace(masks, write_at=masks.write_at + num_masks, draft_at=masks.draft_at if is_plan_read else ())
+        branches.append(plan)
+    phase = "+".join(["verify"] * is_open + ["draft"] * bool(groups) + ["plan"] * plans)
+    readings = yield Forward(phase=phase, branches=tuple(branches), draw=own, packed=True)
+    planned = readings[-1]
     before = [slot.num_accepted for slot in infill.slots]
     had_eos = infill.found_eos
-    for slot, reading in zip(fed, readings, strict=False):
-        tested, accepted = _accept(slot, reading, token_threshold)
-        state.num_tested += tested
-        state.num_accepted += accepted
+    accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
     infill.drop_after_end()
     _commit(state, infill, before)
+    used = {(slot.index, number): slot for slot, number in accepted if slot in infill.slots and not slot.is_complete}
+    used = {key: slot for key, slot in used.items() if key in groups}
+    if used and not is_few:
+        wanted = [branch.draft_at if key in used else () for key, branch in groups.items()]
+        readings = yield MoreDrafts(draft_at=(*[()] * len(fed), *wanted, *[()] * plans), draw=own)
+    for key, reading in zip(groups, readings[len(fed) :], strict=False):
+        if key in used:
+            used[key].propose(reading.tokens)
     if plans and _is_cached(infill) and infill.found_eos == had_eos:
-        if num_drafts:
-            readings = yield MoreDrafts(draft_at=(*[()] * len(fed), masks.draft_at), draw=draw)
-        state.planned = Plan(upcoming, 0, len(branches), readings[-1])
+        if not is_plan_read:
+            planned = (yield MoreDrafts(draft_at=(*[()] * (len(branches) - 1), masks.draft_at), draw=draw))[-1]
+        state.planned = Plan(upcoming, 0, len(branches), planned)
     _close(state, infill)
-    return num_drafts
+    return is_open
+
+
+def region_end(infill: SlotInfill) -> int:
+    """Return the cache index after the places of the open slots, which lie one after the other."""
+    return infill.cache_index(infill.slots[-1]) + len(infill.slots[-1].tokens)
 
 
 def cache_end(infill: SlotInfill) -> int:
-    """Return the cache index after the open slots, which lie one after the other; nothing follows an EOS."""
-    return infill.cache_index(infill.slots[-1]) + _num_fed(infill.slots[-1])
-
-
-def _num_fed(slot: OpenSlot) -> int:
-    """Return how many of a slot's tokens are fed or cached: with drafts if it is incomplete."""
-    return slot.num_accepted if slot.is_complete else len(slot.tokens)
+    """Return the cache index after the last slot's tokens and drafts; nothing follows an EOS."""
+    return infill.cache_index(infill.slots[-1]) + infill.slots[-1].num_fed
 
 
 def _is_cached(infill: SlotInfill) -> bool:
@@ -94,31 +114,91 @@ def _is_cached(infill: SlotInfill) -> bool:
 
 
 def _branch(infill: SlotInfill, slot: OpenSlot) -> Branch:
-    """Return the branch that feeds what is not cached of a slot, and reads the next token after all but its drafts."""
-    tokens = slot.tokens[slot.num_cached : _num_fed(slot)]
-    offsets = [place - 1 - slot.num_cached for place in range(slot.num_accepted, _num_fed(slot))]
-    scores = [(offset, tokens[offset + 1]) for offset in offsets]
-    return infill.branch(slot, tokens, draft_at=offsets, score_at=scores, shift=1)
+    """Return the branch that feeds what is not cached of a slot; an open one's next tokens are read after its drafts.
 
-
-def _accept(slot: OpenSlot, reading: Reading, threshold: float) -> tuple[int, int]:
-    """Accept drafts up to the first rejected one, which the model's choice replaces; return tested and accepted ones.
-
-    A draft is accepted if its probability is above the threshold, or if it is the model's choice.
+    Tokens are read after the last accepted one and after each draft, unless it is the slot's last token.
     """
-    drafts = slot.tokens[slot.num_accepted : _num_fed(slot)]
-    if not drafts:
+    tokens = slot.tokens[slot.num_cached : slot.num_fed]
+    last = min(slot.num_fed, len(slot.tokens) - 1)
+    offsets = () if slot.is_complete else range(slot.num_accepted - 1 - slot.num_cached, last - slot.num_cached)
+    return infill.branch(slot, tokens, draft_at=offsets, shift=1)
+
+
+def _groups(state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *, fused: bool) -> Acceptances:
+    """Return masks after the acceptances that are worth them.
+
+    The first mask of a group stands where the model's own token will, and drafts nothing.
+    """
+    groups = {}
+    open_ones = [slot for slot in infill.slots if not slot.is_complete]
+    write_at = region_end(infill)
+    for slot in open_ones:
+        first = infill.cache_index(slot)
+        cost = state.forward_cost / (state.num_rows * len(open_ones))  # they share it
+        for accepted in range(slot.num_drafts + 1 if fused else slot.num_drafts == 0):
+            place = slot.num_accepted + accepted
+            most = len(slot.tokens) - place - 1
+            most = most if num_drafts is None else min(most, num_drafts)
+            number = _num_masks(state, slot, accepted, most, cost)
+            if number == 0:
+                continue
+            groups[slot.index, accepted] = Branch(
+                tokens=[state.mask_token_id] * (1 + number),
+                positions=range(slot.start + place, slot.start + place + 1 + number),
+                visible=((0, infill.context_length), (first, first + place)),
+                write_at=write_at,
+                draft_at=range(1, 1 + number),
+            )
+            write_at += 1 + number
+    return groups
+
+
+def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
+    """Return how many drafts to make by masks for the case that a number of a slot's drafts is accepted.
+
+    With drafts of which E are accepted on average, a forward gives 1 + E tokens. What masks save over guesses, in
+    forwards per token, times the chance of the case and the cost of a forward, must be worth their positions. A forward
+    costs a fixed amount and about as many positions as this one.
+    """
+    rate = _rate(state, slot)
+    is_rejected = accepted < slot.num_drafts
+    chance = rate**accepted * (1 - rate if is_rejected else 1)
+    num_guesses = slot.num_drafts - accepted - is_rejected
+    guesses = sum(state.guesses.rate**k for k in range(1, num_guesses + 1))
+    drafts = 0.0
+    best = (0.0, 0)
+    for number in range(1, most + 1):
+        drafts += state.acceptance.rate**number
+        cost = forward_cost + 2 + slot.num_drafts + number
+        saved = chance * cost * (1 / (1 + guesses) - 1 / (1 + drafts))
+        best = max(best, (saved - 1 - number, number))
+    return best[1]
+
+
+def _rate(state: ReFusionState, slot: OpenSlot) -> float:
+    """Return the estimated probability that a draft of a slot is accepted."""
+    return (state.guesses if slot.is_guessed else state.acceptance).rate
+
+
+def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
+    """Accept drafts up to the first that is not the model's own token, and then that token; return how many drafts.
+
+    The model's choices after it are the slot's next drafts until there are better ones.
+    """
+    if slot.is_complete:  # its last token was not cached yet
         slot.num_cached = slot.num_accepted
-        return 0, 0
-    accepts = [
-        score > threshold or choice == draft
-        for draft, choice, score in zip(drafts, reading.tokens, reading.scores, strict=True)
-    ]
-    accepted = [*accepts, False].index(False)
+        return 0
+    drafts = slot.tokens[slot.num_accepted : slot.num_fed]
+    pairs = zip(drafts, reading.tokens, strict=False)
+    accepted = next((i for i, (draft, own) in enumerate(pairs) if draft != own), len(drafts))
+    counts = state.guesses if slot.is_guessed else state.acceptance
+    counts.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
+    own = reading.tokens[accepted : accepted + 1]  # nothing after a slot's last token
     slot.num_cached = slot.num_accepted + accepted
-    slot.tokens[slot.num_cached :] = reading.tokens[accepted:]
-    slot.num_accepted = min(slot.num_cached + 1, len(slot.tokens))
-    return min(accepted + 1, len(drafts)), accepted
+    slot.num_accepted = slot.num_cached + len(own)
+    slot.tokens[slot.num_cached : slot.num_accepted] = own
+    slot.propose(reading.tokens[accepted + 1 :], guessed=True)
+    return accepted
 
 
 def _commit(state: ReFusionState, infill: SlotInfill, before: Sequence[int]) -> None:
@@ -128,12 +208,14 @@ def _commit(state: ReFusionState, infill: SlotInfill, before: Sequence[int]) -> 
         state.commit(range(first + start, first + slot.num_accepted), slot.tokens[start : slot.num_accepted])
 
 
-def _pays(state: ReFusionState, num_drafts: int, num_masks: int, *, fused: bool) -> bool:
-    """Whether to append the masks of a plan to a verification: the plan is valid only if all drafts are accepted."""
-    if not num_drafts:
+def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bool) -> bool:
+    """Whether to append the masks of a plan: it is valid only if all slots get complete and cached in the forward."""
+    open_ones = [slot for slot in infill.slots if not slot.is_complete]
+    if not open_ones:
         return True
-    acceptance = (state.num_accepted + 2) / (state.num_tested + 4)
-    chance = acceptance**num_drafts if fused else 0.0
+    if not fused or any(slot.num_fed < len(slot.tokens) for slot in open_ones):
+        return False
+    chance = prod(_rate(state, slot) ** slot.num_drafts for slot in open_ones)
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 

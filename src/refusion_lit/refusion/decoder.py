@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import ClassVar, Literal, get_args
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
+from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
@@ -46,8 +47,11 @@ class ReFusion(Decoder):
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
-            chosen slots are verified side by side, and where a draft is rejected, the model's own next token of the
-            same forward takes its place (the bonus token of speculative decoding). So every forward commits a token.
+            chosen slots are verified side by side, and where a draft is not the model's own next token, that takes its
+            place (the bonus token of speculative decoding), and the rest is drafted anew. So every forward commits a
+            token. For values of ``token_threshold`` from 0.5 on, which all give the same text.
+        num_drafts: Maximum number of drafts per slot and forward with ``bonus``: a plan then has one mask more
+            than this at the beginning of each slot, which later slots' masks see. ``None``: the rest of the slot.
         fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
             no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
             text.
@@ -70,6 +74,7 @@ class ReFusion(Decoder):
     selection: Selection = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive", "bonus"] = "mask"
+    num_drafts: int | None = None
     fused: bool = True
     infill_layout: Literal["packed", "reference"] = "packed"
 
@@ -82,6 +87,13 @@ class ReFusion(Decoder):
         require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, get_args(Selection))
         require_choice("infill", self.infill, ("mask", "autoregressive", "bonus"))
+        has_bonus = self.infill == "bonus"
+        fix = "raise it, or use another infill"
+        holds = not has_bonus or self.token_threshold >= 0.5
+        require(holds, "token_threshold", "at least 0.5 with infill 'bonus'", self.token_threshold, fix)
+        require_at_least("num_drafts", self.num_drafts, 1, optional=True)
+        holds = has_bonus or self.num_drafts is None
+        require(holds, "num_drafts", "null without infill 'bonus'", self.num_drafts, "leave it out, or set infill")
         require_choice("fused", self.fused, (True, False))
         require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
         takes_k = self.selection != "threshold"
@@ -119,10 +131,11 @@ class ReFusion(Decoder):
         state.planned = None
         if plan is None:
             plan = yield from self._plan(state)
-        chosen, tokens = yield from self._choose(state, plan)
+        chosen, drafts = yield from self._choose(state, plan)
         if self.infill == "bonus":
-            bonus.open_slots(state, chosen, tokens)
+            bonus.open_slots(state, chosen, drafts)
             return
+        tokens = [token for own in drafts for token in own]
         passes = yield from self._verify(state, chosen, tokens)
         if not self._accept_prefix(state, chosen, tokens, passes):
             state.planned = None
@@ -140,30 +153,34 @@ class ReFusion(Decoder):
         state.context_length = seen + len(known)
         return Plan(state.remaining, len(known), 1, readings[-1])
 
-    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[int]]]:
+    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         assert plan.slots == state.remaining
-        groups = list(pairwise(state.bounds(plan.slots)))
+        bounds = self._bounds(state, plan.slots)
+        groups = list(pairwise(bounds))
         reading = plan.reading
         draw = self._draw(state)
         state.num_plans += 1
-        if self.certainty == "first":
-            chosen = self._chosen(state, reading.probabilities)
-            tokens = [reading.tokens[i] for i in chosen]
-            rest = [plan.offset + offset for i in chosen for offset in range(groups[i][0] + 1, groups[i][1])]
-            if rest:
-                draft_at = (*[()] * (plan.num_branches - 1), rest)
-                others = (yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False)))[-1].tokens
-                following = iter(others)
-                sizes = [groups[i][1] - groups[i][0] for i in chosen]
-                tokens = [token for first, size in zip(tokens, sizes, strict=True)
-                          for token in (first, *islice(following, size - 1))]  # fmt: skip
+        if len(reading.tokens) == bounds[-1]:  # all were read
+            chosen = self._chosen(state, [self._certainty(reading.probabilities[slice(*group)]) for group in groups])
+            drafts = [reading.tokens[slice(*groups[i])] for i in chosen]
         else:
-            groups = [slice(*group) for group in groups]
-            certainty = {"mean": lambda values: sum(values) / len(values), "min": min, "product": prod}[self.certainty]
-            chosen = self._chosen(state, [certainty(reading.probabilities[group]) for group in groups])
-            tokens = [token for i in chosen for token in reading.tokens[groups[i]]]
-        return [plan.slots[i] for i in chosen], tokens
+            chosen = self._chosen(state, reading.probabilities)
+            rest = [range(groups[i][0] + 1, groups[i][1]) for i in chosen]
+            offsets = [plan.offset + offset for own in rest for offset in own]
+            draft_at = (*[()] * (plan.num_branches - 1), offsets)
+            readings = yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False))
+            following = iter(readings[-1].tokens)
+            drafts = [[reading.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
+        return [plan.slots[i] for i in chosen], drafts
+
+    def _certainty(self, probabilities: Sequence[float]) -> float:
+        """Return the certainty of a slot from its drafts' probabilities."""
+        if self.certainty == "first":
+            return probabilities[0]
+        if self.certainty == "mean":
+            return sum(probabilities) / len(probabilities)
+        return {"min": min, "product": prod}[self.certainty](probabilities)
 
     def _chosen(self, state: ReFusionState, certainties: Sequence[float]) -> list[int]:
         """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
@@ -236,13 +253,13 @@ class ReFusion(Decoder):
             state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
         state.remaining = state.left(taken, ends=infill.found_eos)
 
-    def _advance(self, state: ReFusionState, infill: SlotInfill) -> Steps[int]:
-        """Run one forward of ``infill: bonus``; return how many drafts it verified."""
+    def _advance(self, state: ReFusionState, infill: SlotInfill) -> Steps[bool]:
+        """Run one forward of ``infill: bonus``; return whether it did more than plan."""
         upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
-        end = bonus.cache_end(infill)
-        masks = self._masks(state, upcoming, num_seen=end, write_at=end)
+        masks = self._masks(state, upcoming, num_seen=bonus.cache_end(infill), write_at=bonus.region_end(infill))
+        limit = self.num_drafts
         draw = self._draw(state)
-        return (yield from bonus.advance(state, infill, masks, upcoming, self.token_threshold, draw, fused=self.fused))
+        return (yield from bonus.advance(state, infill, masks, upcoming, draw, num_drafts=limit, fused=self.fused))
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""
@@ -272,16 +289,27 @@ class ReFusion(Decoder):
         known: Sequence[tuple[int, int]] = (),
     ) -> Branch:  # fmt: skip
         """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
-        positions = [*(position for _, position in known), *state.positions(slots)]
-        by_first = self.certainty == "first"
-        groups = [len(known) + bound for bound in state.bounds(slots)]
+        places = [place for slot in slots for place in state.slots[slot][: self._num_masks]]
+        positions = [*(position for _, position in known), *(state.prompt_length + place for place in places)]
+        # With few masks, reading all of them at once costs less than a second pass of the head.
+        is_lazy = self.certainty == "first" and (self.infill != "bonus" or len(places) > FEW_POSITIONS)
+        groups = [len(known) + bound for bound in self._bounds(state, slots)]
         return Branch(
-            tokens=[*(token for token, _ in known), *[state.mask_token_id] * (len(positions) - len(known))],
+            tokens=[*(token for token, _ in known), *[state.mask_token_id] * len(places)],
             positions=positions,
             visible=((0, num_seen),),
             write_at=write_at,
-            draft_at=groups[:-1] if by_first else range(len(known), len(positions)),
+            draft_at=groups[:-1] if is_lazy else range(len(known), len(positions)),
         )
+
+    @property
+    def _num_masks(self) -> int | None:
+        """Masks of a plan per slot; ``None``: as many as the slot has tokens."""
+        return None if self.num_drafts is None else 1 + self.num_drafts
+
+    def _bounds(self, state: ReFusionState, slots: Sequence[int]) -> list[int]:
+        """Return the offsets at which the masks of slots start in a plan, and the end of the last one."""
+        return list(accumulate((len(state.slots[slot][: self._num_masks]) for slot in slots), initial=0))
 
     def _draw(self, state: ReFusionState) -> Draw:
         return Draw(sampling=state.sampling, round=state.num_plans)

@@ -26,6 +26,8 @@ class OpenSlot:
         num_accepted: Length of its accepted prefix, at least 1.
         ends: Whether its accepted prefix ends with an EOS.
         num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
+        num_drafts: With bonus tokens, how many tokens after the accepted prefix are drafts; the rest is undefined.
+        is_guessed: Whether these are the model's choices after a rejected draft, not masks'.
     """
 
     start: int
@@ -34,6 +36,19 @@ class OpenSlot:
     num_accepted: int
     ends: bool = False
     num_cached: int = 0
+    num_drafts: int = 0
+    is_guessed: bool = False
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that are fed or cached with bonus tokens: the accepted ones, and drafts of an open slot."""
+        return self.num_accepted + (0 if self.is_complete else self.num_drafts)
+
+    def propose(self, drafts: Sequence[int], *, guessed: bool = False) -> None:
+        """Take drafts of the tokens after the accepted prefix."""
+        self.num_drafts = len(drafts)
+        self.is_guessed = guessed
+        self.tokens[self.num_accepted : self.num_accepted + self.num_drafts] = drafts
 
     @property
     def is_complete(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from refusion_lit.engine.decoder import RowState, max_length
+from refusion_lit.engine.drafting import Acceptance
 from refusion_lit.engine.requests import Compaction, Reading
 from refusion_lit.refusion.infill import SlotInfill
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -92,8 +93,8 @@ class ReFusionState(SlotState):
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
         infill: The open slots of ``infill: bonus``, which stay open over several steps.
-        num_tested: Drafts that ``infill: bonus`` compared with the model's own token so far.
-        num_accepted: Drafts that it accepted.
+        acceptance: How many recent drafts of masks ``infill: bonus`` accepted.
+        guesses: How many recent guesses it accepted: the model's choices after a rejected draft.
     """
 
     remaining: list[int] = field(default_factory=list)
@@ -102,8 +103,8 @@ class ReFusionState(SlotState):
     num_plans: int = 0
     planned: Plan | None = None
     infill: SlotInfill | None = None
-    num_tested: int = 0
-    num_accepted: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    guesses: Acceptance = field(default_factory=Acceptance)
 
     @property
     def is_filled(self) -> bool:

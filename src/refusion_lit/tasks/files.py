@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.hub import HubDataset
-from refusion_lit.tasks.readers import Row, read_rows, text_field, unicode_text, values_of
+from refusion_lit.tasks.readers import Row, hub_library, read_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
@@ -97,7 +96,7 @@ class InstructionFiles(Task):
         Raises:
             ValueError: If a file or split cannot be read; the message names it.
         """
-        sources = self._hub.splits if self.dataset is not None else self._sources("train") or []
+        sources = self._hub_splits if self.dataset is not None else self._sources("train") or []
         for source in sources:
             yield from self._rows(source)
 
@@ -105,7 +104,7 @@ class InstructionFiles(Task):
         """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None and self.dataset is not None:
-            return [split] if split in self._hub.splits else None
+            return [split] if split in self._hub_splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_held_out(self, example: Example) -> bool:
@@ -138,12 +137,22 @@ class InstructionFiles(Task):
         return self._samples[split]
 
     def _rows(self, source: str) -> Iterator[Row]:
-        return read_rows(source) if self.dataset is None else self._hub.rows(source)
+        if self.dataset is None:
+            return read_rows(source)
+        if source not in self._hub_splits:
+            raise ValueError(
+                f"task.dataset: expected a split of {self.dataset}, got {source!r}; it has "
+                f"{', '.join(self._hub_splits)}. Choose from these in task.train, task.validation and task.test."
+            )
+        with hub_library(self.dataset) as library:
+            loaded = library.load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
+        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
 
     @cached_property
-    def _hub(self) -> HubDataset:
+    def _hub_splits(self) -> list[str]:
         assert self.dataset is not None
-        return HubDataset(self.dataset, self.dataset_name, self.dataset_revision)
+        with hub_library(self.dataset) as library:
+            return library.get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
         values = values_of(row, "fix the line, or set malformed: skip in the task")

@@ -1,4 +1,4 @@
-"""Reads rows of instruction data from files, with their locations for error messages."""
+"""Reads rows of instruction data from files and hub data sets, with their locations for error messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from refusion_lit.utils.errors import reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +178,19 @@ def _row(file: str, number: int, values: object) -> Row:
     if not isinstance(values, dict):
         return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}")
     return Row(file, number, values)
+
+
+@contextmanager
+def hub_library(dataset: str) -> Iterator[Any]:
+    """Yield the package ``datasets``, and turn its errors for a data set of the hub into a one-line ``ValueError``."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] - an extra
+    except ImportError as error:
+        raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
+    try:
+        yield datasets
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"task.dataset: the hub data set {dataset!r} cannot be loaded ({reason_of(error)}). "
+            "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
+        ) from error

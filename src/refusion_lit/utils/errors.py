@@ -29,19 +29,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_told or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
-def is_write_failure(error: BaseException) -> bool:
-    """Return whether the operating system has refused something; libraries in Rust say so in the text alone."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None or "(os error" in str(error)
+def write_failure(error: BaseException) -> str | None:
+    """Return the operating system's reason for a failed write, ``None`` for other errors.
 
-
-def write_failure(error: BaseException) -> str:
-    """Return the operating system's reason for a failed write, which a library may have wrapped in its own error."""
+    Libraries may wrap it in errors of their own; those in Rust have it in the text alone.
+    """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+        if isinstance(cause, OSError):
+            return cause.strerror or reason_of(cause)
         cause = cause.__cause__ or cause.__context__
-    return reason_of(error)
+    return reason_of(error) if "(os error" in str(error) else None

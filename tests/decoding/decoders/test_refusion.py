@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
 def test_with_bonus_tokens_every_forward_commits_a_token(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool
 ) -> None:
-    decoder = replace(data.draw(decoders(num_new_tokens).filter(lambda it: type(it) is ReFusion)), infill="bonus")
+    drawn = data.draw(decoders(num_new_tokens).filter(lambda it: type(it) is ReFusion))
+    num_drafts = data.draw(st.none() | st.integers(1, 4))
+    decoder = replace(drawn, infill="bonus", token_threshold=0.5, num_drafts=num_drafts)
     model = HashModel(seed, end_bias=data.draw(st.sampled_from([-30.0, -4.0])))
     sampling = SamplingParams(max_new_tokens=num_new_tokens)
     reference = SlowReFusion(model, decoder, (3, 4), num_new_tokens).run()
@@ -80,6 +83,43 @@ def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
     assert phases[False] == ["plan", "verify"] * 4
     assert "verify+plan" in phases[True]
     assert len(phases[True]) < 8
+
+
+def places_after(prompt_length: int, size: int, wrong: set[int]) -> Callable[[int], float]:
+    """Return probabilities with which masks guess wrong at some places of each slot, and right elsewhere."""
+    return lambda position: 1e-6 if (position - prompt_length) % size in wrong else 0.97
+
+
+def test_where_a_draft_is_rejected_masks_draft_the_rest_in_the_same_forward() -> None:
+    model = OracleModel(oracle_text(None), certainty=places_after(2, 8, {2}))
+    model.forward_cost = 1e6  # one forward saved is worth any number of masks
+    decoder = ReFusion(slot_size=8, num_serial_blocks=2, infill="bonus", num_drafts=2)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=16)).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
+    # A slot: its first token is planned, 1 and own token 2, 3 to 4 and own token 5, 6 to 7 with the next plan.
+    assert row.num_forwards == 1 + 3 + 3
+
+
+def test_where_masks_are_always_wrong_the_models_choices_after_them_are_drafts() -> None:
+    # An oracle's choices do not depend on its input: those after a rejected draft are right.
+    model = OracleModel(oracle_text(None), certainty=places_after(2, 64, {*range(1, 64)}))
+    decoder = ReFusion(slot_size=64, num_serial_blocks=1, infill="bonus", num_drafts=3)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=64), trace=True).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 66)]
+    assert row.num_forwards < 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"infill": "bonus", "token_threshold": 0.4}, "^token_threshold: expected at least 0.5 with infill 'bonus'"),
+        ({"num_drafts": 3}, "^num_drafts: expected null without infill 'bonus', got 3"),
+        ({"infill": "bonus", "num_drafts": 0}, "^num_drafts: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_options_of_bonus_tokens_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReFusion(**options)
 
 
 def test_the_fakes_lead_to_all_paths() -> None:

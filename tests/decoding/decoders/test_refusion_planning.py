@@ -41,6 +41,8 @@ def test_planning_ahead_changes_no_token(
         for each in (decoder, replace(decoder, fused=True))
     ]
     assert rows[0].token_ids == rows[1].token_ids
+    if decoder.infill == "bonus":  # `fused` also decides which drafts there are
+        return
     phases = [[entry.phase for entry in row.trace] for row in rows]
     num_plans = phases[0].count("plan")
     # One plan a round with or without: those that came from elsewhere are the forwards saved.

@@ -20,15 +20,60 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 from transformers.utils import cached_file
 
-_TAKEN = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "pad_token_id",
-          "use_cache", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
-_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "length_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
-    "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0,
-    "temperature": 1.0, "top_p": 1.0,
-}  # fmt: skip
+
+def check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
+    """Refuse what this decoder would have to ignore."""
+    if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
+        got = "none" if ids is None else tuple(ids.shape)
+        raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
+    if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
+        raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] + limit > context:
+        raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
+
+
+def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call: its arguments, then the generation config, by default the model's.
+
+    Raises:
+        ValueError: If one asks for what this decoder would have to ignore.
+    """
+    taken = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
+             "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
+    of_sampling = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+    neutral: dict[str, Any] = {
+        "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "min_length": 0,
+        "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+        "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0, "length_penalty": 1.0,
+        "temperature": 1.0, "top_p": 1.0,
+    }  # fmt: skip
+    stored = vars(config or model.generation_config)
+    asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
+    own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
+    unused = {name for name in of_sampling - {*kwargs} if asked.get(name) == own.get(name)}
+    for name, value in asked.items():
+        is_neutral = value is None or value is False or neutral.get(name) == value
+        is_neutral = is_neutral or (name == "temperature" and value == 0)
+        if not is_neutral and name not in taken | unused:
+            where = "in the call" if name in kwargs else "in the generation config"
+            fix = f"pass {name}={neutral.get(name, False if value is True else None)!r}"
+            raise ValueError(f"{name}: expected none, got {value!r} {where}: this decoder is greedy; {fix}.")
+    return asked
+
+
+def limit_of(asked: dict[str, Any], length: int) -> int:
+    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
+    if asked.get("max_new_tokens"):
+        return int(asked["max_new_tokens"])
+    return int(asked["max_length"]) - length if asked.get("max_length") else 128
+
+
+def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
+    """Return the tokens that end a response."""
+    eos = asked.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 def generate(
@@ -49,67 +94,21 @@ def generate(
             is no drafter, or another model's.
     """
     ids: Any = kwargs.get("input_ids") if inputs is None else inputs
-    asked = _settings(model, generation_config, kwargs)
-    limit = _limit(asked, getattr(ids, "shape", (0,))[-1])
-    _check(model, ids, limit, kwargs)
+    asked = settings(model, generation_config, kwargs)
+    limit = limit_of(asked, getattr(ids, "shape", (0,))[-1])
+    check(model, ids, limit, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
     streamer = kwargs.get("streamer")
     try:
         if streamer is not None:
             streamer.put(ids.cpu())
         with torch.no_grad():
-            response = _Decoding(model, drafter, ids[0].tolist(), _ends(model, asked)).run(limit, streamer)
+            response = _Decoding(model, drafter, ids[0].tolist(), ends_of(model, asked)).run(limit, streamer)
         if streamer is not None:
             streamer.end()
     finally:
         drafter.detach()
     return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
-
-
-def _check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what this decoder would have to ignore."""
-    if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
-        got = "none" if ids is None else tuple(ids.shape)
-        raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
-    if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
-        raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and ids.shape[1] + limit > context:
-        raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
-
-
-def _settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call: its arguments, then the generation config, by default the model's.
-
-    Raises:
-        ValueError: If one asks for what this decoder would have to ignore.
-    """
-    stored = vars(config or model.generation_config)
-    asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
-    unused = {name for name in _OF_SAMPLING - {*kwargs} if asked.get(name) == own.get(name)}
-    for name, value in asked.items():
-        is_neutral = value is None or value is False or _NEUTRAL.get(name) == value
-        is_neutral = is_neutral or (name == "temperature" and value == 0)
-        if not is_neutral and name not in _TAKEN | unused:
-            where = "in the call" if name in kwargs else "in the generation config"
-            fix = f"pass {name}={_NEUTRAL.get(name, False if value is True else None)!r}"
-            raise ValueError(f"{name}: expected none, got {value!r} {where}: this decoder is greedy; {fix}.")
-    return asked
-
-
-def _limit(asked: dict[str, Any], length: int) -> int:
-    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
-    if asked.get("max_new_tokens"):
-        return int(asked["max_new_tokens"])
-    return int(asked["max_length"]) - length if asked.get("max_length") else 128
-
-
-def _ends(model: Any, asked: dict[str, Any]) -> set[int]:
-    """Return the tokens that end a response."""
-    eos = asked.get("eos_token_id")
-    eos = model.config.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 class _Drafter:

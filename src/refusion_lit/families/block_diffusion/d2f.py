@@ -86,10 +86,9 @@ class D2F(BlockDecoder):
         require_at_least("num_open_blocks", self.num_open_blocks, 1, optional=True)
 
     def requirements(self) -> ModelRequirements:
-        """Return block-causal attention, and shifted predictions if ``shifted``."""
+        """Return block-causal attention; blocks after a prompt of one block may have any size."""
         size = None if self.prompt_is_block else self.block_size
-        needs = replace(self.requires, block_size=size, prompt_is_block=self.prompt_is_block)
-        return replace(needs, predictions=("mask_shifted",)) if self.shifted else needs
+        return replace(super().requirements(), block_size=size, prompt_is_block=self.prompt_is_block)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""

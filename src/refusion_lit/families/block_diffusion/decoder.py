@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
-from refusion_lit.types import Prediction, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
 
@@ -50,6 +50,10 @@ class BlockDecoder(Decoder):
     def __post_init__(self) -> None:
         """Refuse impossible options; subclasses extend it."""
         require_at_least("block_size", self.block_size, 1)
+
+    def requirements(self) -> ModelRequirements:
+        """Return block-causal attention with this block size."""
+        return replace(super().requirements(), block_size=self.block_size)
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
@@ -163,11 +167,6 @@ class BlockDiffusion(BlockDecoder):
         require(holds, "sub_block_size", expected, size, "choose one that fills the block exactly")
         holds = not self.sub_block_cache or (size is not None and self.shifted)
         require(holds, "sub_block_cache", "false without sub_block_size and shifted", self.sub_block_cache, "set both")
-
-    def requirements(self) -> ModelRequirements:
-        """Return block-causal attention with this block size, and shifted predictions if ``shifted``."""
-        predictions: tuple[Prediction, ...] = ("mask_shifted",) if self.shifted else ("mask",)
-        return ModelRequirements(attention="block_causal", predictions=predictions, block_size=self.block_size)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""

@@ -51,10 +51,6 @@ class TokenEditing(BlockDecoder):
         for name in ("mask_threshold", "edit_threshold"):
             require_probability(name, getattr(self, name))
 
-    def requirements(self) -> ModelRequirements:
-        """Return block-causal attention with this block size, and predictions of visible tokens."""
-        return replace(self.requires, block_size=self.block_size)
-
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
         num_known = len(prompt.token_ids)

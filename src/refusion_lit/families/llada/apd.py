@@ -62,10 +62,6 @@ class APD(Decoder):
         require_probability("mixture_weight", self.mixture_weight)
         require_at_least("max_lookahead", self.max_lookahead, 1, optional=True)
 
-    def requirements(self) -> ModelRequirements:
-        """Return bidirectional attention, shifted predictions if ``shifted``, and a verifier."""
-        return replace(self.requires, predictions=("mask_shifted", "verifier")) if self.shifted else self.requires
-
     def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""
         place = state.num_committed

@@ -120,12 +120,6 @@ class LLaDA(Decoder):
             require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence' or 'origin'",
                     self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
-    def requirements(self) -> ModelRequirements:
-        """Return bidirectional attention, and shifted predictions if ``shifted``."""
-        if self.shifted:
-            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
-        return self.requires
-
     def check(self, sampling: SamplingParams) -> None:
         """Refuse blocks that do not fill the response, and steps that do not fill the blocks."""
         length = sampling.max_new_tokens

@@ -100,12 +100,6 @@ class FastDLLM(Decoder):
             require(is_dream, "steps", "null with a threshold, unless block_length is null and cache none", self.steps,
                     "set threshold to null")  # fmt: skip
 
-    def requirements(self) -> ModelRequirements:
-        """Return bidirectional attention, and shifted predictions if ``shifted``."""
-        if self.shifted:
-            return ModelRequirements(attention="bidirectional", predictions=("mask_shifted",))
-        return self.requires
-
     def check(self, sampling: SamplingParams) -> None:
         """Refuse steps that the blocks cannot share equally."""
         if self.steps is None:
