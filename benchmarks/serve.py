@@ -1,6 +1,6 @@
 """Our server beside ``transformers serve``: tokens per second, time to the first token and per token, texts compared.
 
-usage: python -m benchmarks.serve --questions GSM8K_TEST.jsonl [--clients 1 4 16] [--num_prompts 16] [--output FILE]
+usage: python -m benchmarks.serve --questions GSM8K_TEST.jsonl [--clients 1 4 16 64] [--num_prompts 16] [--output FILE]
 
 All servers run at once on SmolLM2-135M-Instruct in float32, one thread each; every number of clients goes through them
 in turn, so that other work on the machine meets all alike. Processor seconds of the servers are counted beside those on
@@ -41,8 +41,18 @@ ROOT = Path(__file__).parents[1]
 DRAFTER = ROOT / "experiments" / "lossless" / "drafter"
 OURS = [sys.executable, "-m", "refusion_lit.cli", "serve", "--dtype", "float32", "--name", "model", "--ckpt_path"]
 THEIRS = [str(Path(sys.executable).parent / "transformers"), "serve", "--dtype", "float32", "--device", "cpu"]
+# The cache is bounded, as it would take 14 GB by default: 512 blocks of 32 tokens, 46 kB each, have 0.75 GB.
+CONTINUOUS = [
+    "--continuous-batching",
+    "--cb-num-blocks",
+    "512",
+    "--cb-block-size",
+    "32",
+    "--cb-max-batch-tokens",
+    "512",
+]
 DIRECT, THEIR_NAME = "Autoregressive without a server", "transformers serve"
-TIMEOUT = 180.0
+TIMEOUT = 900.0
 """Seconds of a request."""
 
 
@@ -60,15 +70,13 @@ class Running:
 
 
 def servers(model: Path) -> dict[str, list[str]]:
-    """Return the commands of the servers, without their ports.
-
-    ``transformers serve --continuous-batching`` is left out: its cache took 14 GB of the machine's 23 GB.
-    """
+    """Return the commands of the servers, without their ports."""
     own = [*OURS, str(model)]
     return {
         "Autoregressive": own,
         "SelfSpeculative": [*own, "--draft", str(DRAFTER)],
         THEIR_NAME: [*THEIRS, str(model)],
+        f"{THEIR_NAME}, continuous batching": [*THEIRS, *CONTINUOUS, str(model)],
     }
 
 
@@ -232,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2/base"))
     parser.add_argument("--questions", type=Path, required=True)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--max_tokens", type=int, default=24)
     parser.add_argument("--parts", type=Path, default=Path("runs/serve/parts.jsonl"))
@@ -241,9 +249,12 @@ def main() -> None:
     torch.set_num_threads(1)
     started = now()
     questions = [json.loads(line)["question"] for line in options.questions.read_text(encoding="utf-8").splitlines()]
-    size = options.num_prompts
     # Other prompts for each number of clients: a server that keeps prefixes would know them already.
-    prompts = {num: questions[i * size : (i + 1) * size] for i, num in enumerate(options.clients)}
+    prompts = {}
+    for num in options.clients:
+        size = max(options.num_prompts, num)
+        prompts[num] = questions[:size]
+        del questions[:size]
     load_before = os.getloadavg()
     parts = measure(options, prompts)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -256,7 +267,8 @@ def main() -> None:
         if "failed" not in part
     ]
     failed = {part["server"]: part["failed"] for part in parts.values() if "failed" in part}
-    config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": size, "max_tokens": options.max_tokens,
+    sizes = {num: len(own) for num, own in prompts.items()}
+    config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": sizes, "max_tokens": options.max_tokens,
               "threads_per_server": 1, "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     results = {"rows": rows, "failed": failed, "aims": aims(rows)}
     write("serve", config, results, output=options.output, seconds=now() - started, seed=0)
