@@ -80,12 +80,13 @@ def _default(found: Result) -> str:
             "the same" if row["same_forwards"] else "others",
             f"{row['tokens_per_forward']:.2f}",
             f"{row['speed_over_autoregressive']:.3f}",
+            f"{row['control_over_autoregressive']:.3f}" if "control_over_autoregressive" in row else "",
         ]
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
     head = ["type", "batch size", "same text", "forwards", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    return markdown_table(head, rows)
+    return markdown_table([*head, "`Autoregressive` again"], rows)
 
 
 @table("lossless random texts", _path("lossless", "random_texts.json"))

@@ -1,11 +1,11 @@
-"""How many sampled drafts does shared noise accept, how many rejection sampling, and what does it save?
+"""How many sampled drafts does the Gumbel coupling accept, how many rejection sampling, and what does it save?
 
 usage: python experiments/lossless/coupling.py [--prompts FILE@NUMBER] [--temperatures T ...] [--output FILE]
 
 A draft is a sample of q, the token that it is compared with one of p, the model's distribution after it. With shared
 noise both are drawn with the same Gumbel noise, so that the text depends on the seed alone; rejection sampling accepts
 with the highest probability that any scheme has, sum of min(p, q), and its text depends on the drafts. The shares are
-of the same drafts, those of shared noise; tokens per forward are of a decode with each.
+of the same drafts, those of the Gumbel coupling; tokens per forward are of a decode with each.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _tokens_per_forward(
 def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
     """Return the table of the README."""
     lines = [
-        "| temperature | drafts | accepted with shared noise | by rejection sampling | tokens/forward | by rejection |",
+        "| temperature | drafts | by Gumbel coupling | by rejection sampling | tokens/forward | by rejection |",
         "| --: | --: | --: | --: | --: | --: |",
     ]
     for temperature, found in temperatures.items():

@@ -2,10 +2,11 @@
 
 usage: python experiments/lossless/default.py [--batch_sizes N ...] [--rounds N] [--prompts FILE@NUMBER] [--output FILE]
 
-Decodes the prompts of chat.jsonl in batches, in float32 and bfloat16, with `Autoregressive` and with the
-default of `SelfSpeculative`, in turn on each batch, so that other work on the machine meets both. Times are processor
-time of one thread, the best of several rounds per batch. It also fits the cost of a forward, a + b * positions. What
-the output holds of other batch sizes is kept.
+Decodes the prompts of chat.jsonl in batches, in float32 and bfloat16, with `Autoregressive`, the default of
+`SelfSpeculative` and `Autoregressive` again, in turn on each batch, so that other work on the machine meets all. What
+the second `Autoregressive` differs by from the first is noise. Times are processor time of one thread, the best of
+several rounds per batch. It also fits the cost of a forward, a + b * positions. What the output holds of other batch
+sizes is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.common import write_json
 from experiments.lossless.table import BASE, HERE, read_prompts
 
-DECODERS: dict[str, Decoder] = {"Autoregressive": Autoregressive(), "SelfSpeculative": SelfSpeculative()}
+CONTROL = "Autoregressive again"
+DECODERS: dict[str, Decoder] = {
+    "Autoregressive": Autoregressive(),
+    "SelfSpeculative": SelfSpeculative(),
+    CONTROL: Autoregressive(),
+}
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 POSITIONS = (2, 4, 8, 16, 24)
 
@@ -39,15 +45,17 @@ POSITIONS = (2, 4, 8, 16, 24)
 def compared(
     model: refusion_lit.TextModel, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """Decode prompts with both decoders in turn; return the ratio of their tokens per second and what else differs."""
+    """Decode prompts with all decoders in turn; return the ratio of their tokens per second and what else differs."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     groups = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     best = {name: [float("inf")] * len(groups) for name in DECODERS}
     found: dict[str, list[Any]] = {name: [[]] * len(groups) for name in DECODERS}
     for turn in range(rounds):
         for number, group in enumerate(groups):
-            order = list(DECODERS.items())[:: 1 if (turn + number) % 2 else -1]
-            for name, decoder in order:
+            names = list(DECODERS)
+            first = (turn + number) % len(names)
+            for name in names[first:] + names[:first]:
+                decoder = DECODERS[name]
                 model.decode(group[:1], decoder, SamplingParams(max_new_tokens=4))  # warms up
                 started = time.process_time()
                 found[name][number] = model.decode(group, decoder, sampling, batch_size=batch_size).rows
@@ -67,6 +75,7 @@ def compared(
         "tokens_per_forward": round(tokens["SelfSpeculative"] / sum(row.num_forwards for row in drafted), 3),
         "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
         "speed_over_autoregressive": round(speed["SelfSpeculative"] / speed["Autoregressive"], 3),
+        "control_over_autoregressive": round(speed[CONTROL] / speed["Autoregressive"], 3),
     }
 
 

@@ -67,7 +67,7 @@ class DecodingMetrics(Metric):
     ``docs/metrics.md`` defines every figure exactly.
 
     * ``score``: mean score of the responses, in [0, 1].
-    * ``tokens_per_forward``: committed tokens (end of sequence counted, nothing after it) over the forwards in
+    * ``tokens_per_forward``: committed tokens (EOS token counted, nothing after it) over the forwards in
       which each prompt took part; a ratio of totals that does not depend on the batch size.
     * ``tokens_per_second``: committed tokens over seconds of decoding, measured with a synchronised clock. Prompt
       tokens do not count.

@@ -232,7 +232,7 @@ class TextModel:
         Args:
             queries: Texts; the tokenizer's chat template or ``prompt_template`` is applied.
             decoder: The strategy; by default :attr:`default_decoder`.
-            max_new_tokens: Maximum number of tokens a response; ignored if ``sampling`` is given.
+            max_new_tokens: Maximum number of tokens per response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
                 default), ``templates``, ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
                 A template is the given text of a response, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}``

@@ -19,7 +19,7 @@ from refusion_lit.utils.require import is_number, require, require_at_least, req
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further ends of sequence; it is saved with the tokenizer."""
+"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
 
 Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
 
@@ -186,7 +186,7 @@ class Prompt:
         id: Names the prompt in results and keys its sampling noise.
         given: Known part of the response, from its first token on: a token id, or ``None`` for a token to generate.
             Unknown tokens before the last given one are holes. The response continues after the last given token,
-            unless that is an end of sequence. Empty: nothing is given.
+            unless that is an EOS token. Empty: nothing is given.
         num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill holes of another
             prompt.
         constraint: Which tokens may be drawn, such as those of a JSON schema; ``None``: all.
@@ -254,7 +254,7 @@ class SamplingParams:
     """How much to generate and how tokens are drawn.
 
     Attributes:
-        max_new_tokens: Maximum number of response tokens, end of sequence included; at least 1.
+        max_new_tokens: Maximum number of response tokens, EOS token included; at least 1.
         temperature: 0 takes the most probable token; from 1e-30 to 1e30 draws from the softmax of logits / temperature
             (beyond, float32 would overflow and a forbidden token could be drawn).
         top_p: Nucleus in (0, 1]; 1 keeps everything. At temperature 0 it changes no token, but Dream's confidences.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -167,6 +168,16 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert main([*command, "--data.task.num_test=0"]) == 2
     assert "data.task: expected examples in the test split, got 0" in capsys.readouterr().err
     assert not list(tmp_path.rglob("results.json"))
+
+
+def test_a_file_too_short_to_hold_out_of_names_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(4)]
+    (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = ["--data.task=InstructionFiles", f"--data.task.train={tmp_path / 'four.jsonl'}"]
+    command = ["fit", "--config", QUICKSTART, *task, "--data.task.validation_fraction=0", "--data.batch_size=1"]
+    assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
+    fix = "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."
+    assert fix in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])

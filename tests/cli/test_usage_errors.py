@@ -81,7 +81,7 @@ def test_wrong_arguments(cli: RefusionCLI, args: list[str], expected: str) -> No
     [
         ({"modle": {"seed": 1}}, "unknown option 'modle'; did you mean 'model'?"),
         ({"model": {"samplin": {"seed": 1}}}, "unknown option 'model.samplin'; did you mean 'model.sampling'?"),
-        ({"model": 3}, "model: expected a mapping or a YAML file, got 3; write options by name below it."),
+        ({"model": 3}, "model: expected a mapping or a YAML file, got 3; write a mapping below it."),
         ({"model": {"sampling": {"max_new_tokns": 3}}}, "did you mean 'model.sampling.max_new_tokens'?"),
         ({"data": {"batch_size": "x"}}, "data.batch_size: expected an integer, got 'x'; set it to such a value"),
         ({"data": {"task": {"class_path": "Gsm8k", "init_args": {"tset": "x"}}}}, "did you mean 'data.task.test'?"),

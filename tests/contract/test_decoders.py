@@ -471,7 +471,8 @@ def test_options_are_named_and_documented(cls: type[Decoder]) -> None:
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in signature.parameters.values())
     assert all(parameter.default is not parameter.empty for parameter in signature.parameters.values())
     documented = "".join(base.__doc__ or "" for base in cls.__mro__)
-    assert all(f"{name}:" in documented for name in signature.parameters)
+    undocumented = [name for name in signature.parameters if f"{name}:" not in documented]
+    assert not undocumented, f"document them under Attributes of {cls.__name__}'s docstring"
     needs = cls().requirements()
     assert needs.predictions
     assert needs.mask_token == (needs.predictions != ("next_token",))

@@ -219,7 +219,7 @@ def test_an_end_of_sequence_is_given_only_at_the_end(cls: type[Decoder]) -> None
     decoder = able(cls())
     model = HashModel(1, traits=traits_for(decoder))
     prompt = Prompt(token_ids=(3,), id="p", given=(4, EOS, None, PAD))
-    with pytest.raises(ValueError, match="an end of sequence only at the end of the template of prompt p"):
+    with pytest.raises(ValueError, match="an EOS token only at the end of the template of prompt p"):
         decode(model, decoder, [prompt], SamplingParams(max_new_tokens=8))
     assert not model.calls
 

@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_105,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_239,
+    "examples to loss: lines": 3_240,
     "test: files": 59,
-    "test: lines": 12_151,
+    "test: lines": 12_152,
     "package: files": 176,
-    "package: lines": 27_628,
-    "package: lines of code": 17_374,
+    "package: lines": 27_658,
+    "package: lines of code": 17_392,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

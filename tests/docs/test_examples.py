@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import refusion_lit
 from fakes import tiny_backbone
+from refusion_lit.cli import main
 from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.decoding import decode
 from refusion_lit.noise import KeyedNoise
@@ -64,6 +66,30 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(tmp_path: Path
     )
     assert told.stdout.strip() == "12+34=46;56+78=134;", told.stderr
     assert "20 tokens, 1 forwards" in told.stderr
+
+
+def test_an_error_in_a_decoder_of_ones_own_names_its_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (EXAMPLES / "one_shot.py").read_text(encoding="utf-8")
+    text = text.replace("class OneShot", "class TooFew").replace("reading.tokens)", "reading.tokens[1:])")
+    (tmp_path / "too_few.py").write_text(text, encoding="utf-8")
+    line = text.splitlines().index("        state.commit(canvas, reading.tokens[1:])") + 1
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = EXAMPLES.parents[1] / "tests" / "goldens" / "models" / "additions-clean"
+    assert main(["generate", "--ckpt_path", str(model), "--decoder", "too_few.TooFew", "--prompt", "1+2>"]) == 2
+    assert f"({tmp_path / 'too_few.py'}, line {line})" in capsys.readouterr().err
+
+
+def test_options_of_the_guide_are_refused_by_name() -> None:
+    page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "window" in block]
+    scope: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block, "extending.md", "exec", dont_inherit=True), scope)
+    assert scope["MyDecoder"](window=4).window == 4
+    with pytest.raises(ValueError, match=r"^window: expected .* at least 1, got 0"):
+        scope["MyDecoder"](window=0)
 
 
 def test_the_objective_hides_the_last_tokens() -> None:

@@ -72,13 +72,13 @@ def main(args: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # while an error can still be told
     except ValueError as error:
-        from refusion_lit.utils.errors import NothingToDoError
+        from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
 
         message = " ".join(str(error).split())
         if isinstance(error, NothingToDoError):
             print(message, file=sys.stderr)
             return 0
-        return _fail(message)
+        return _fail(message + place_in_own_code(error))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 128 + SIGPIPE

@@ -23,7 +23,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="refusion-lit generate", description="Answer prompts.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--prompt", type=str, default=None, help="one prompt; its answer is printed as it grows")
-    prompts = "file with a prompt a line, or JSONL; - for standard input"
+    prompts = "file with one prompt per line, or JSONL; - for standard input"
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
     output = "where to write JSON lines; standard output by default"
     parser.add_argument("--output", type=str, default=None, help=output)
@@ -46,7 +46,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     num_prompts = sum(arg.partition("=")[0] == "--prompt" for arg in args)
-    several = "write several into a file, one a line, and give it with --prompts"
+    several = "write several into a file, one per line, and give it with --prompts"
     require(num_prompts < 2, "prompt", "one prompt", num_prompts, several)
     if options.output is None:
         for name in ("resume", "overwrite"):

@@ -89,7 +89,7 @@ class _Watch(GenerationCallback):
     def on_finished(self, index: int, generation: Generation) -> None:
         self._pace.answers += 1
         self._bars.advance(self._task)
-        self._count(index, generation.num_tokens)  # less than was committed, if tokens follow the end of sequence
+        self._count(index, generation.num_tokens)  # less than was committed, if tokens follow the EOS token
 
     def _count(self, index: int, tokens: int) -> None:
         self._pace.tokens += tokens - self._tokens.get(index, 0)

@@ -49,7 +49,7 @@ REMOVED = {
     "minimum_isolation.files": "set it to full, or to limits where the kernel offers less",
     "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
     "objective.distill": "objectives train on texts; leave it out, or write the model's own answers with generate",
-    "objective.eos_chance": "rejected texts always have an end of sequence; leave it out",
+    "objective.eos_chance": "rejected texts always have an EOS token; leave it out",
     "objective.final_block_size": "a run has one block_size; leave it out",
     "objective.gamma": "the preference has no margin; leave it out",
     "objective.kernel": "the loss is computed in chunks; leave it out",
@@ -178,7 +178,7 @@ def check_groups(parser: Any, given: Iterable[Given]) -> None:  # noqa: ANN401
     groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
     for each in given:
         holds = each.name not in groups or isinstance(each.value, Mapping | str)
-        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write options by name below it")
+        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
 
 
 def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML

@@ -224,7 +224,8 @@ class InstructionDataModule(L.LightningDataModule):
         if split not in self._splits:
             examples = examples_of(self.task, split)
             num_examples = len(examples)
-            require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, "add some")
+            fix = "add some, or raise the validation_fraction of InstructionFiles"
+            require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, fix)
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:

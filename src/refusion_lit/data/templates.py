@@ -160,7 +160,7 @@ def choose_lengths(
         groups: Groups of prompts that differ in the lengths of their holes. The prompt of a group of one is only
             decoded, not scored.
         sampling: Length limit and sampling options.
-        eos_token_ids: Ends of sequence.
+        eos_token_ids: EOS tokens.
     """
     every = iter(run([prompt for group in groups for prompt in group], sampling))
     rows = [[next(every) for _ in group] for group in groups]
@@ -184,7 +184,7 @@ def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prom
     Args:
         prompt: The prompt.
         row: Its generation, which a stop string may have cut; tokens given after the cut are unchanged.
-        eos_token_ids: Ends of sequence; a given one is not masked.
+        eos_token_ids: EOS tokens; a given one is not masked.
     """
     length = prompt.given_length
     filled: list[int | None] = [*row.token_ids[:length], *prompt.given[len(row.token_ids) : length]]

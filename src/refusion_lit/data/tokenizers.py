@@ -50,7 +50,7 @@ class TokenizerSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterTokenizer(TokenizerSource):
-    """One token per character: ids 0, 1 and 2 are padding, end of sequence and mask, then the characters in order.
+    """One token per character: ids 0, 1 and 2 are padding, EOS token and mask, then the characters in order.
 
     Attributes:
         characters: The alphabet; ``None`` takes the task's own, or the sorted characters of the training examples and
@@ -314,7 +314,7 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
 
 
 def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, Any]) -> list[int]:
-    """Return the ends of sequence in a source's config and generation config."""
+    """Return the EOS tokens in a source's config and generation config."""
     options: dict[str, Any] = {"revision": revision}
     try:
         generation: Any = GenerationConfig.from_pretrained(source, **options).eos_token_id

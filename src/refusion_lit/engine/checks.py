@@ -173,7 +173,7 @@ def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, samplin
             "ReFusion or LLaDA, with a model that fits it."
         )
     ends = [place for place, token in enumerate(prompt.given) if token in model.special_tokens.eos_token_ids]
-    expected = f"an end of sequence only at the end of {name}"
+    expected = f"an EOS token only at the end of {name}"
     holds = ends in ([], [len(prompt.given) - 1])
     require(holds, "template", expected, f"one at place {min(ends, default=0)}", "end it there, or remove the token")
     expected = f"at least {prompt.num_holes}, the number of tokens to fill in in {name}"

@@ -200,12 +200,12 @@ class RowState:
             self.commit_rounds[place] = self.num_forwards
 
     def up_to_eos(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return tokens up to their first end of sequence."""
+        """Return tokens up to their first EOS token."""
         eos = self.first_eos(tokens)
         return tokens if eos is None else tokens[: eos + 1]
 
     def first_eos(self, tokens: Sequence[int]) -> int | None:
-        """Return the index of the first end of sequence among tokens, if there is one."""
+        """Return the index of the first EOS token among tokens, if there is one."""
         return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
 
     def final_prefix(self) -> list[int]:
@@ -292,7 +292,7 @@ class Decoder(ABC):
 
         Decoders that neither set ``refuses`` nor override this method refuse all templates. A decoder that keeps given
         tokens creates a canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits
-        masked places only. The engine draws no end of sequence in a hole.
+        masked places only. The engine draws no EOS token in a span.
         """
         unsaid = f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
         return unsaid if self.refuses == "" else self.refuses

@@ -49,7 +49,7 @@ class Generation:
 
     Attributes:
         id: The prompt's id.
-        token_ids: Response tokens up to and including the end of sequence, given ones included.
+        token_ids: Response tokens up to and including the EOS token, given ones included.
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
             remain before the end, which no correct decoder leaves).
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Number of generated tokens: up to and including the end of sequence, without given tokens."""
+        """Number of generated tokens: up to and including the EOS token, without given tokens."""
         return len(self.token_ids) - self.num_given
 
 

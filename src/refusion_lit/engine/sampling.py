@@ -96,7 +96,7 @@ class General:
         return tokens
 
     def _end_no_span(self, logits: Tensor, rows: Sequence[int]) -> None:
-        """Forbid ends of sequence in rows that fill a template's span."""
+        """Forbid EOS tokens in rows that fill a template's span."""
         if rows:
             logits[to_device(rows, logits.device)[:, None], self._ends] = -math.inf
 

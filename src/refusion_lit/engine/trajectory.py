@@ -30,7 +30,7 @@ _DTYPE = np.dtype("<i4")
 class Trajectory:
     """How a response was decoded.
 
-    The arrays cover the whole canvas, also what lies after the end of sequence: in block-causal and bidirectional
+    The arrays cover the whole canvas, also what lies after the EOS token: in block-causal and bidirectional
     models it took part in decisions about the text before it.
 
     Attributes:
@@ -41,11 +41,11 @@ class Trajectory:
         order: Rank of each place in the order in which places became final; -1 for given and for masked places.
         draws: All tokens that the decoder drew, discarded ones included: number of the forward, place, token. Empty
             unless the decode was traced.
-        num_tokens: Length of the response, end of sequence included.
+        num_tokens: Length of the response, EOS token included.
         finish_reason: As in :class:`~refusion_lit.decoding.Generation`.
         num_forwards: Forwards of the whole decode.
         phases: Purpose of each forward; empty unless the decode was traced.
-        decoder: The decoder's class and options by name.
+        decoder: The decoder's class and a mapping of its options.
     """
 
     id: str
@@ -134,7 +134,7 @@ class TrajectoryWriter:
 
     Args:
         directory: The record's directory.
-        kept: Ids of responses that stay; what an interrupted run has written besides is dropped. Empty: start anew.
+        kept: Ids of responses that stay; what an interrupted run has written besides is dropped. Empty: overwrite.
         rank: Index of this process.
     """
 
@@ -186,7 +186,7 @@ def _read(index: Path) -> list[Trajectory]:
     """Return the trajectories of one process."""
     header, *lines = [_parsed(line) for line in index.read_text(encoding="utf-8").splitlines()] or [{}]
     found = (header.get("format"), header.get("version"))
-    fix = "record them anew with this version of refusion-lit"
+    fix = "record them again with this version of refusion-lit"
     require(found == (FORMAT, VERSION), "trajectories", f"{FORMAT}, version {VERSION}, in {index}", found, fix)
     path = index.with_suffix(".bin")
     data = np.memmap(path, dtype=_DTYPE, mode="r") if path.is_file() and path.stat().st_size else np.empty(0, _DTYPE)

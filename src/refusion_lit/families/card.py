@@ -43,7 +43,7 @@ class CARDState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class CARD(Decoder):
-    """Fills blocks of masks from left to right, several tokens a forward, with an exact cache of finished blocks.
+    """Fills blocks of masks from left to right, several tokens per forward, with an exact cache of finished blocks.
 
     A forward feeds the token before the block and the block's tokens and masks up to the last mask but one: the token
     before a mask predicts it. Every mask more probable than ``threshold`` is filled, and always the best one. Filled

@@ -23,7 +23,7 @@ class ResponseBatch:
     Attributes:
         input_ids: Prompt, then response with its end-of-sequence token, then padding.
         prompt_lengths: Number of prompt tokens of each sample.
-        response_lengths: Number of response tokens of each sample, end of sequence included; at least 1.
+        response_lengths: Number of response tokens of each sample, EOS token included; at least 1.
         sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
         ids: The samples' ids.
         rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.

@@ -36,14 +36,14 @@ class ReFusion(Decoder):
         slot_size: Tokens per slot, K in the paper.
         num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
             ``None``: 2, or 1 if the response has a single slot. Holes before given tokens are cut into the same number
-            of blocks, which are decoded first. Their slots hold no given token; the last slot of a hole may be shorter.
-        slot_threshold: Slots with a higher certainty are chosen, in [0, 1].
+            of blocks, which are decoded first. Their slots hold no given token; the last slot of a span may be shorter.
+        slot_threshold: Slots with a higher confidence are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
-        certainty: A slot's certainty: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
+        certainty: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
         selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
             least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
-            ignore certainty; they are baselines for the decoding order.
+            ignore confidence; they are baselines for the decoding order.
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:

@@ -37,7 +37,7 @@ class FirstHitting(Decoder):
     unmasked in a step follows the diffusion's time (each token is unmasked when that time first hits it, hence the
     name) and does not depend on the model's predictions.
 
-    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an end of sequence are left
+    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an EOS token are left
     out once everything before it is known; at temperature 0 the most probable token is taken, without noise.
 
     Attributes:

@@ -42,7 +42,7 @@ class Node:
         write_at: Cache index of its first token; the other tokens follow.
         remaining: Slots that may be decoded next, in text order.
         probabilities: Probabilities of its tokens when they were drawn.
-        ends: Whether its last token is an end of sequence.
+        ends: Whether its last token is an EOS token.
         num_fed: Number of leading tokens whose keys and values are stored.
         drafts: First token of each remaining slot and its probability, by slot; ``None`` before the plan.
         children: Decoded slots, by slot.
@@ -91,7 +91,7 @@ class Node:
 
     @property
     def confidence(self) -> float:
-        """Mean probability of its slot's tokens; those after an end of sequence do not count."""
+        """Mean probability of its slot's tokens; those after an EOS token do not count."""
         return fsum(self.probabilities) / len(self.probabilities)
 
     def score(self) -> float:
@@ -172,9 +172,9 @@ class SlotSearch(Decoder):
         selection: ``tree_search`` commits one slot a step, the most visited one of ``num_simulations``. ``beam`` orders
             a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
             those with different slots first.
-        num_simulations: Simulations per committed slot; 1 decodes in the order of certainty, without search.
+        num_simulations: Simulations per committed slot; 1 decodes in the order of confidence, without search.
         horizon: Number of slots that a simulation decodes, at least 1; those after the first one follow in the order of
-            certainty.
+            confidence.
         beam_size: Number of partial orders that are kept.
         max_candidates: Number of slots that are tried after a node: the most certain ones, and for ``tree_search`` also
             the leftmost.
@@ -354,7 +354,7 @@ class SlotSearch(Decoder):
         return children
 
     def _is_complete(self, state: SearchState, child: Node) -> bool:
-        """Whether a slot is full or has an end of sequence; after an end, only slots before it may follow."""
+        """Whether a slot is full or has an EOS token; after an end, only slots before it may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
             child.ends = True
             child.remaining = [slot for slot in child.remaining if slot < child.slot]

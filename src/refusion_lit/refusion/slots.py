@@ -146,7 +146,7 @@ def slot_grid(
 ) -> tuple[list[range], list[list[int]]]:
     """Cut the unknown tokens of a response into slots, and the slots into serial blocks.
 
-    Slots hold no given tokens. A hole is cut from its left end, so its last slot may be shorter; what follows the last
+    Slots hold no given tokens. A span is cut from its left end, so its last slot may be shorter; what follows the last
     given token is cut into whole slots, also beyond ``length``. The blocks of holes, in text order, come before those
     of the rest: the rest then sees them filled.
 

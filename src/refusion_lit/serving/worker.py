@@ -226,7 +226,7 @@ class Worker(GenerationCallback):
             job.tell(generation)
 
     def _recover(self, error: Exception) -> None:
-        """Start again with a new engine, as what the failed call left behind is undefined."""
+        """Start again with a new engine, as the state after a failed call is undefined."""
         del self.engine  # releases the cache first
         self.engine = self._new_engine()
         jobs = list(self._active.values())

@@ -52,7 +52,7 @@ class Trace:
         prompt: The query, before any template.
         response: The decoded text.
         prompt_length: Number of prompt tokens, template included; the response starts at this position.
-        token_ids: Response tokens up to and including the end of sequence.
+        token_ids: Response tokens up to and including the EOS token.
         slot_size: Tokens per slot; 1 for decoders without slots.
         finish_reason: See :class:`~refusion_lit.decoding.Generation`.
         seconds: Duration of the decode.

@@ -234,7 +234,7 @@ class SlotDiffusionModule(L.LightningModule):
             with torch.autocast(self.device.type, enabled=False):  # the fused backbone decodes without it
                 answers = rollouts.answers(batch.step, self.global_step)
             for number in range(rollouts.objective.num_updates):
-                fresh = stable_key("update", number, self.global_step)  # bounds mask anew for every update
+                fresh = stable_key("update", number, self.global_step)  # bounds draw new masks for every update
                 keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
                 rollouts.pending.append([self._with_fixed_terms(self.corrupt(each), rollouts) for each in keyed])
             if self._logs_now():

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
 from pickle import UnpicklingError
+from traceback import extract_tb
+
+_INSTALLED = (Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix))
 
 
 class NothingToDoError(ValueError):
@@ -21,6 +27,23 @@ def reason_of(error: BaseException) -> str:
             return "it holds more than tensors and plain values, which could run code when it is loaded"
         return "it is not what torch.save writes"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def place_in_own_code(error: BaseException) -> str:
+    """Return ``" (FILE, line N)"`` if a user's own decoder, objective or task led to an error, else an empty string.
+
+    A message that names an option needs no place.
+    """
+    frames = extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if Path(frame.filename).is_file()
+        and not any(Path(frame.filename).is_relative_to(folder) for folder in _INSTALLED)
+    ]
+    if not own or re.match(r"[\w.]+: expected ", str(error)):
+        return ""
+    return f" ({own[-1].filename}, line {own[-1].lineno})"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

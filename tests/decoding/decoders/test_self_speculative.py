@@ -7,7 +7,8 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -328,6 +329,16 @@ def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) ->
         counts.append((output.num_calls, output.num_positions))
     own, drafted = counts
     assert (own == drafted) == (size > 1)
+
+
+def test_steps_without_drafts_are_those_of_autoregressive() -> None:
+    """No code of the drafts runs for them, so they cost what ``Autoregressive`` costs."""
+    model, sampling = HashModel(5, traits=NEXT), SamplingParams(max_new_tokens=20)
+    state = SelfSpeculative().begin(Prompt(token_ids=(5, 6, 7), id="0"), sampling, model.special_tokens)
+    for num_rows, is_plain in [(1, False), (16, True)]:
+        state.num_rows = num_rows
+        steps = cast("GeneratorType[Any, Any, Any]", SelfSpeculative().step(state))
+        assert (steps.gi_code is Autoregressive.step.__code__) == is_plain
 
 
 def test_drafts_that_are_always_wrong_cost_little() -> None:

@@ -49,7 +49,7 @@ class D2F(BlockDecoder):
     and ``prompt_is_block: false``, unshifted, it equals :class:`BlockDiffusion`.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
-    the defaults. Deliberate differences: no block is opened after any committed end of sequence, not only after one in
+    the defaults. Deliberate differences: no block is opened after any committed EOS token, not only after one in
     the last block; blocks are decoded whole, and tokens beyond ``max_new_tokens`` are not returned.
 
     Attributes:

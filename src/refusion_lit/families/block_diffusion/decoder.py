@@ -65,7 +65,7 @@ class BlockDecoder(Decoder):
         if (start + first) // self.block_size == (start + last) // self.block_size:
             return None
         return (
-            f"its model fills a hole from blocks of {self.block_size} tokens that end before some of the given text "
+            f"its model fills a span from blocks of {self.block_size} tokens that end before some of the given text "
             "(set ignore_right_context: true to fill it without that text)"
         )
 

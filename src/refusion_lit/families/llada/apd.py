@@ -39,7 +39,7 @@ class APD(Decoder):
     implemented. As in the paper and unlike the released program, draft and target share their noise; the program takes
     the most probable target, and applies the temperature twice. Deliberate differences: temperature, top-k and top-p
     act on the product too; the token before the drafts is fed to the verifier again, where the program keeps its logits
-    (those of a wrong position once all drafts are accepted); a response ends at its first end of sequence.
+    (those of a wrong position once all drafts are accepted); a response ends at its first EOS token.
 
     Attributes:
         mixture_weight: Weight R of the masked model in the product (``apd_mixture_weight``), in [0, 1]. 1 accepts every
@@ -126,7 +126,7 @@ class PairedModel(LanguageModel):
         require(holds, "verifier", f"a model on {masked.device}", verifier.device, "load both on one device")
         own = masked.special_tokens.eos_token_ids
         other = verifier.special_tokens.eos_token_ids
-        expected = f"the masked model's tokenizer, with the ends of sequence {own}"
+        expected = f"the masked model's tokenizer, with the EOS tokens {own}"
         require(own == other, "verifier", expected, other, "load two models with one tokenizer")
         self._masked = masked
         self._verifier = verifier

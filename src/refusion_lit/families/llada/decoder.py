@@ -70,12 +70,12 @@ class LLaDA(Decoder):
         guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
             unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
-            confidences. Other ends of sequence, such as the end of a turn, may be drawn.
-        eos_confidence_zero: With ``low_confidence``: any end of sequence may be drawn, but its confidence is 0 and the
+            confidences. Other EOS tokens, such as the end of a turn, may be drawn.
+        eos_confidence_zero: With ``low_confidence``: any EOS token may be drawn, but its confidence is 0 and the
             others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). An end is still unmasked if
             no other place is left. The released option does so at temperature 0. Above 0 the released option acts on
             the end of turn only; this one acts on all ends.
-        stop_at_eos: Stop once everything up to an end of sequence is final, instead of running all steps.
+        stop_at_eos: Stop once everything up to an EOS token is final, instead of running all steps.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         kernel_size: Convolutional decoding (arXiv 2509.15188): weigh a mask by s = tanh(n), where n is the number of

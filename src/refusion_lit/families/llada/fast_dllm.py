@@ -60,7 +60,7 @@ class FastDLLM(Decoder):
             with a cache and any other ``alg``); needs ``threshold`` null.
         cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
             the block is recomputed).
-        stop_at_eos: Stop once everything up to an end of sequence is final.
+        stop_at_eos: Stop once everything up to an EOS token is final.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block

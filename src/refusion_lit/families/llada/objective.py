@@ -132,13 +132,13 @@ class R2FT(Objective):
     :class:`Masked` and repeat themselves where masks are far from known text. A cut c is uniform over the response;
     everything from c on is masked. The rejected text repeats the last g tokens before c, g uniform in [1,
     ``max_unit``], from a random one of them on, over a length uniform in [``min_span``, ``max_span``], at most to the
-    response's end; an end of sequence stands at a random place of it. Both texts are scored by one forward of the
+    response's end; an EOS token stands at a random place of it. Both texts are scored by one forward of the
     masked input. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p of the
     rejected text over its length, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w,
     both means over samples.
 
     Deliberate differences: no margin, as in the released script (the paper's text has 0.1); means over samples, not
-    sums; an end of sequence replaces a token of the rejected text and may stand at its end; the rejected text ends with
+    sums; an EOS token replaces a token of the rejected text and may stand at its end; the rejected text ends with
     the response. Samples cannot be packed.
 
     Attributes:

@@ -118,13 +118,19 @@ class SelfSpeculative(Decoder):
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
-        """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones."""
+        """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones.
+
+        Where drafting does not pay, the steps are those of :class:`Autoregressive`, at its cost.
+        """
+        if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
+            state.acceptance.count(1)
+            return _NEXT_TOKEN.step(state)
+        return self._round(state)
+
+    def _round(self, state: SpeculativeState) -> Steps[None]:
+        """Run one forward that verifies or drafts."""
         start = state.prompt_length
         place = state.num_committed
-        if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
-            yield from _NEXT_TOKEN.step(state)  # drafting does not pay
-            state.acceptance.count(1)
-            return
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*state.text(state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted

@@ -44,7 +44,7 @@ class DualStream(Objective):
     loss is (mdm + ar_weight * ar) / (1 + ar_weight).
 
     Deliberate difference: the public trainer can append more learnable end-of-turn tokens to a response
-    (``num_learnable_im_end``); here a response ends with one end of sequence.
+    (``num_learnable_im_end``); here a response ends with one EOS token.
 
     Attributes:
         block_size: Number of tokens in a block, at least 1; decoders need not know it.
