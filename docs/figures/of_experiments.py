@@ -289,7 +289,7 @@ def _slot_order(results: Result) -> str:
 @table("policy_additions", _path("policy_additions"))
 def _policy_additions(results: Result) -> str:
     runs = {f"seed {seed}": run for seed, run in results["results"].items()}
-    return markdown_table(policy.HEAD, policy.rows(results["before"], runs))
+    return markdown_table(policy.HEAD, policy.rows(results["before"], {**runs, "mean": {"after": results["mean"]}}))
 
 
 def _policy_curves(results: Result) -> policy.Curves:
@@ -299,11 +299,26 @@ def _policy_curves(results: Result) -> policy.Curves:
 @table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
     runs = _by_estimator(results)
+    for name, mean in results["means"].items():
+        runs[f"`{name}`, mean of {len(results['results'][name])}"] = mean
     rows = policy.rows(results["before"], runs)
     against = [["", ""], *(list(run["against_exact"].values()) for run in runs.values())]
     cells = [[f"{each[0]:+.1f}, {each[1]:+.1f} to {each[2]:+.1f}" if each else "" for each in pair] for pair in against]
     head = [*policy.HEAD, "left to right, against exact", "thresholds, against exact"]
     return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
+
+
+@table("policy_estimators gradients", _path("policy_estimators", "gradients.json"))
+def _policy_gradients(results: Result) -> str:
+    rows = []
+    for name, each in results["results"].items():
+        step = each["steps"]["0.02"]
+        measured = f"{step['slope']:.2f} ± {1.96 * step['standard_error']:.2f}"
+        ratio = f"{each['signal'] / each['noise']:.3f}"
+        rows.append([name, f"{each['signal']:.5f}", f"{each['noise']:.5f}", ratio, f"{step['back']:.3f}",
+                     f"{step['ahead']:.3f}", measured])  # fmt: skip
+    head = ["roll-outs", "signal", "noise", "signal/noise", "reward a step back", "a step ahead", "slope of the reward"]
+    return markdown_table(head, rows)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:
@@ -345,7 +360,7 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
-_plot("policy_estimators", "reward.svg", lambda results: policy.curves(_by_estimator(results)), policy.draw)
+_plot("policy_estimators", "reward.svg", lambda results: policy.mean_curves(results["results"]), policy.draw)
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(

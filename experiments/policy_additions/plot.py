@@ -20,7 +20,7 @@ def rows(before: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> li
     found = [["start", *(cell for figures in before.values() for cell in _cells(figures)), ""]]
     for name, run in runs.items():
         cells = [cell for figures in run["after"].values() for cell in _cells(figures)]
-        found.append([name, *cells, f"{run['seconds'] / 60:.0f}"])
+        found.append([name, *cells, f"{run['seconds'] / 60:.1f}" if "seconds" in run else ""])
     return found
 
 
@@ -38,6 +38,15 @@ HEAD: Sequence[str] = ("model", "left to right", "t/f", "thresholds", "t/f", "mi
 def curves(runs: Mapping[str, Mapping[str, Any]]) -> Curves:
     """Return the rewards of roll-outs by number of updates."""
     return {name: [(point["step"], point["reward"]) for point in run["curve"]] for name, run in runs.items()}
+
+
+def mean_curves(results: Mapping[str, Mapping[str, Any]]) -> Curves:
+    """Return the rewards of roll-outs by number of updates, means over the seeds of each setting."""
+    found = {}
+    for name, runs in results.items():
+        by_point = zip(*curves(runs).values(), strict=True)
+        found[name] = [(points[0][0], sum(reward for _, reward in points) / len(points)) for points in by_point]
+    return found
 
 
 def draw(found: Curves, path: Path) -> None:

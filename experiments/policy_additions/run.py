@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import refusion_lit
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.reports.comparison import score_difference
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks import Additions
+from refusion_lit.tasks import Additions, Task
 from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -46,25 +46,38 @@ DECODERS: dict[str, Decoder] = {
 }
 
 
-def start_model(work: Path) -> Path:
-    """Train the quickstart's model, stop after START_STEP of its 2500 steps; return the exported model."""
+def start_model(work: Path, step: int = START_STEP, *overlays: Path) -> Path:
+    """Train a small model, and export its checkpoint of a step; return the exported model.
+
+    Args:
+        work: Where both are kept.
+        step: The step, a multiple of 100.
+        overlays: Configs on top of the quickstart's, whose training has 2500 steps.
+    """
     exported = work / "start"
     if not exported.exists():
         run = work / "start_run" / "fit"
-        train(run, *configs(CONFIGS / "quickstart.yaml", HERE / "start.yaml"))
-        command(
-            "export", "--ckpt_path", str(run / "checkpoints" / f"step={START_STEP}.ckpt"), "--output", str(exported)
-        )
+        path = _with_repository()
+        train(run, *configs(CONFIGS / "quickstart.yaml", HERE / "start.yaml", *overlays), PYTHONPATH=path)
+        checkpoint = run / "checkpoints" / f"step={step}.ckpt"
+        command("export", "--ckpt_path", str(checkpoint), "--output", str(exported), PYTHONPATH=path)
     return exported
 
 
-def measured(model: Path, num_prompts: int) -> dict[str, Any]:
-    """Decode test prompts greedily with both decoders."""
+def _with_repository() -> str:
+    """Return the search path with the repository, for class paths of experiments."""
+    return os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+
+
+def measured(
+    model: Path, num_prompts: int, task: Task = TASK, decoders: Mapping[str, Decoder] = DECODERS, length: int = 64
+) -> dict[str, Any]:
+    """Decode test prompts greedily, with at most ``length`` new tokens."""
     loaded = refusion_lit.load(str(model))
-    examples = list(TASK.examples("test"))[:num_prompts]
+    examples = list(task.examples("test"))[:num_prompts]
     found = {}
-    for name, decoder in DECODERS.items():
-        scores, figures = decode_examples(loaded, examples, TASK.score, decoder, SamplingParams(max_new_tokens=64))
+    for name, decoder in decoders.items():
+        scores, figures = decode_examples(loaded, examples, task.score, decoder, SamplingParams(max_new_tokens=length))
         found[name] = {**{key: round(value, 4) for key, value in figures.items()}, "scores": scores}
         print(model, name, {key: value for key, value in found[name].items() if key != "scores"}, flush=True)
     return found
@@ -74,8 +87,7 @@ def trained(run: Path, start: Path, seed: int, *options: str) -> tuple[Path, flo
     """Train on rewards from the start model unless that is done; return the checkpoint and the seconds it took."""
     started = time.perf_counter()
     model = ["--model.backbone.source", str(start), "--data.tokenizer.init_args.source", str(start)]
-    path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))  # for class paths
-    last = train(run, *options, *model, *seeds(seed), PYTHONPATH=path)
+    last = train(run, *options, *model, *seeds(seed), PYTHONPATH=_with_repository())
     return last, kept(run / "seconds.json", lambda: time.perf_counter() - started)
 
 
@@ -107,6 +119,18 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def mean_of(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over seeds of figures and of each prompt's scores."""
+    found: dict[str, Any] = {}
+    for name, first in measurements[0].items():
+        rows = [each[name] for each in measurements]
+        found[name] = {key: round(sum(row[key] for row in rows) / len(rows), 4) for key in first if key != "scores"}
+        found[name]["scores"] = [
+            sum(scores) / len(rows) for scores in zip(*[row["scores"] for row in rows], strict=True)
+        ]
+    return found
+
+
 LOGGED = ("reward", "length", "distinct_answers", "equal_groups", "entropy", "engine_kl", "tokens_per_forward",
           "rollout_seconds", "update_seconds")  # fmt: skip
 
@@ -120,6 +144,7 @@ def main() -> None:
     start = start_model(args.work_dir)
     before = kept(args.work_dir / "before.json", measured, start, args.num_prompts)
     results: dict[str, Any] = {}
+    measurements = []
     for seed in args.seeds:
         run = args.work_dir / f"seed{seed}" / "fit"
         last, seconds = trained(run, start, seed, *configs(CONFIGS / "policy.yaml", HERE / "policy.yaml"))
@@ -128,7 +153,9 @@ def main() -> None:
         written = {name: {k: v for k, v in figures.items() if k != "scores"} for name, figures in before.items()}
         config = {"start_step": START_STEP, "num_prompts": args.num_prompts, "seeds": list(results)}
         about = environment(0, ["python", "experiments/policy_additions/run.py"])
-        write_json(args.output, {"config": config, "before": written, "results": results, "environment": about})
+        measurements.append(after)
+        found = {"before": written, "results": results, "mean": compared(before, mean_of(measurements))}
+        write_json(args.output, {"config": config, **found, "environment": about})
 
 
 if __name__ == "__main__":

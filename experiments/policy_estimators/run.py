@@ -1,13 +1,17 @@
 """Train the same model on the same rewards with each likelihood: exact, coupled bound, mean field, trajectories.
 
-usage: python experiments/policy_estimators/run.py [--work_dir runs/policy_estimators] [--output FILE] [--seeds 0 1 2]
+usage: python experiments/policy_estimators/run.py [--task additions] [--work_dir runs/policy_estimators]
+       [--output FILE] [--seeds 0 1 2] [--only NAME ...]
 
-The start model is that of policy_additions. Finished parts are skipped, and a training resumes, so it can be killed.
+The start model of the additions is that of policy_additions. Finished parts are skipped, and a training resumes, so it
+can be killed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +20,135 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.common import argument_parser, configs, kept, write_json
 from experiments.policy_additions.run import (
     CONFIGS,
+    DECODERS,
     LOGGED,
     START_STEP,
+    TASK,
     compared,
     curve,
+    mean_of,
     measured,
     start_model,
     trained,
 )
+from experiments.tasks import Latin
 
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.reports.results import environment
+from refusion_lit.tasks import Sheet, Task
 
 HERE = Path(__file__).parent
 ESTIMATORS = ("exact", "coupled", "mean_field", "trajectory")
+MORE = ("trajectory_slow",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A task, its start model and its decoders.
+
+    Attributes:
+        task: The task.
+        step: Step of the start model.
+        length: Length limit of answers.
+        decoders: Both decoders that measure.
+        overlays: Names of configs, for the start and for training on rewards.
+        slot_size: Tokens per slot.
+    """
+
+    task: Task = TASK
+    step: int = START_STEP
+    length: int = 64
+    decoders: dict[str, Decoder]
+    overlays: tuple[str, ...] = ()
+    slot_size: int = 8
+
+    def options(self, estimator: str) -> list[str]:
+        """Return the options of a training with an estimator."""
+        overlays = [HERE / f"{name}.yaml" for name in self.overlays[1:]]
+        found = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{estimator}.yaml", *overlays)
+        found += ["--model.objective.init_args.likelihood.init_args.slot_size", str(self.slot_size)]
+        for name in ["refusion"] if estimator.startswith("trajectory") else ["left_to_right", "refusion"]:
+            found += [f"--model.decoders.{name}.init_args.slot_size", str(self.slot_size)]
+        return found
+
+
+SETTINGS = {
+    "additions": Setting(decoders=DECODERS),
+    "sheet": Setting(
+        task=Sheet(num_train=400_000, num_validation=256, num_test=500),
+        step=600,
+        length=96,
+        decoders=DECODERS,
+        overlays=("start_sheet", "sheet"),
+    ),
+    "latin": Setting(
+        task=Latin(num_grids=1, num_clues=14, num_train=400_000, num_validation=256, num_test=500),
+        step=700,
+        length=32,
+        decoders={
+            "left to right": SelfSpeculative(slot_size=1),
+            "thresholds": ReFusion(slot_size=1, num_serial_blocks=2),
+        },
+        overlays=("start_latin", "latin"),
+        slot_size=1,
+    ),
+}
 
 
 def main() -> None:
     """Run and write the result."""
     parser = argument_parser(__doc__, "runs/policy_estimators", HERE / "results.json")
-    parser.add_argument("--start_dir", type=Path, default=Path("runs/policy_additions"))
+    parser.add_argument("--task", choices=list(SETTINGS), default="additions")
+    about_start = (
+        "where the start model is kept; by default in the work directory, for additions that of policy_additions"
+    )
+    parser.add_argument("--start_dir", type=Path, help=about_start)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_prompts", type=int, default=500)
+    parser.add_argument("--only", nargs="+", choices=ESTIMATORS + MORE, default=list(ESTIMATORS), help="with exact")
     args = parser.parse_args()
-    start = start_model(args.start_dir)
-    before = kept(args.work_dir / "before.json", measured, start, args.num_prompts)
+    setting = SETTINGS[args.task]
+    is_first = args.task == "additions"
+    work = args.work_dir if is_first else args.work_dir / args.task
+    output = args.output if is_first else args.output.with_name(f"{args.task}.json")
+    start_dir = args.start_dir or (Path("runs/policy_additions") if is_first else work)
+    start = start_model(start_dir, setting.step, *(HERE / f"{name}.yaml" for name in setting.overlays[:1]))
+
+    def measure(model: Path) -> dict[str, Any]:
+        return measured(model, args.num_prompts, setting.task, setting.decoders, setting.length)
+
+    before = kept(work / "before.json", measure, start)
     plain = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
-    results: dict[str, dict[str, Any]] = {}
-    exact: dict[str, Any] = {}
+    results: dict[str, dict[str, Any]] = defaultdict(dict)
+    measurements: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for seed in args.seeds:
-        for name in ESTIMATORS:
-            run = args.work_dir / f"{name}{seed}" / "fit"
-            options = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{name}.yaml")
-            last, seconds = trained(run, start, seed, *options)
-            after = kept(args.work_dir / f"{name}{seed}.json", measured, last, args.num_prompts)
-            found = {"seconds": round(seconds), "after": compared(before, after), "curve": curve(run, LOGGED)}
-            exact = after if name == ESTIMATORS[0] else exact
-            against = compared(exact, after)
-            found["against_exact"] = {decoder: each["difference_in_points"] for decoder, each in against.items()}
-            results.setdefault(name, {})[str(seed)] = found
-            config = {"start_step": START_STEP, "num_prompts": args.num_prompts, "seeds": args.seeds}
-            about = environment(0, ["python", "experiments/policy_estimators/run.py"])
-            write_json(args.output, {"config": config, "before": plain, "results": results, "environment": about})
+        for name in args.only:
+            run = work / f"{name}{seed}" / "fit"
+            last, seconds = trained(run, start, seed, *setting.options(name))
+            after = kept(work / f"{name}{seed}.json", measure, last)
+            measurements[name].append(after)
+            results[name][str(seed)] = {
+                "seconds": round(seconds),
+                **against(before, measurements["exact"][-1], after),
+                "curve": curve(run, LOGGED),
+            }
+            config = {"task": args.task, "start_step": setting.step, "num_prompts": args.num_prompts}
+            exact = measurements["exact"]
+            means = {
+                key: against(before, mean_of(exact[: len(rows)]), mean_of(rows)) for key, rows in measurements.items()
+            }
+            found = {"before": plain, "results": results, "means": means}
+            about = environment(0, ["python", "experiments/policy_estimators/run.py", "--task", args.task])
+            write_json(output, {"config": {**config, "seeds": args.seeds}, **found, "environment": about})
+
+
+def against(before: dict[str, Any], exact: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return figures with differences to the start, and the differences to the exact likelihood."""
+    beside = compared(exact, after)
+    return {
+        "after": compared(before, after),
+        "against_exact": {decoder: each["difference_in_points"] for decoder, each in beside.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from experiments.policy_estimators.likelihoods import MaskedBound
+from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
 from torch import Tensor
 
 from fakes import EOS, tiny_backbone
 from policy.test_likelihood import answers, batch_of, every_answer, laid, small
-from refusion_lit.decoding import Autoregressive, SelfSpeculative, decode
+from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, TrajectoryRecorder, decode
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.policy import GroupPolicy, LeftToRight, NextToken
@@ -122,6 +123,35 @@ def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
     assert float(drawn.sum()) == size
     assert float(deviations.abs().max()) < 4.5
+
+
+@pytest.mark.parametrize("thresholds", [(1.0, 0.0), (0.4, 0.4)])
+def test_trajectories_are_drawn_as_often_as_their_likelihood_says(thresholds: tuple[float, float]) -> None:
+    """Discarded drafts included: each trajectory is a set of draws, and its likelihood the share of decodes with it."""
+    likelihood = Rounds(slot_size=2)
+    model = small(tiny_backbone(likelihood.traits), 2)
+    decoder = ReFusion(
+        slot_size=2, num_serial_blocks=1, slot_threshold=thresholds[0], token_threshold=thresholds[1], fused=False
+    )
+    size = 300
+    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(size)]
+    recorder = TrajectoryRecorder(decoder)
+    sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=11)
+    rows = decode(model, decoder, prompts, sampling, batch_size=size, callbacks=[recorder], trace=True).rows
+    found = {}
+    for index in range(size):
+        trajectory = recorder.trajectories[index]
+        is_drafted = np.isin(trajectory.draws[:, 0], [i for i, p in enumerate(trajectory.phases, 1) if p == "plan"])
+        found.setdefault(tuple(map(tuple, trajectory.draws[is_drafted].tolist())), []).append(index)
+    firsts = [indices[0] for indices in found.values()]
+    batch = batch_of([rows[index].token_ids for index in firsts])
+    batch = replace(batch, trajectories=[recorder.trajectories[index] for index in firsts])
+    probability = answers(model, likelihood, batch).exp()
+    drawn = torch.tensor([len(indices) for indices in found.values()]).double()
+    deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
+    assert len(found) > 5
+    assert float(deviations[size * probability > 5].abs().max()) < 4.5
+    assert 0.7 < float(probability.sum()) <= 1 + 1e-9
 
 
 def test_answers_of_a_group_differ() -> None:

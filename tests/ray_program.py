@@ -1,0 +1,123 @@
+"""Runs the examples for Ray on a local cluster of two workers; a program of tests/serving/test_ray.py.
+
+usage: python ray_program.py MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import ray
+import ray_predict
+import ray_serve
+from ray import serve
+
+from refusion_lit.serving.app import LOCAL
+
+BATCH = 8
+
+
+def interrupted(folder: Path) -> type[ray_predict.Answers]:
+    """Return an actor that is killed once, and fails once when others have written; it notes what it decodes."""
+
+    class Interrupted(ray_predict.Answers):
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            ids = [int(number) for number in batch["id"]]
+            if 0 in ids and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if 39 in ids and not (folder / "failed").exists():
+                while not list((folder / "output" / "done").glob("*.parquet")):
+                    time.sleep(0.1)
+                (folder / "failed").touch()
+                raise RuntimeError("as an interruption")
+            found = super().__call__(batch)
+            with (folder / "decoded").open("a", encoding="utf-8") as file:
+                file.write("".join(f"{number}\n" for number in ids))
+            return found
+
+    return Interrupted
+
+
+def written(folder: Path) -> list[int]:
+    files = sorted((folder / "output" / "parts").glob("*.json"))
+    return [json.loads(line)["id"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def predict(model: str, folder: Path) -> None:
+    """Decode the prompts in two runs, of which the first one is interrupted."""
+    asked = (model, str(folder / "prompts.jsonl"), folder / "output", 2, interrupted(folder), BATCH)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray_predict.answer(*asked)
+    done = written(folder)
+    (folder / "decoded").unlink(missing_ok=True)
+    ray_predict.answer(*asked)
+    later = [int(line) for line in (folder / "decoded").read_text(encoding="utf-8").split()]
+    (folder / "interrupted.json").write_text(json.dumps({"done": done, "later": later}), encoding="utf-8")
+
+
+async def ask(port: int, name: str) -> dict[str, list[str]]:
+    """Ask the replicas from several clients at once, with and without a stream."""
+    prompts = [f"{i}+1=" for i in range(16)]
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120) as client:
+
+        async def whole(text: str) -> str:
+            return (await client.completions.create(model=name, prompt=text, max_tokens=24)).choices[0].text
+
+        async def streamed(text: str) -> str:
+            stream = await client.completions.create(model=name, prompt=text, max_tokens=24, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        texts = await asyncio.gather(*map(whole, prompts))
+        return {"texts": texts, "streamed": await asyncio.gather(*map(streamed, prompts))}
+
+
+def replicas(model: str, folder: Path) -> None:
+    """Serve with two replicas."""
+    with socket.socket() as free:
+        free.bind((LOCAL[0], 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": LOCAL[0], "port": port})
+    serve.run(ray_serve.application(model, 2))
+    [deployment] = serve.status().applications["default"].deployments.values()
+    states = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}
+    found = asyncio.run(ask(port, Path(model).name))
+    (folder / "served.json").write_text(json.dumps({"replicas": states, **found}), encoding="utf-8")
+
+
+def start(num_tries: int = 4) -> None:
+    """Start a local cluster; on a busy machine Ray's agents may miss a time limit of half a minute that is not ours."""
+    for number in range(num_tries):
+        try:
+            # Logical processors: one for each of two workers, the others for reading and writing.
+            ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200_000_000)
+        except Exception as error:  # Ray has no class of its own for it
+            ray.shutdown()
+            if number == num_tries - 1 or "timed out during startup" not in str(error):
+                raise
+        else:
+            return
+
+
+def main() -> None:
+    """Run both."""
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    start()
+    predict(model, folder)
+    replicas(model, folder)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
