@@ -37,7 +37,7 @@ def _demo(results: Result) -> str:
 @table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "real_model.json"))
 def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
     head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    found = list(of_pays["runs"].values())[-1]["decoders"]
+    found = of_pays["runs"]["shorter, step 200"]["decoders"]
     converted = [
         [
             "SmolLM2 converted, GSM8K, alone",
@@ -47,7 +47,7 @@ def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
             _speed(figures, "autoregressive"),
         ]
         for name, figures in found.items()
-        if not name.startswith("base")
+        if name in ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
     ]
     return markdown_table(head, [*demo.summary(of_demo["rows"]), *lossless.summary(of_lossless["runs"]), *converted])
 
