@@ -298,6 +298,15 @@ def _policy_curves(results: Result) -> policy.Curves:
 
 @table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
+    return _estimators(results)
+
+
+@table("policy_estimators sheet", _path("policy_estimators", "sheet.json"))
+def _policy_sheet(results: Result) -> str:
+    return _estimators(results)
+
+
+def _estimators(results: Result) -> str:
     runs = _by_estimator(results)
     for name, mean in results["means"].items():
         runs[f"`{name}`, mean of {len(results['results'][name])}"] = mean
