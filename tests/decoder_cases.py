@@ -186,7 +186,7 @@ def temperatures() -> st.SearchStrategy[float]:
 def weighs_rows(decoder: Decoder) -> bool:
     """Whether a decoder's forwards, though not its text, depend on how many rows share their cost."""
     if isinstance(decoder, ReFusion):
-        return decoder.infill == "bonus" and decoder.fused
+        return decoder.infill == "bonus"
     return isinstance(decoder, SelfSpeculative) and decoder.layout is None
 
 
