@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_533,
+    "command to text: lines": 4_535,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_105,
+    "token ids to text: lines": 4_107,
     "examples to loss: files": 18,
     "examples to loss: lines": 3_240,
     "test: files": 59,
-    "test: lines": 12_152,
+    "test: lines": 12_154,
     "package: files": 176,
-    "package: lines": 27_658,
-    "package: lines of code": 17_392,
+    "package: lines": 27_660,
+    "package: lines of code": 17_393,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -252,12 +252,14 @@ class Decoder(ABC):
             :meth:`refusal`.
         stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
             whole response. If not, the decoder sets ``finished``.
+        shifted: Whether a mask is predicted by the position before it.
     """
 
     requires: ClassVar[ModelRequirements]
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = ""
     stop_at_eos: bool = True  # an option of some subclasses
+    shifted: bool = False  # likewise
 
     @property
     def is_left_to_right(self) -> bool:
@@ -266,7 +268,7 @@ class Decoder(ABC):
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""
-        if not getattr(self, "shifted", False):
+        if not self.shifted:
             return self.requires
         own = self.requires.predictions
         predictions: tuple[Prediction, ...] = tuple("mask_shifted" if each == "mask" else each for each in own)

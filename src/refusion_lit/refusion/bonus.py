@@ -135,7 +135,8 @@ def _groups(state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *,
     for slot in open_ones:
         first = infill.cache_index(slot)
         cost = state.forward_cost / (state.num_rows * len(open_ones))  # they share it
-        for accepted in range(slot.num_drafts + 1 if fused else slot.num_drafts == 0):
+        last = slot.num_drafts if fused or slot.num_drafts == 0 else -1
+        for accepted in range(last + 1):
             place = slot.num_accepted + accepted
             most = len(slot.tokens) - place - 1
             most = most if num_drafts is None else min(most, num_drafts)

@@ -29,8 +29,7 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
-from refusion_lit.engine.drafting import cheapest
-from refusion_lit.families.speculative.decoder import SpeculativeState
+from refusion_lit.families.speculative.decoder import SpeculativeState, cheapest
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed

@@ -9,16 +9,23 @@ the same token for token. Rejection sampling is an option: it accepts more draft
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance, Layout, cheapest
+from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
 
+Layout = Literal["two_forwards", "single_forward"]
+"""Where the masks of a round stand: in a forward of their own, or after every possible acceptance of a verification."""
+
 _NEXT_TOKEN = Autoregressive()
+
+_LEAST_GAIN = 0.05
+"""Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
 _ADAPTERS = 0.25
 """Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
@@ -235,3 +242,31 @@ class SelfSpeculative(Decoder):
         wanted = [range(offset, length) if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
         return readings[1 + list(groups).index(accepted)]
+
+
+@lru_cache(maxsize=1024)
+def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks: int) -> tuple[Layout, int]:
+    """Return the layout and number of masks with the lowest cost per token, in positions.
+
+    Each draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
+    besides the model's own. Without drafts, a token costs F + 1 positions, F the fixed cost of a forward.
+    ``two_forwards`` commits E + 2 tokens for two forwards, with d masks in the first and d drafts in the second;
+    ``single_forward`` commits E + 1 tokens for one, with d drafts and d masks after each of d + 1 acceptances.
+
+    Args:
+        forward_cost: F, at least 0.
+        adapters: What a drafter's adapters add to a forward with masks, in positions.
+        acceptance: a, in [0, 1].
+        num_masks: Maximum of d.
+
+    Returns:
+        The layout and d; 0 where drafts do not save 5 %.
+    """
+    best: tuple[float, Layout, int] = ((1 - _LEAST_GAIN) * (forward_cost + 1), "two_forwards", 0)
+    expected = 0.0
+    for d in range(1, num_masks + 1):
+        expected += acceptance**d
+        two = (2 * (forward_cost + 1 + d) + adapters) / (2 + expected)
+        single = (forward_cost + 1 + d + (d + 1) * d + adapters) / (1 + expected)
+        best = min(best, (two, "two_forwards", d), (single, "single_forward", d))
+    return best[1], best[2]
