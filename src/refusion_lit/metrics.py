@@ -68,7 +68,7 @@ class DecodingMetrics(Metric):
 
     * ``score``: mean score of the responses, in [0, 1].
     * ``tokens_per_forward``: committed tokens (EOS token counted, nothing after it) over the forwards in
-      which each prompt took part; a ratio of totals. It depends on the batch size only for decoders that weigh forwards.
+      which each prompt took part; a ratio of totals. Where decoders weigh forwards it depends on the batch size.
     * ``tokens_per_second``: committed tokens over seconds of decoding, measured with a synchronised clock. Prompt
       tokens do not count.
     * ``tokens_per_call``: committed tokens over calls of the model, which does grow with the batch size.
