@@ -1,4 +1,4 @@
-"""The HTTP application: its door, its routes, and the process around it."""
+"""The HTTP application: its routes, and the process around it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from types import FrameType
+from typing import Annotated
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import generate_latest
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, RequestError, parse
+from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body, message_of
 from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the key that clients must send."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
-_OPEN = ("/", "/health")
-"""Paths that need no key: the page, which asks for it, and what a load balancer reads."""
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -32,88 +36,78 @@ _PAGE_POLICY = (
 def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     """Return the application.
 
+    Without a key, it serves requests that name this machine only, so that no page of another site can reach it through
+    a name that it made point here. Bodies must be declared as JSON, which such a page cannot do without asking first.
+
     Args:
         service: Answers the requests.
-        key: The API key that clients must send; ``None``: none.
+        key: The API key that clients must send, but for the page and ``/health``; ``None``: none.
     """
-
-    async def door(request: Request) -> None:
-        _check(request, key)
+    worker = service.worker
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.worker.thread.start()
+        worker.thread.start()
         yield
-        await asyncio.to_thread(service.worker.stop)
+        await asyncio.to_thread(worker.stop)
 
     # The framework's own pages load scripts from elsewhere.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, dependencies=[Depends(door)])
-    max_body = service.limits.max_body_bytes
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=service.limits.max_body_bytes)
+    if key is None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     page = files("refusion_lit.serving").joinpath("page.html").read_text(encoding="utf-8")
 
-    @app.exception_handler(RequestError)
-    async def refuse(_: Request, error: RequestError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Request, error: HTTPException) -> Response:
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await service.answer(parse(ChatRequest, await _body(request, max_body)), request)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await service.answer(parse(CompletionRequest, await _body(request, max_body)), request)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
-        return JSONResponse({"object": "list", "data": [card]})
+    @app.exception_handler(RequestValidationError)
+    async def refuse_field(request: Request, error: RequestValidationError) -> Response:
+        return await refuse(request, HTTPException(400, message_of(error)))
 
     @app.get("/health")
     async def health() -> Response:
-        worker = service.worker
         state = "stopping" if worker.is_draining else "ready" if worker.is_ready else "loading"
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
     @app.get("/")
     async def show() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})
 
+    app.include_router(_api(service, key))
     return app
 
 
-def _check(request: Request, key: str | None) -> None:
-    """Refuse a request before its body is read.
+def _api(service: Service, key: str | None) -> APIRouter:
+    """Return the routes that need the key."""
 
-    Without a key, only requests addressed to this machine by a local name are served, so that no page of another site
-    can reach the server through a name that it made point here. Bodies must be declared as JSON, which a page of
-    another site cannot do without asking first.
-    """
-    headers = request.headers
-    if key is None:
-        host = headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name not in LOCAL:
-            raise RequestError(403, f"host: expected one of {', '.join(LOCAL)}; set {API_KEY} to serve others.")
-    elif request.url.path not in _OPEN:
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, key.encode()):
-            raise RequestError(401, "authorization: expected the API key as a bearer token.")
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.method == "POST" and kind != "application/json":
-        raise RequestError(415, "content-type: expected application/json.")
+    async def check_key(
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    ) -> None:
+        if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
+            raise HTTPException(401, "authorization: expected the API key as a bearer token.")
 
+    api = APIRouter(dependencies=[Depends(check_key)])
 
-async def _body(request: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise RequestError(413, f"body: expected at most {max_bytes} bytes; send less.")
-    return bytes(body)
+    @api.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await service.answer(asked, request)
+
+    @api.post("/v1/completions")
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await service.answer(asked, request)
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return api
 
 
 class Server(uvicorn.Server):

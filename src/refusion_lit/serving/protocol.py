@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi.exceptions import RequestValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,), "echo": (False,),
-    "tools": ([],), "store": (False,),
-}  # fmt: skip
-"""Values of fields that ask for nothing, which some clients always send."""
+_NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "echo", "tools", "store")
+"""Fields that some clients always send; zero, false or empty they ask for nothing."""
 _REASONS = {
     "logprobs": "a decoder that commits several tokens per forward has no log-probability of a next token",
     "tools": "this server calls no tools; use response_format for JSON",
 }
-
-
-class RequestError(ValueError):
-    """A request that is answered by an error.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Further headers of the answer.
-    """
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
-
-    def body(self) -> dict[str, Any]:
-        """Return the answer's body, in OpenAI's form; a message about a field begins with its name."""
-        name = str(self).partition(":")[0]
-        param = name if name.replace(".", "").isidentifier() else None
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.status}}
 
 
 class _Strict(BaseModel):
@@ -69,21 +45,21 @@ class ResponseFormat(_Strict):
     """Form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchema = JsonSchema()
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | bool | None:
         """The JSON schema that the answer keeps; ``None`` for text."""
-        if self.type == "json_schema":
-            return True if self.json_schema is None else self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        return {"text": None, "json_object": {"type": "object"}, "json_schema": self.json_schema.schema_}[self.type]
 
 
 class Asked(_Strict):
     """The fields that both endpoints have; what is ``None`` is up to the server's options."""
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
+    )
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
@@ -94,6 +70,14 @@ class Asked(_Strict):
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None  # who asks: nothing here depends on it
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
+        """Leave out the fields that ask for nothing."""
+        if not isinstance(values, dict):
+            return values
+        return {name: each for name, each in values.items() if each is not None and (each or name not in _NEUTRAL)}
 
 
 class Message(_Strict):
@@ -107,7 +91,6 @@ class ChatRequest(Asked):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
 
 
 class CompletionRequest(Asked):
@@ -116,30 +99,21 @@ class CompletionRequest(Asked):
     prompt: str | list[str] = Field(min_length=1, max_length=1_000_000)
 
 
-def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> ChatRequest | CompletionRequest:
-    """Read a request's body.
+def message_of(error: RequestValidationError) -> str:
+    """Return a message about the first field that is missing, unknown or wrong; it begins with the field's name."""
+    first = error.errors()[0]
+    name = ".".join(part for part in first["loc"][1:] if isinstance(part, str)) or "body"
+    if first["type"] == "extra_forbidden":
+        return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
+    got = (
+        "" if first["type"] in ("missing", "json_invalid") else f", got {json.dumps(first['input'], default=str)[:60]}"
+    )
+    return f"{name}: {first['msg']}{got}."
 
-    Raises:
-        RequestError: Naming the field that is missing, unknown or wrong.
-    """
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, "body: expected JSON in UTF-8; send the fields as JSON.") from error
-    if not isinstance(values, dict):
-        raise RequestError(400, "body: expected a JSON object; send the fields by name.")
-    asked = {name: each for name, each in values.items() if each is not None and each not in _NEUTRAL.get(name, ())}
-    for name, reason in _REASONS.items():
-        if name in asked:
-            raise RequestError(400, f"{name}: refused, as {reason}; leave it out.")
-    try:
-        return kind.model_validate(asked)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            message = f"{name}: this server has no such field; leave it out. It has {', '.join(kind.model_fields)}."
-        else:
-            got = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=str)[:60]}"
-            message = f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}{got}."
-        raise RequestError(400, message) from error
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's form; a message about a field begins with its name."""
+    name = message.partition(":")[0]
+    param = name if name.replace(".", "").isidentifier() else None
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -15,13 +15,14 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, RequestError
+from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
 from refusion_lit.serving.worker import Job, Update, Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -38,15 +39,13 @@ class Run:
         jobs: One for each choice.
         news: What the worker tells: a choice and an event.
         started: When it arrived.
-        first: When the first text came.
         ended: The choices' generations.
     """
 
     asked: ChatRequest | CompletionRequest
     jobs: list[Job] = field(default_factory=list)
-    news: asyncio.Queue[tuple[int, Update | Generation | RequestError]] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[tuple[int, Update | Generation | HTTPException]] = field(default_factory=asyncio.Queue)
     started: float = field(default_factory=time.monotonic)
-    first: float | None = None
     ended: dict[int, Generation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,29 +67,20 @@ class Run:
             "tokens_per_forward": round(num_tokens / num_forwards, 3) if num_forwards else None,
         }
 
+    def body(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
+        """Return the body of an answer, or of a chunk of a stream."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if self.asked.stream else "chat.completion"
+        head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.asked.model}
+        return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
-class Metrics:
-    """Figures in Prometheus's text format: requests, tokens, forwards and times."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.registry = CollectorRegistry()
-        own: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
-        outcome = "Requests by outcome: done, failed, gone (the client left), refused"
-        self.requests = Counter("requests", outcome, ["outcome"], **own)
-        self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **own)
-        times: dict[str, Any] = own | {"buckets": (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)}
-        self._seconds = Histogram("seconds", "Time to the first text, and to the end of a request", ["until"], **times)
-        Gauge("rows_in_flight", "Answers in flight", **own).set_function(lambda: worker.num_active)
-        Gauge("waiting", "Answers that wait for a row", **own).set_function(lambda: worker.num_waiting)
-
-    def ended(self, outcome: str, run: Run) -> None:
-        """Count a request that has ended."""
-        self.requests.labels(outcome).inc()
-        for kind in ("prompt_tokens", "completion_tokens", "forwards"):
-            self._counts.labels(kind).inc(run.usage[kind])
-        self._seconds.labels("end").observe(time.monotonic() - run.started)
-        if run.first is not None:
-            self._seconds.labels("first_text").observe(run.first - run.started)
+    def choice(self, number: int, text: str, ended: Generation | None = None) -> dict[str, Any]:
+        """Return a choice, or the part of it that a chunk has."""
+        message = {"delta" if self.asked.stream else "message": {"role": "assistant", "content": text}}
+        reason = ended and ("stop" if ended.finish_reason in ("eos", "stop") else "length")
+        content = message if self.is_chat else {"text": text}
+        return {"index": number, **content, "logprobs": None, "finish_reason": reason}
 
 
 class Service:
@@ -99,29 +89,41 @@ class Service:
     Args:
         worker: Runs the jobs.
         name: The model's name.
+
+    Attributes:
+        registry: Figures for Prometheus: requests, tokens, forwards and times.
     """
 
     def __init__(self, worker: Worker, name: str) -> None:
         self.worker = worker
         self.name = name
         self.limits = worker.limits
-        self.metrics = Metrics(worker)
         own = worker.model
         # A tokenizer serves one thread at a time: the worker's has its own.
         self.model = TextModel(own.backbone, copy.deepcopy(own.tokenizer), own.prompt_template)
         self.schemas = Schemas(self.model.tokenizer, own.backbone.special_tokens)
+        self.registry = CollectorRegistry()
+        to: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
+        outcome = "Requests by outcome: done, failed, gone (the client left), refused"
+        self._requests = Counter("requests", outcome, ["outcome"], **to)
+        self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **to)
+        buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+        times = "Time to the first text, and to the end of a request"
+        self._seconds = Histogram("seconds", times, ["until"], buckets=buckets, **to)
+        Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: worker.num_active)
+        Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: worker.num_waiting)
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a request.
 
         Raises:
-            RequestError: If it is refused, or fails.
+            HTTPException: If it is refused, or fails.
         """
         try:
             run = await self._begin(asked)
-        except ValueError as error:
-            self.metrics.requests.labels("refused").inc()
-            raise error if isinstance(error, RequestError) else RequestError(400, str(error)) from error
+        except (ValueError, HTTPException) as error:
+            self._requests.labels("refused").inc()
+            raise error if isinstance(error, HTTPException) else HTTPException(400, str(error)) from error
         if asked.stream:
             return StreamingResponse(self._stream(run), media_type="text/event-stream")
         waiting = asyncio.create_task(self._collect(run))
@@ -137,33 +139,33 @@ class Service:
         """Check a request, encode its prompts and submit its jobs.
 
         Raises:
-            RequestError: If the server is loading, stopping or busy, or another model is asked for.
+            HTTPException: If the server is loading, stopping or busy, or another model is asked for.
             ValueError: If the request asks for what cannot be done.
         """
         if asked.model != self.name:
-            raise RequestError(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}.")
+            raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}.")
         if not self.worker.is_ready:
-            raise RequestError(503, "the model is loading.", headers={"Retry-After": "2"})
+            raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(asked)
         prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(asked)]
-        check_prompts(self.worker.checked, self.worker.decoder, prompts, sampling)
         schema = asked.response_format.schema_of_answer
         if schema is not None:
             # Compiling a schema may take a while: in a thread, so that others are served meanwhile.
             prompts = await asyncio.to_thread(self.schemas.constrain, prompts, schema, self.worker.decoder, sampling)
+        check_prompts(self.worker.checked, self.worker.decoder, prompts, sampling)
         run = Run(asked)
         loop = asyncio.get_running_loop()
         for prompt in prompts:
             for number in range(asked.n):  # keys the noise of a choice
 
-                def tell(event: Update | Generation | RequestError, choice: int = len(run.jobs)) -> None:
+                def tell(event: Update | Generation | HTTPException, choice: int = len(run.jobs)) -> None:
                     loop.call_soon_threadsafe(run.news.put_nowait, (choice, event))
 
                 stream = TextStream(self.worker.model.detokenize, sampling.stop)
                 deadline = run.started + self.limits.max_seconds
                 run.jobs.append(
                     Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell, deadline=deadline,
-                        stream=stream, watched=run.asked.stream_options.include_decode)
+                        stream=stream, watched=asked.stream_options.include_decode)
                 )  # fmt: skip
         self.worker.submit(run.jobs)
         log.debug("%s asked: %s", run.id, asked.model_dump_json())
@@ -174,17 +176,14 @@ class Service:
         default = self.worker.sampling
         most = self.limits.max_answer_tokens
         limit = min(default.max_new_tokens, most) if asked.max_tokens is None else asked.max_tokens
-        if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
-            limit = asked.max_completion_tokens
         if limit > most:
             raise ValueError(f"max_tokens: expected at most {most}, got {limit}; lower it.")
-        stop = None if asked.stop is None else (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
-        own = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k, "stop": stop}
-        given = {name: value for name, value in own.items() if value is not None}
-        sampling = replace(default, max_new_tokens=limit, **given)
-        if asked.seed is not None or sampling.temperature > 0:
-            seed = secrets.randbits(31) if asked.seed is None else asked.seed  # told in the answer
-            sampling = replace(sampling, seed=seed)
+        own = asked.model_dump(include={"temperature", "top_p", "top_k", "stop", "seed"}, exclude_none=True)
+        if "stop" in own:
+            own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+        sampling = replace(default, max_new_tokens=limit, **own)
+        if asked.seed is None and sampling.temperature > 0:
+            sampling = replace(sampling, seed=secrets.randbits(31))  # told in the answer
         self.worker.decoder.check(sampling)
         return sampling
 
@@ -210,24 +209,29 @@ class Service:
         """Yield what happens until all choices have ended; leave nothing in flight when the client goes.
 
         Raises:
-            RequestError: If a choice fails.
+            HTTPException: If a choice fails.
         """
         outcome = "gone"
+        has_text = False
         try:
             while len(run.ended) < len(run.jobs):
                 choice, event = await run.news.get()
-                if isinstance(event, RequestError):
+                if isinstance(event, HTTPException):
                     outcome = "failed"
                     raise event
                 if isinstance(event, Generation):
                     run.ended[choice] = event
-                elif event.text and run.first is None:
-                    run.first = time.monotonic()
+                elif event.text and not has_text:
+                    has_text = True
+                    self._seconds.labels("first_text").observe(time.monotonic() - run.started)
                 yield choice, event
             outcome = "done"
         finally:
             self.worker.abort(run.jobs)
-            self.metrics.ended(outcome, run)
+            self._requests.labels(outcome).inc()
+            self._seconds.labels("end").observe(time.monotonic() - run.started)
+            for kind in ("prompt_tokens", "completion_tokens", "forwards"):
+                self._counts.labels(kind).inc(run.usage[kind])
             log.info("%s %s %s", run.id, outcome, json.dumps(run.usage))
             log.debug("%s answered: %s", run.id, [row.text for row in run.ended.values()])
 
@@ -235,41 +239,24 @@ class Service:
         """Return an answer's body."""
         async for _ in self._events(run):
             pass
-        choices = []
-        for choice, row in sorted(run.ended.items()):
-            text = {"message": {"role": "assistant", "content": row.text}} if run.is_chat else {"text": row.text}
-            choices.append({"index": choice, **text, "logprobs": None, "finish_reason": _reason(row)})
-        kind = "chat.completion" if run.is_chat else "text_completion"
-        return self._envelope(run, kind, choices) | {"usage": run.usage}
+        choices = [run.choice(number, row.text, row) for number, row in sorted(run.ended.items())]
+        return run.body(*choices, usage=run.usage)
 
     async def _stream(self, run: Run) -> AsyncIterator[str]:
         """Yield an answer's server-sent events: text in text order, a reason at the end of each choice, counts."""
-        kind = "chat.completion.chunk" if run.is_chat else "text_completion"
-
-        def chunk(choice: int, text: str, reason: str | None = None, **more: object) -> str:
-            delta = {"role": "assistant", "content": text} if text or reason is None else {}
-            part = {"delta": delta} if run.is_chat else {"text": text}
-            choices = [{"index": choice, **part, "logprobs": None, "finish_reason": reason}]
-            return f"data: {json.dumps(self._envelope(run, kind, choices) | more)}\n\n"
-
         try:
-            async for choice, event in self._events(run):
+            async for number, event in self._events(run):
                 if isinstance(event, Generation):
-                    yield chunk(choice, "", _reason(event))
-                elif run.asked.stream_options.include_decode:
-                    yield chunk(choice, event.text, decode=self._decode(run.jobs[choice], event))
+                    yield _sent(run.body(run.choice(number, "", event)))
                 else:
-                    yield chunk(choice, event.text)
-        except RequestError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
+                    more = {"decode": self._decode(run.jobs[number], event)} if run.jobs[number].watched else {}
+                    yield _sent(run.body(run.choice(number, event.text), **more))
+        except HTTPException as error:
+            yield _sent(error_body(error.status_code, error.detail))
             return
         if run.asked.stream_options.include_usage:
-            yield f"data: {json.dumps(self._envelope(run, kind, []) | {'usage': run.usage})}\n\n"
+            yield _sent(run.body(usage=run.usage))
         yield "data: [DONE]\n\n"
-
-    def _envelope(self, run: Run, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": run.id, "object": kind, "created": int(time.time()), "model": self.name}
-        return head | {"seed": run.jobs[0].sampling.seed, "choices": choices}
 
     def _decode(self, job: Job, update: Update) -> dict[str, Any]:
         """Return the forwards of an update: what each drafted and committed, by place, with the tokens' texts."""
@@ -284,5 +271,5 @@ class Service:
         return {"forwards": update.num_forwards, "slot_size": size, "rounds": rounds}
 
 
-def _reason(row: Generation) -> str:
-    return "stop" if row.finish_reason in ("eos", "stop") else "length"
+def _sent(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"

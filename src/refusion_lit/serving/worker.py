@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from refusion_lit.decoding import Decoder, Generation, GenerationCallback, RowState
@@ -24,14 +25,13 @@ from refusion_lit.engine.output import TextStream, TraceRound
 from refusion_lit.engine.requests import MoreDrafts
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.serving import Limits
-from refusion_lit.serving.protocol import RequestError
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 
 log = logging.getLogger("refusion_lit.serving")
 
-_STOPPING = RequestError(503, "the server is stopping.", headers={"Retry-After": "30"})
+_STOPPING = HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Update:
 
     text: str
     num_forwards: int
-    rounds: Sequence[TraceRound] = ()
+    rounds: Sequence[TraceRound]
 
 
 @dataclass(kw_only=True)
@@ -61,13 +61,27 @@ class Job:
 
     prompt: Prompt
     sampling: SamplingParams
-    tell: Callable[[Update | Generation | RequestError], None]
+    tell: Callable[[Update | Generation | HTTPException], None]
     deadline: float
     stream: TextStream
     watched: bool = False
     num_rounds: int = 0
     is_suspect: bool = False
     is_aborted: bool = False
+
+    def update(self, text: str, num_forwards: int, trace: Sequence[TraceRound]) -> None:
+        """Tell what is new."""
+        rounds = trace[self.num_rounds :]
+        self.num_rounds = max(self.num_rounds, len(trace))
+        if text or rounds:
+            self.tell(Update(text, num_forwards, rounds))
+
+    def is_over(self) -> bool:
+        """Return whether it was aborted or is too late, which is then told."""
+        if not self.is_aborted and time.monotonic() > self.deadline:
+            self.tell(HTTPException(504, "the time limit of a request is over"))
+            return True
+        return self.is_aborted
 
 
 class Worker(GenerationCallback):
@@ -112,7 +126,7 @@ class Worker(GenerationCallback):
         """Queue jobs, all or none.
 
         Raises:
-            RequestError: If the queue has no room for all of them (429), or the server is stopping (503).
+            HTTPException: If the queue has no room for all of them (429), or the server is stopping (503).
         """
         with self._news:
             if self.is_draining or not self.thread.is_alive():
@@ -120,7 +134,7 @@ class Worker(GenerationCallback):
             num_free = max(self.options.batch_size - self.num_active, 0)
             if self.num_waiting + len(jobs) > self.limits.max_waiting + num_free:
                 wait = {"Retry-After": str(1 + self.num_waiting // self.options.batch_size)}
-                raise RequestError(429, "the queue is full; try again later.", headers=wait)
+                raise HTTPException(429, "the queue is full; try again later.", headers=wait)
             self._waiting.extend(jobs)
             self._news.notify()
 
@@ -151,12 +165,14 @@ class Worker(GenerationCallback):
 
     def on_commit(self, index: int, state: RowState) -> None:
         """Tell a job what has become final, and which forwards there were."""
-        job = self._active[index]
+        job = self._active.get(index)
+        if job is None:
+            return  # the first prompt, which warms up
         row = next(row for row in self.engine.rows if row.index == index)
         trace = row.result.trace
         if isinstance(row.request, MoreDrafts):  # the last forward will draft further
             trace = trace[:-1]
-        _tell(job, job.stream.piece(state.final_prefix()), state.num_forwards, trace)
+        job.update(job.stream.piece(state.final_prefix()), state.num_forwards, trace)
 
     def _run(self) -> None:
         """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
@@ -164,7 +180,12 @@ class Worker(GenerationCallback):
         end = _STOPPING
         try:
             with torch.no_grad():
-                self._warm_up()
+                self._renew()
+                prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
+                self.engine.submit(-1, prompt, self.sampling)
+                self.engine.step()
+                self.engine.abort(-1)
+                self.is_ready = True
                 while self._take():
                     self._step()
         except Exception as error:
@@ -178,41 +199,27 @@ class Worker(GenerationCallback):
         self._active.clear()
         self._waiting.clear()
 
-    def _warm_up(self) -> None:
-        self.engine = self._new_engine()
-        ends = self.model.backbone.special_tokens.eos_token_ids
-        stream = TextStream(self.model.detokenize, ())
-        prompt = Prompt(token_ids=ends[:1], id="0")
-        self._start_job(Job(prompt=prompt, sampling=self.sampling, tell=lambda _: None, deadline=0.0, stream=stream))
-        self._step()
-        self.is_ready = True
-
-    def _new_engine(self) -> Engine:
+    def _renew(self) -> None:
         options = {"callbacks": [self], "detokenize": self.model.detokenize}
-        return Engine(self.checked, self.decoder, self.options.batch_size, self.options, **options)
+        self.engine = Engine(self.checked, self.decoder, self.options.batch_size, self.options, **options)
 
     def _take(self) -> bool:
         """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
         with self._news:
             while not (self._active or self._waiting or self._stopped):
                 self._news.wait()
-            kept = [job for job in self._waiting if not _is_given_up(job)]
-            self._waiting.clear()
-            self._waiting.extend(kept)
-            for number in [number for number, job in self._active.items() if _is_given_up(job)]:
+            self._waiting = deque(job for job in self._waiting if not job.is_over())
+            for number in [number for number, job in self._active.items() if job.is_over()]:
                 self.engine.abort(number)
                 del self._active[number]
             while self._waiting and self.num_active < self.options.batch_size:
                 runs_alone = self._waiting[0].is_suspect or any(job.is_suspect for job in self._active.values())
                 if runs_alone and self._active:
                     break
-                self._start_job(self._waiting.popleft())
+                job, number = self._waiting.popleft(), next(self._numbers)
+                self._active[number] = job
+                self.engine.submit(number, job.prompt, job.sampling, trace=job.watched)
             return not self._stopped
-
-    def _start_job(self, job: Job) -> None:
-        number = next(self._numbers)
-        self._active[number] = job
-        self.engine.submit(number, job.prompt, job.sampling, trace=job.watched)
 
     def _step(self) -> None:
         try:
@@ -222,13 +229,13 @@ class Worker(GenerationCallback):
             return
         for number, generation in finished.items():
             job = self._active.pop(number)
-            _tell(job, job.stream.rest(generation.text), generation.num_forwards, generation.trace)
+            job.update(job.stream.rest(generation.text), generation.num_forwards, generation.trace)
             job.tell(generation)
 
     def _recover(self, error: Exception) -> None:
         """Start again with a new engine, as the state after a failed call is undefined."""
         del self.engine  # releases the cache first
-        self.engine = self._new_engine()
+        self._renew()
         jobs = list(self._active.values())
         self._active.clear()
         if len(jobs) == 1:
@@ -239,27 +246,13 @@ class Worker(GenerationCallback):
         self._waiting.extendleft(reversed(jobs))
 
 
-def _tell(job: Job, text: str, num_forwards: int, trace: Sequence[TraceRound]) -> None:
-    rounds = trace[job.num_rounds :]
-    job.num_rounds = max(job.num_rounds, len(trace))
-    if text or rounds:
-        job.tell(Update(text, num_forwards, rounds))
-
-
-def _is_given_up(job: Job) -> bool:
-    if not job.is_aborted and time.monotonic() > job.deadline:
-        job.tell(RequestError(504, "the time limit of a request is over"))
-        return True
-    return job.is_aborted
-
-
-def _failure(error: Exception) -> RequestError:
+def _failure(error: Exception) -> HTTPException:
     """Return how an error is told to the client: without paths and other internals."""
     if is_out_of_memory(error):
         message = "out of memory: the prompt and max_tokens need more than this machine has; lower them"
-        return RequestError(503, message)
+        return HTTPException(503, message)
     is_ours = isinstance(error, ValueError | ArithmeticError)
-    return RequestError(500, str(error) if is_ours else f"the request failed ({type(error).__name__})")
+    return HTTPException(500, str(error) if is_ours else f"the request failed ({type(error).__name__})")
 
 
 def _checked(model: LanguageModel) -> LanguageModel:
