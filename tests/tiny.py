@@ -33,15 +33,16 @@ def make_base(
     return path
 
 
-def make_bytes_base(path: Path) -> Path:
-    """Write a random model with a token for every byte and some longer ones."""
+def make_bytes_base(path: Path, *, mask: bool = False) -> Path:
+    """Write a random model with a token for every byte and some longer ones, and with a mask token if asked."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [('"', ","), ("Ġ", '"'), ("t", "r"), ("tr", "u"), ("{", '"'), ("1", "2"), ("12", "3"), ("a", '"')]
-    texts = ["<pad>", "<eos>", *alphabet, *("".join(pair) for pair in merges)]
+    texts = ["<pad>", "<eos>", *alphabet, *("".join(pair) for pair in merges), *["<mask>"] * mask]
     make_base(path, "", num_rows=len(texts), max_positions=512)
     bpe = models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=merges)
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    names = {"pad_token": "<pad>", "eos_token": "<eos>"} | ({"mask_token": "<mask>"} if mask else {})
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
     return path

@@ -238,7 +238,7 @@ class TextModel:
                 A template is the given text of a response, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}``
                 (one to six, of which the most probable filling is returned), and ``{{...}}`` at its end if the response
                 may continue after it; ``None`` gives nothing. ``max_new_tokens`` does not count given tokens.
-                ``json_schema``: every response parses and keeps it; for decoders that draw from left to right.
+                ``json_schema``: every response parses and keeps it; what cannot be guaranteed is refused.
 
         Raises:
             TypeError: If an option is unknown.

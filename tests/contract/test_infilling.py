@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from decoder_cases import (
     weighs_rows,
 )
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from refusion_lit.data.schema_templates import Filling
 from refusion_lit.decoding import (
     APD,
     CARD,
@@ -183,6 +185,47 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st
     rows = decode(model, decoder, found, sampling, batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
         [alone] = decode(model, decoder, [prompt], sampling).rows
+        assert row.token_ids == alone.token_ids
+
+
+@keepers
+@settings(max_examples=6, deadline=None)
+@given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(1, 4))
+def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
+    cls: type[Decoder],
+    data: st.DataObject,
+    make: Callable[[Decoder], HashModel],
+    temperature: float,
+    size: int,
+) -> None:
+    """As a schema's templates need it: drafts that were rejected, verified or edited must not mix two alternatives."""
+    decoder, sampling, found = data.draw(cases(cls))
+    sampling = replace(sampling, temperature=temperature)
+    special = make(decoder).special_tokens
+    assume(not any({*prompt.given[:-1]} & {*special.eos_token_ids} for prompt in found))
+    ids = range(special.vocab_size)
+    sets = st.sets(st.sampled_from(sorted({*ids} - {*special.eos_token_ids, *special.banned_token_ids})), min_size=1)
+    kept = []
+    for prompt in found:
+        places = [place for place in range(prompt.given_length) if prompt.given[place] is None]
+        starts = {place: 1 for place in places if place - 1 not in places}
+        for place in starts:
+            while place + starts[place] in places:
+                starts[place] += 1
+        drawn = {
+            start: data.draw(st.lists(st.lists(sets, min_size=num, max_size=num), min_size=1, max_size=3))
+            for start, num in starts.items()
+        }
+        allowed = {
+            start: [[torch.tensor(sorted(each)) for each in alternative] for alternative in span]
+            for start, span in drawn.items()
+        }
+        kept.append((replace(prompt, constraint=Filling(special.vocab_size, allowed)), drawn))
+    rows = decode(make(decoder), decoder, [prompt for prompt, _ in kept], sampling, batch_size=size).rows
+    for (prompt, spans), row in zip(kept, rows, strict=True):
+        for start, span in spans.items():
+            assert any(all(row.token_ids[start + i] in each for i, each in enumerate(one)) for one in span)
+        [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
 
 

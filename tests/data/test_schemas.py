@@ -15,7 +15,6 @@ import jsonschema
 
 from refusion_lit.api import load
 from refusion_lit.cli import main
-from refusion_lit.decoding import LLaDA
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from tiny import make_base, make_bytes_base
@@ -76,11 +75,6 @@ REFUSED = [
     ("text", {}, "json_schema: expected an object or a boolean, got 'text'"),
     (PERSON, {"sampling": SamplingParams(stop=("x",))}, "json_schema: expected neither stop strings nor min_entropy"),
     (PERSON, {"templates": ["{{1}}"]}, "json_schema: expected prompts without templates"),
-    (
-        PERSON,
-        {"decoder": LLaDA()},
-        "json_schema: expected a decoder that draws",
-    ),
 ]
 
 

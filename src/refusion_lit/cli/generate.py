@@ -29,7 +29,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--output", type=str, default=None, help=output)
     template = "file with given text of the response and gaps such as {{5}} or {{1-6}} tokens to fill in"
     parser.add_argument("--template", type=str, default=None, help=template)
-    schema = "file with a JSON schema that every answer keeps; for decoders from left to right"
+    schema = "file with a JSON schema that every answer keeps"
     parser.add_argument("--json_schema", type=str, default=None, help=schema)
     add_model_options(parser)
     add_decoding_options(parser)

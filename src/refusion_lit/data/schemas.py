@@ -1,8 +1,8 @@
-"""Responses that keep a JSON schema by construction, for decoders that draw from left to right.
+"""Responses that keep a JSON schema by construction.
 
-llguidance says which tokens may follow, and the text is closed in time: a drawn token gives way if what it opens could
-not be closed within the length limit. A decoder that draws in any order is refused: what may stand at a place depends
-on text to its left that is still open.
+From left to right, llguidance says which tokens may follow, and the text is closed in time: a drawn token gives way if
+what it opens could not be closed within the length limit. A decoder that draws in any order fills in a template
+(:mod:`~refusion_lit.data.schema_templates`): what may stand at a place cannot depend on text to its left that is open.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.schema_templates import Templates
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.types import Constraint, ConstraintState, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
@@ -41,6 +42,7 @@ class Schemas:
         self._tokenizer = tokenizer
         self._special = special
         self._vocabulary: _Vocabulary | None = None
+        self._templates: Templates | None = None
 
     def constrain(
         self, prompts: Sequence[Prompt], schema: object, decoder: Decoder, sampling: SamplingParams
@@ -50,19 +52,20 @@ class Schemas:
         Args:
             prompts: The prompts.
             schema: The schema, an object or a boolean.
-            decoder: Must draw from left to right.
+            decoder: Draws from left to right, or keeps given text in place.
             sampling: Length limit and sampling options; may not end a response otherwise.
 
         Raises:
-            ValueError: If the schema is wrong or has what cannot be guaranteed, the decoder draws in another order, the
-                length limit is too low, or llguidance is not installed.
+            ValueError: If the schema is wrong or has what cannot be guaranteed, the length limit is too low, or
+                llguidance is needed and not installed.
         """
         require(isinstance(schema, Mapping | bool), _OPTION, "an object or a boolean", schema, "write a JSON schema")
         ends = sampling.stop or sampling.min_entropy
         require(not ends, _OPTION, "neither stop strings nor min_entropy, which cut a text", ends, "leave them out")
-        fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
-        name = type(decoder).__name__
-        require(decoder.is_left_to_right, _OPTION, "a decoder that draws from left to right", name, fix)
+        if not decoder.is_left_to_right:
+            self._templates = self._templates or Templates(self._tokenizer, self._special.vocab_size)
+            given, filling = self._templates.of(schema)
+            return [replace(prompt, given=given, constraint=filling) for prompt in prompts]
         self._vocabulary = self._vocabulary or _Vocabulary(self._tokenizer, self._special)
         grammar = _Grammar(self._vocabulary, self._vocabulary.compiled(schema))
         end = grammar.begin(_MAX_END).shortest_end(_MAX_END)

@@ -1,0 +1,166 @@
+"""Decoders that draw in any order keep a schema through a template; `jsonschema` judges."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group test")
+
+import jsonschema
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.api import load
+from refusion_lit.decoding import CARD, Decoder, FastDLLM, LLaDA, ReFusion
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import SamplingParams
+from tiny import make_bytes_base
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
+DECODERS = [
+    ReFusion(slot_size=4, num_serial_blocks=2),
+    LLaDA(),
+    LLaDA(block_length=8),
+    FastDLLM(threshold=0.1),
+]
+
+
+def bounds(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw none, one or both of two bounds."""
+    both = st.lists(values, min_size=2, max_size=2).map(sorted).map(lambda pair: {low: pair[0], high: pair[1]})
+    return st.one_of(st.just({}), both, values.map(lambda value: {low: value}), values.map(lambda value: {high: value}))
+
+
+TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0x2FF), max_size=6)
+CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from([0.5, -1e30]) | TEXTS
+NUMBERS = st.builds(
+    lambda kind, bound: {"type": kind, **bound},
+    st.sampled_from(["integer", "number"]),
+    bounds("minimum", "maximum", st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])),
+)
+STRINGS = bounds("minLength", "maxLength", st.integers(0, 9)).map(lambda bound: {"type": "string", **bound})
+ENUMS = st.lists(CONSTANTS, min_size=1, max_size=4).map(lambda values: {"enum": values})
+TYPED = st.lists(TEXTS, min_size=1, max_size=3).map(lambda values: {"type": "string", "enum": [*values, 1]})
+LEAVES = st.one_of(
+    NUMBERS, STRINGS, ENUMS, TYPED, CONSTANTS.map(lambda value: {"const": value}),
+    st.sampled_from([{"type": "boolean"}, {"type": "null", "title": "none"}]),
+)  # fmt: skip
+
+
+def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw objects all of whose properties are required."""
+    properties = st.dictionaries(TEXTS, values, min_size=1, max_size=3)
+    return properties.map(lambda each: {"type": "object", "properties": each, "required": [*each]})
+
+
+SCHEMAS = st.recursive(LEAVES, objects, max_leaves=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return load(make_bytes_base(tmp_path_factory.mktemp("base"), mask=True), device="cpu")
+
+
+@functools.cache
+def golden(name: str) -> TextModel:
+    return load(GOLDENS / name, device="cpu")
+
+
+def judged(model: TextModel, schema: Any, decoder: Decoder, sampling: SamplingParams, size: int = 2) -> list[str]:
+    """Return the texts of answers, all of which keep the schema."""
+    options: dict[str, Any] = {"decoder": decoder, "sampling": sampling, "allow_mismatch": True}
+    rows = model.generate(["1", "2", "3"], json_schema=schema, batch_size=size, **options)
+    for row in rows:
+        jsonschema.validate(json.loads(row.text), schema)
+        assert row.finish_reason == "eos"
+    return [row.text for row in rows]
+
+
+def refused(schema: dict[str, Any]) -> bool:
+    """Whether bounds of a value leave nothing that a template has: integers, and tokens of a quarter of a string."""
+    if schema.get("type") in ("integer", "number"):
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        return low > -math.inf and math.ceil(low) > high
+    if schema.get("type") == "string" and "enum" not in schema:
+        most = schema.get("maxLength", 400)
+        return schema.get("minLength", 0) > most // max(1, most // 4)
+    return any(map(refused, schema.get("properties", {}).values()))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not fit this model")
+@settings(max_examples=25, deadline=None)
+@given(schema=SCHEMAS, decoder=st.sampled_from(DECODERS), temperature=st.sampled_from([0.0, 1.0, 5.0]))
+def test_answers_keep_what_is_accepted(model: TextModel, schema: Any, decoder: Decoder, temperature: float) -> None:
+    sampling = SamplingParams(max_new_tokens=160, temperature=temperature)
+    if refused(schema):
+        with pytest.raises(ValueError, match=r"no integer within its bounds|minLength"):
+            judged(model, schema, decoder, sampling)
+    else:
+        texts = judged(model, schema, decoder, sampling)
+        assert judged(model, schema, decoder, sampling, size=1) == texts
+
+
+@pytest.mark.parametrize("name", ["additions-clean", "additions-bidirectional"])
+@settings(max_examples=15, deadline=None)
+@given(schema=NUMBERS | st.lists(st.integers(0, 999), min_size=1).map(lambda values: {"enum": values}))
+def test_a_trained_model_keeps_numbers(name: str, schema: Any) -> None:
+    """Its tokenizer has digits, and neither a minus nor a point."""
+    trained = golden(name)
+    if "enum" in schema or (schema["type"] == "integer" and math.ceil(schema.get("minimum", -1)) >= 0):
+        judged(trained, schema, trained.default_decoder, SamplingParams(max_new_tokens=16))
+    else:
+        with pytest.raises(ValueError, match=r"json_schema: (this tokenizer has no token for any of '[-.]'|a decoder)"):
+            judged(trained, schema, trained.default_decoder, SamplingParams(max_new_tokens=16))
+
+
+STRING = {"type": "string"}
+REFUSED = [
+    (True, "values of any type in the schema"),
+    ({}, "values of any type in the schema"),
+    ({"type": "object"}, "optional or unnamed properties in the schema"),
+    ({"type": "object", "properties": {"a": STRING}}, "optional or unnamed properties in the schema"),
+    ({"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}, "the type 'array' in \"a\""),
+    ({"type": ["string", "null"]}, "the type ['string', 'null'] in the schema"),
+    ({"anyOf": [STRING]}, "anyOf in the schema"),
+    (STRING | {"pattern": "a"}, "pattern in the schema"),
+    (STRING | {"minLength": 33}, "minLength 33 in the schema"),
+    ({"type": "integer", "multipleOf": 2}, "multipleOf in the schema"),
+    ({"type": "string", "enum": [1]}, "no value in the schema"),
+    ({"const": 1, "enum": [2]}, "enum in the schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "what"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextModel, schema: Any, what: str) -> None:
+    with pytest.raises(ValueError, match="json_schema: ") as caught:
+        model.generate(["1"], decoder=ReFusion(), json_schema=schema)
+    assert str(caught.value).startswith(f"json_schema: a decoder that draws in any order cannot keep {what}; change ")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": [1]}, "this schema is wrong: "),
+        ({"enum": 1}, "this schema is wrong: "),
+        ({"type": "string", "maxLength": "a"}, "this schema is wrong: "),
+        ({"enum": ["a" * 1000, *range(1000)]}, "expected values of fewer than 100000 tokens"),
+        ({"type": "integer", "minimum": 0, "maximum": 10**400}, "expected values of fewer than 100000 tokens"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_wrong_and_huge_schemas_are_refused(model: TextModel, schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"json_schema: {message}"):
+        model.generate(["1"], decoder=ReFusion(), json_schema=schema)
+
+
+def test_limits_and_decoders_without_templates_are_refused(model: TextModel) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 33, the number of tokens to fill in"):
+        model.generate(["1"], decoder=ReFusion(), max_new_tokens=32, json_schema=STRING)
+    with pytest.raises(ValueError, match="decoder: CARD cannot keep the template"):
+        model.generate(["1"], decoder=CARD(), json_schema=STRING, allow_mismatch=True)
