@@ -200,7 +200,8 @@ def measure(options: argparse.Namespace, prompts: Mapping[int, Sequence[str]]) -
             with contextlib.ExitStack() as one:
                 try:
                     server = one.enter_context(running(command, folder / f"{name}.log"))
-                    asyncio.run(asked(server.url, own, ["Hello"], 1, 4))  # warms up
+                    asyncio.run(asyncio.wait_for(asked(server.url, own, ["Hello"], 1, 4), 120))  # warms up
+                    print(name, "is ready", flush=True)
                     started[name] = server
                     stack.push(one.pop_all())
                 except (RuntimeError, TimeoutError, openai.APIError) as error:
@@ -208,10 +209,13 @@ def measure(options: argparse.Namespace, prompts: Mapping[int, Sequence[str]]) -
         for num_clients in options.clients:
             for name, server in started.items():
                 own = "model" if THEIR_NAME not in name else str(model)
-                if (name, num_clients) not in parts:
-                    keep(
-                        name, num_clients, measured(server, own, prompts[num_clients], num_clients, options.max_tokens)
-                    )
+                if (name, num_clients) in parts:
+                    continue
+                try:
+                    found = measured(server, own, prompts[num_clients], num_clients, options.max_tokens)
+                except (TimeoutError, openai.APIError) as error:
+                    found = {"failed": f"{num_clients} clients: {type(error).__name__}: {error}"[:300]}
+                keep(name, num_clients, found)
             if num_clients == 16 and (DIRECT, 16) not in parts:
                 keep(DIRECT, 16, direct(model, prompts[16], options.max_tokens))
     return {f"{name}, {num} clients": part for (name, num), part in parts.items()}
