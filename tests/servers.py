@@ -73,9 +73,12 @@ def address(server: Server) -> str:
     return f"http://{host}:{port}"
 
 
-def raw(server: Server, text: str) -> socket.socket:
-    """Return a connection on which bytes were sent."""
+def raw(server: Server, text: str, buffer: int | None = None) -> socket.socket:
+    """Return a connection on which bytes were sent; ``buffer``: how many received bytes it holds, about."""
     port = int(address(server).rpartition(":")[2])
-    connection = socket.create_connection(("127.0.0.1", port))
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", port))
     connection.sendall(text.replace("\n", "\r\n").encode())
     return connection

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_cases import DECODERS, hash_models, setups, traits_for
+from decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
 from fakes import VOCAB, HashModel
 from refusion_lit.api import load
 from refusion_lit.decoding import Autoregressive, Decoder, Generation, ReFusion, decode
@@ -70,8 +70,8 @@ def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], *
 
 
 @st.composite
-def schedules(draw: st.DrawFn, sampling: SamplingParams) -> list[Request]:
-    """Draw requests with lengths, noise and stop strings of their own, some with a common beginning."""
+def schedules(draw: st.DrawFn, decoder: Decoder, sampling: SamplingParams) -> list[Request]:
+    """Draw requests with lengths, options, stop strings and templates of their own, some with a common beginning."""
     common = draw(st.lists(st.integers(3, VOCAB - 1), max_size=4)) * 20
     requests = []
     for number in range(draw(st.integers(2, 7))):
@@ -80,12 +80,19 @@ def schedules(draw: st.DrawFn, sampling: SamplingParams) -> list[Request]:
             max_new_tokens=sampling.max_new_tokens,
             temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
             top_p=draw(st.sampled_from([1.0, 0.8])),
+            top_k=draw(st.sampled_from([None, 3])),
             seed=draw(st.integers(0, 3)),
             stop=draw(st.sampled_from([(), ("e",), ("fg", "h")])),
         )
+        shorter = replace(own, max_new_tokens=draw(st.integers(1, own.max_new_tokens)))
+        own = shorter if is_accepted(decoder.check, sampling=shorter) else own
+        prompt = Prompt(token_ids=ids, id=f"p{number % 3}")
+        given = draw(st.lists(st.sampled_from([None, 6, 7, 8]), max_size=min(own.max_new_tokens, 9)))
+        filled = replace(prompt, given=tuple(given))
+        prompt = filled if decoder.refusal(filled) is None else prompt
         arrives = draw(st.integers(0, 12))
         leaves = draw(st.none() | st.integers(0, 6))
-        requests.append(Request(Prompt(token_ids=ids, id=f"p{number % 3}"), own, arrives, leaves))
+        requests.append(Request(prompt, own, arrives, leaves))
     return requests
 
 
@@ -94,7 +101,7 @@ def schedules(draw: st.DrawFn, sampling: SamplingParams) -> list[Request]:
 @given(data=st.data(), make=hash_models(("plain", "ties")), budget=st.sampled_from([None, 9]))
 def test_an_answer_is_the_same_alone_and_among_others(cls: type[Decoder], data: Any, make: Any, budget: Any) -> None:
     decoder, sampling = data.draw(setups(cls))
-    check(make(decoder), decoder, data.draw(schedules(sampling)), max_tokens_per_forward=budget)
+    check(make(decoder), decoder, data.draw(schedules(decoder, sampling)), max_tokens_per_forward=budget)
 
 
 LENGTHS = (5, 24, 11, 16, 9, 30, 8, 2)

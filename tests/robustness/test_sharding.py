@@ -76,6 +76,18 @@ def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: 
     assert len(texts[0]) == 3
 
 
+def test_two_processes_with_sharded_weights_predict_what_one_predicts(sharded: Path, tmp_path: Path) -> None:
+    two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
+    _command("predict", *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
+    assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
+    whole = ["predict", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
+    assert main(whole) == 0
+    files = [(tmp_path / "r" / run / "predictions.jsonl").read_text() for run in ("two", "whole")]
+    texts = [[line.split('"seconds"')[0] for line in file.splitlines()] for file in files]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 3
+
+
 def test_the_wrong_strategy_is_refused_with_a_way_out(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ import jsonschema
 import openai
 
 from refusion_lit.api import load
-from refusion_lit.decoding import Autoregressive, Generation
+from refusion_lit.decoding import Autoregressive, Generation, ReFusion
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.serving.app import Server
 from refusion_lit.text_model import TextModel
@@ -89,7 +89,8 @@ def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
 
 def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
     async def ask(url: str) -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 120}  # to connect, too
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", **options) as client:
             return await asyncio.gather(*(chat(client, TEXTS[i % 5], max_tokens=4 + i % 3) for i in range(200)))
 
     with serving(model, rows=16, max_waiting=200) as server:
@@ -104,9 +105,9 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
     overrides = BackboneConfig(source=str(MODEL), batch_invariant=True)
     exact = load(MODEL, device="cpu", dtype="bfloat16", overrides=overrides)
     asked = [
-        {"text": text, "max_tokens": 6 + 7 * i, "temperature": temperature, "seed": i}
+        {"text": text, "max_tokens": 6 + 7 * i, "temperature": temperature, "seed": i, "top_p": top_p}
         for i, text in enumerate(TEXTS)
-        for temperature in (0.0, 1.0)
+        for temperature, top_p in ((0.0, 1.0), (1.0, (1.0, 0.8)[i % 2]))
     ]
 
     async def leave(client: Any, i: int) -> None:
@@ -135,20 +136,20 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"extra_body": {"guided_json": {}}}, "guided_json: this server has no such field; leave it out. It has model, "),
+    ({"extra_body": {"guided_json": {}}}, "guided_json: refused, as this server has no such field; leave it out."),
     ({"logprobs": True}, "logprobs: refused, as a decoder that commits several tokens per forward has no"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: refused, as this server calls no tools"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty: this server has no such field"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty: refused, as this server has no such field"),
     ({"max_tokens": 4000}, "max_tokens: expected at most 1024, got 4000; lower it."),
-    ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0."),
-    ({"temperature": -1}, "temperature: input should be greater than or equal to 0, got -1."),
-    ({"n": 17}, "n: input should be less than or equal to 16, got 17."),
+    ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),
+    ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1."),
+    ({"n": 17}, "n: Input should be less than or equal to 16, got 17."),
     ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
     (
         {"response_format": {"type": "json_object"}},
-        "json_schema: expected a decoder that draws from left to right, got",
+        "json_schema: a decoder that draws in any order cannot keep optional or unnamed properties",
     ),
-    ({"response_format": {"type": "xml"}}, "response_format.type: input should be 'text', 'json_object' or"),
+    ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
 ]
 
 
@@ -165,10 +166,29 @@ def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     assert chat(client, "1+1", **neutral).choices
 
 
+SUM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+SUM_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM, "strict": True}}
+
+
+def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
+    masked = load(make_bytes_base(tmp_path, mask=True), device="cpu")
+    [expected] = masked.generate(["1+1"], decoder=ReFusion(), max_new_tokens=40, json_schema=SUM)
+    with (
+        serving(masked, ReFusion()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client,
+    ):
+        streamed = chat(client, "1+1", response_format=SUM_FORMAT, stream=True, max_tokens=40)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected.text
+        found = chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=40)
+        assert (found.choices[0].message.content, found.usage.completion_tokens) == (expected.text, expected.num_tokens)
+        jsonschema.validate(json.loads(expected.text), SUM)
+        with pytest.raises(openai.BadRequestError, match="the number of tokens to fill in"):
+            chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=3)
+
+
 def test_answers_keep_a_schema(tmp_path: Path) -> None:
-    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    schema, asked = SUM, SUM_FORMAT
     bytes_model = load(make_bytes_base(tmp_path), device="cpu")
-    asked = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
     with serving(bytes_model) as server, openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
         streamed = chat(client, "1+1", response_format=asked, stream=True, max_tokens=40)
         texts = ["".join(chunk.choices[0].delta.content or "" for chunk in streamed)]
@@ -212,21 +232,25 @@ def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]["message"]
+        found = error.read()
+        return error.code, json.loads(found)["error"]["message"] if found.startswith(b"{") else found
 
 
 def test_the_door(server: Server, model: TextModel) -> None:
     url = address(server)
     assert get(f"{url}/health") == (200, b'{"status":"ready"}')
-    assert get(f"{url}/health", Host="evil.example")[0] == 403
+    assert get_status(server, "/health", "evil.example") == get_status(server, "/", "") == 400
     for path in ("/docs", "/openapi.json", "/../etc/passwd", "/page.html"):
         assert get_status(server, path) == 404
     chats = f"{url}/v1/chat/completions"
-    assert get(chats, b"{}", **{"Content-Type": "text/plain"}) == (415, "content-type: expected application/json.")
-    assert get(chats, b"1" * 1_000_001) == (413, "body: expected at most 1000000 bytes; send less.")
-    assert get(chats, b"{") == (400, "body: expected JSON in UTF-8; send the fields as JSON.")
+    valid = json.dumps({"model": NAME, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}).encode()
+    assert get(chats, valid)[0] == 200
+    for kind in ("text/plain", ""):  # what a page of another site can send without asking
+        assert get(chats, valid, **{"Content-Type": kind})[0] == 400
+    assert get(chats, b"1" * 1_000_001) == (413, b"Content Too Large")
+    assert get(chats, b"{") == (400, "body: JSON decode error.")
     assert get(chats, b"[1]")[0] == get(chats, b"[" * 100_000)[0] == get(chats, b"\xff")[0] == 400
-    assert get(chats, b'{"model": "additions"}') == (400, "messages: field required.")
+    assert get(chats, b'{"model": "additions"}') == (400, "messages: Field required.")
     with serving(model, key="secret") as locked:
         assert get(f"{address(locked)}/health", Host="any.example")[0] == get(address(locked))[0] == 200
         for path in ("/metrics", "/v1/models"):
@@ -234,8 +258,8 @@ def test_the_door(server: Server, model: TextModel) -> None:
             assert get(address(locked) + path, Authorization="Bearer secret")[0] == 200
 
 
-def get_status(server: Server, path: str) -> int:
-    with raw(server, f"GET {path} HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n") as connection:
+def get_status(server: Server, path: str, host: str = "127.0.0.1") -> int:
+    with raw(server, f"GET {path} HTTP/1.1\nHost: {host}\nConnection: close\n\n") as connection:
         return int(connection.makefile("rb").readline().split()[1])
 
 

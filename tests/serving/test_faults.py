@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -192,20 +193,25 @@ def test_a_client_that_leaves_frees_its_row(model: TextModel, stream: bool) -> N
 
 
 def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
+    """Its stream does not fit into the buffers between: the server waits with the rest, and decodes on for others."""
+    length = 450
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(model, Autoregressive(), rows=2))
-        reader = stack.enter_context(raw(server, post("1+1", stream=True, max_tokens=150)))
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
+        asked = post("1+1", stream=True, max_tokens=length, stream_options={"include_decode": True})
+        reader = stack.enter_context(raw(server, asked, buffer=4096))
         expected = alone(model, Autoregressive(), "2+2", 16)
         assert [complete(server, "2+2").choices[0].text for _ in range(3)] == [expected] * 3
         wait_for(lambda: server.worker.num_active == 0)
-        lines = iter(reader.makefile("rb"))
+        assert b'{outcome="done"} 3.0' in get_metrics(server), "the stream is decoded, but not sent"
         texts = []
-        for line in lines:
+        for line in reader.makefile("rb"):
             if line.startswith(b"data: [DONE]"):
                 break
             if line.startswith(b"data: "):
                 texts.append(json.loads(line[6:])["choices"][0]["text"])
-        assert "".join(texts) == alone(model, Autoregressive(), "1+1", 150)
+        assert "".join(texts) == alone(model, Autoregressive(), "1+1", length)
+        wait_for(lambda: b'{outcome="done"} 4.0' in get_metrics(server))
 
 
 def test_the_cache_is_bounded_by_the_limits(model: TextModel) -> None:
