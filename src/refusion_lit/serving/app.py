@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -27,6 +27,7 @@ from refusion_lit.serving.service import Service
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the key that clients must send."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+_Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -53,7 +54,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     # The framework's own pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=service.limits.max_body_bytes)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=worker.limits.max_body_bytes)
     if key is None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     page = files("refusion_lit.serving").joinpath("page.html").read_text(encoding="utf-8")
@@ -82,9 +83,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 def _api(service: Service, key: str | None) -> APIRouter:
     """Return the routes that need the key."""
 
-    async def check_key(
-        given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-    ) -> None:
+    async def check_key(given: _Credentials) -> None:
         if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
             raise HTTPException(401, "authorization: expected the API key as a bearer token.")
 
@@ -99,9 +98,9 @@ def _api(service: Service, key: str | None) -> APIRouter:
         return await service.answer(asked, request)
 
     @api.get("/v1/models")
-    async def models() -> Response:
+    async def models() -> dict[str, Any]:
         card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
-        return JSONResponse({"object": "list", "data": [card]})
+        return {"object": "list", "data": [card]}
 
     @api.get("/metrics")
     async def metrics() -> Response:
@@ -123,7 +122,6 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, service: Service, host: str, port: int) -> None:
         super().__init__(uvicorn.Config(app, host=host, port=port, access_log=False, timeout_graceful_shutdown=5))
         self.worker = service.worker
-        self.drain_seconds = service.limits.drain_seconds
         self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -134,7 +132,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Refuse further requests, and stop when those in flight are done or their time is over."""
         self.worker.is_draining = True
-        self._drain_until = self._drain_until or time.monotonic() + self.drain_seconds
+        self._drain_until = self._drain_until or time.monotonic() + self.worker.limits.drain_seconds
 
     async def on_tick(self, counter: int) -> bool:
         """Stop when everything is drained, or the engine has failed for good."""

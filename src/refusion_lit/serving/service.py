@@ -69,17 +69,15 @@ class Run:
 
     def body(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
         """Return the body of an answer, or of a chunk of a stream."""
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if self.asked.stream else "chat.completion"
+        kind = f"chat.completion{'.chunk' * self.asked.stream}" if self.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.asked.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
     def choice(self, number: int, text: str, ended: Generation | None = None) -> dict[str, Any]:
         """Return a choice, or the part of it that a chunk has."""
-        message = {"delta" if self.asked.stream else "message": {"role": "assistant", "content": text}}
         reason = ended and ("stop" if ended.finish_reason in ("eos", "stop") else "length")
-        content = message if self.is_chat else {"text": text}
+        message = {"role": "assistant", "content": text}
+        content = {"delta" if self.asked.stream else "message": message} if self.is_chat else {"text": text}
         return {"index": number, **content, "logprobs": None, "finish_reason": reason}
 
 
@@ -97,7 +95,6 @@ class Service:
     def __init__(self, worker: Worker, name: str) -> None:
         self.worker = worker
         self.name = name
-        self.limits = worker.limits
         own = worker.model
         # A tokenizer serves one thread at a time: the worker's has its own.
         self.model = TextModel(own.backbone, copy.deepcopy(own.tokenizer), own.prompt_template)
@@ -126,14 +123,12 @@ class Service:
             raise error if isinstance(error, HTTPException) else HTTPException(400, str(error)) from error
         if asked.stream:
             return StreamingResponse(self._stream(run), media_type="text/event-stream")
-        waiting = asyncio.create_task(self._collect(run))
-        try:
-            while not (await asyncio.wait({waiting}, timeout=0.5))[0]:  # seconds
-                if await request.is_disconnected():
-                    return Response(status_code=499)
-        finally:
-            waiting.cancel()  # does nothing to what is done
-        return JSONResponse(waiting.result())
+        collecting = asyncio.create_task(self._collect(run))
+        while not (await asyncio.wait({collecting}, timeout=0.5))[0]:  # seconds
+            if await request.is_disconnected():
+                collecting.cancel()
+                return Response(status_code=499)
+        return JSONResponse(collecting.result())
 
     async def _begin(self, asked: ChatRequest | CompletionRequest) -> Run:
         """Check a request, encode its prompts and submit its jobs.
@@ -162,7 +157,7 @@ class Service:
                     loop.call_soon_threadsafe(run.news.put_nowait, (choice, event))
 
                 stream = TextStream(self.worker.model.detokenize, sampling.stop)
-                deadline = run.started + self.limits.max_seconds
+                deadline = run.started + self.worker.limits.max_seconds
                 run.jobs.append(
                     Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell, deadline=deadline,
                         stream=stream, watched=asked.stream_options.include_decode)
@@ -174,7 +169,7 @@ class Service:
     def _sampling(self, asked: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return a request's sampling options: its own, and the server's for the rest."""
         default = self.worker.sampling
-        most = self.limits.max_answer_tokens
+        most = self.worker.limits.max_answer_tokens
         limit = min(default.max_new_tokens, most) if asked.max_tokens is None else asked.max_tokens
         if limit > most:
             raise ValueError(f"max_tokens: expected at most {most}, got {limit}; lower it.")
@@ -200,7 +195,7 @@ class Service:
                 raise ValueError("prompt: expected 1 to 16 texts, none of them empty.")
             encoded = [encode_text(self.model.tokenizer, text) for text in texts]
         longest = max(map(len, encoded))
-        most = self.limits.max_prompt_tokens
+        most = self.worker.limits.max_prompt_tokens
         if longest > most:
             raise ValueError(f"prompt: expected at most {most} tokens, got {longest}; shorten it.")
         return encoded

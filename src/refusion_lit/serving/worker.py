@@ -51,12 +51,11 @@ class Job:
         prompt: The prompt.
         sampling: Length limit, sampling options and stop strings.
         tell: Receives updates and, last, the generation or an error; called by the worker's thread.
-        deadline: When it is given up, by :func:`time.monotonic`.
+        deadline: When it is given up, by :func:`time.monotonic`; 0 once nobody waits for it any more.
         watched: Whether every forward is told.
         stream: Cuts the text into pieces.
         num_rounds: Forwards that were told.
         is_suspect: Whether it was in flight in a call that failed; it then runs alone.
-        is_aborted: Whether nobody waits for it any more.
     """
 
     prompt: Prompt
@@ -67,7 +66,6 @@ class Job:
     watched: bool = False
     num_rounds: int = 0
     is_suspect: bool = False
-    is_aborted: bool = False
 
     def update(self, text: str, num_forwards: int, trace: Sequence[TraceRound]) -> None:
         """Tell what is new."""
@@ -77,11 +75,11 @@ class Job:
             self.tell(Update(text, num_forwards, rounds))
 
     def is_over(self) -> bool:
-        """Return whether it was aborted or is too late, which is then told."""
-        if not self.is_aborted and time.monotonic() > self.deadline:
+        """Return whether it is too late, which is then told."""
+        is_over = time.monotonic() > self.deadline
+        if is_over:
             self.tell(HTTPException(504, "the time limit of a request is over"))
-            return True
-        return self.is_aborted
+        return is_over
 
 
 class Worker(GenerationCallback):
@@ -142,7 +140,7 @@ class Worker(GenerationCallback):
         """Drop jobs; finished ones are ignored."""
         with self._news:
             for job in jobs:
-                job.is_aborted = True
+                job.deadline = 0.0
             self._news.notify()
 
     def stop(self) -> None:
@@ -249,8 +247,9 @@ class Worker(GenerationCallback):
 def _failure(error: Exception) -> HTTPException:
     """Return how an error is told to the client: without paths and other internals."""
     if is_out_of_memory(error):
-        message = "out of memory: the prompt and max_tokens need more than this machine has; lower them"
-        return HTTPException(503, message)
+        return HTTPException(
+            503, "out of memory: the prompt and max_tokens need more than this machine has; lower them"
+        )
     is_ours = isinstance(error, ValueError | ArithmeticError)
     return HTTPException(500, str(error) if is_ours else f"the request failed ({type(error).__name__})")
 
