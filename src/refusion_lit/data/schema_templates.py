@@ -178,8 +178,8 @@ class Templates:
         """Return a span of a string and its closing quote: alternatives by the number of tokens."""
         # Tokens of at most a quarter of the characters, so that a limit of characters is one of tokens.
         largest = int(self._sizes.max())
-        largest = largest if most is None else max(1, min(largest, int(most) // 4))
-        num = MAX_STRING if most is None else min(int(most) // largest, MAX_STRING)
+        largest = largest if most is None else max(1, min(largest, math.floor(most) // 4))
+        num = MAX_STRING if most is None else min(math.floor(most) // largest, MAX_STRING)
         if fewest > num:
             raise _refusal(f"minLength {fewest}", name)
         body = ((self._sizes > 0) & (self._sizes <= largest)).nonzero()[:, 0]
