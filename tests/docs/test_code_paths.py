@@ -21,9 +21,9 @@ BOUNDS = {
     "examples to loss: lines": 3_240,
     "test: files": 59,
     "test: lines": 12_154,
-    "package: files": 176,
-    "package: lines": 27_660,
-    "package: lines of code": 17_393,
+    "package: files": 177,
+    "package: lines": 27_843,
+    "package: lines of code": 17_523,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

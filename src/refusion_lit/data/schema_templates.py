@@ -84,9 +84,8 @@ class _Filling(ConstraintState):
         if start is None:
             return token
         left = self._left[start]
-        if not any(
-            token in each[place - start] for each in left
-        ):  # another draw of this forward dropped its alternative
+        # Another draw of the same forward may have dropped the token's alternative.
+        if not any(token in each[place - start] for each in left):
             token = int(left[0][place - start][0])
         self._left[start] = [each for each in left if token in each[place - start]]
         return token
@@ -172,7 +171,7 @@ class Templates:
         texts = [json.dumps(option) for option in options]
         if len(texts) == 1:
             return texts[0]
-        return self._padded([[self._set(self._texts[token]) for token in self._encoded(text)] for text in texts])
+        return self._padded([[torch.tensor([token]) for token in self._encoded(text)] for text in texts], name)
 
     def _string(self, fewest: float, most: float | None, name: str) -> Span:
         """Return a span of a string and its closing quote: alternatives by the number of tokens."""
@@ -184,7 +183,7 @@ class Templates:
             raise _refusal(f"minLength {fewest}", name)
         body = ((self._sizes > 0) & (self._sizes <= largest)).nonzero()[:, 0]
         quote = self._set('"')
-        return self._padded([[*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)])
+        return self._padded([[*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)], name)
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
         """Return a span of a number; with ``number``, of one with up to two decimals."""
@@ -195,14 +194,12 @@ class Templates:
             found += [[*each, ".", *[_DIGITS] * num] for num in (1, 2) for each in _numbers(low + 1, high - 1)]
         if not found:
             raise _refusal("no integer within its bounds", name)
-        return self._padded([[self._set(*characters) for characters in each] for each in found])
+        return self._padded([[self._set(*characters) for characters in each] for each in found], name)
 
-    def _padded(self, alternatives: Sequence[Sequence[Tensor]]) -> Span:
+    def _padded(self, alternatives: Sequence[Sequence[Tensor]], name: str) -> Span:
         length = max(map(len, alternatives))
         if length * len(alternatives) > MAX_CHOICES:
-            raise ValueError(
-                f"json_schema: expected values of fewer than {MAX_CHOICES} tokens in all; use fewer options."
-            )
+            raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", name)
         space = self._set(" ")
         return [[*each, *[space] * (length - len(each))] for each in alternatives]
 
