@@ -185,7 +185,7 @@ def dist(session: nox.Session) -> None:
 
 @nox.session
 def hard(session: nox.Session) -> None:
-    """Fuzz all input, make 1700 decodes a decoder; `nox -s hard -- mutation` tests the tests, for an hour or two.
+    """Fuzz all input, make 1700 decodes per decoder; `nox -s hard -- mutation` tests the tests, for an hour or two.
 
     `nox -s hard -- PART OPTIONS` runs one part (fuzz, decodes, mutation, standalone), for example `decodes --seed 3`
     or `fuzz --hypothesis-seed=3`. `standalone` decodes all reference outputs by exported decoders without this package.

@@ -101,7 +101,7 @@ def now() -> float:
 
 
 def speed_ratio(fast: Work, slow: Work) -> float:
-    """Return how many times the tokens a second one work makes of another's: the median over the rounds they share."""
+    """Return the ratio of two works' tokens per second: the median over the rounds they share."""
     tokens = fast.outcome["num_tokens"] / slow.outcome["num_tokens"]
     return statistics.median(s / f for f, s in zip(fast.seconds, slow.seconds, strict=False)) * tokens
 

@@ -126,7 +126,7 @@ def heavy(variants: Variants, repeats: int, scale: float) -> tuple[list[dict[str
             works["generate, batch 1"] = library(model, one, answer_, max_repeats=2)
             if answer == 128:
                 works["autoregressive, batch 1"] = ours(acting, Autoregressive(), one, answer_, max_repeats=2)
-                works["llada, 4 tokens a step, batch 1"] = ours(
+                works["llada, 4 tokens per step, batch 1"] = ours(
                     replayed(bidirectional, replay), LLaDA(steps=answer_ // 4), one, answer_, max_repeats=2
                 )
             for size in sizes[1:]:

@@ -3,8 +3,8 @@
 usage: python -m benchmarks.gpu [--model qwen3-8b] [--batches '[1, 8, 64]'] [--max_minutes 9]
 
 Random weights in the shapes of Qwen3-0.6B and Qwen3-8B with replayed schedules: ReFusion, the plain ReFusion that
-checkpoints export, one token a forward, and transformers' ``generate``. At small batches a forward cannot be faster
-than its weights and cached keys and values can be read: the limit is that many bytes over the bandwidth that a copy
+checkpoints export, one token per forward, and transformers' ``generate``. At small batches a forward cannot be faster
+than its weights and KV cache can be read: the limit is that many bytes over the bandwidth that a copy
 reaches on the same device. The profiler says how often the host waits for the device in a call, and for which share of
 the time the device has nothing to do. ``--model tiny --device cpu`` tries the program without a GPU; such figures mean
 nothing.
@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def bandwidth(device: str, megabytes: int) -> float:
-    """Return the bytes a second that a copy reads and writes on a device: the best of some."""
+    """Return the bytes per second that a copy reads and writes on a device: the best of some."""
     source = torch.ones(megabytes * 2**18, device=device)
     target = torch.empty_like(source)
     best = float("inf")

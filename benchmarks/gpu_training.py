@@ -1,4 +1,4 @@
-"""Training steps on a GPU: tokens a second and the share of its arithmetic, hybrid against next-token training.
+"""Training steps on a GPU: tokens per second and the share of its arithmetic, hybrid against next-token training.
 
 usage: python -m benchmarks.gpu_training [--rows 8] [--tokens 2048]
 

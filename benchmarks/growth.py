@@ -3,7 +3,7 @@
 usage: python -m benchmarks.growth [--repeats 3] [--lengths '[64, 128, 256, 512, 1024]']
 
 ReFusion in serial blocks of 64 tokens (a replayed schedule: two slots of 8 a round, all accepted), autoregressive
-decoding, and LLaDA with one step a token, on a model of hidden size 96 and 3 layers. Writes a JSON and a plot.
+decoding, and LLaDA with one step per token, on a model of hidden size 96 and 3 layers. Writes a JSON and a plot.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BLOCK = 64
 
 
 def plot(costs: dict[str, dict[int, float]], path: Path) -> None:
-    """Draw milliseconds a token over the answer's length."""
+    """Draw milliseconds per token over the answer's length."""
     milliseconds = {name: {n: 1e3 * value for n, value in values.items()} for name, values in costs.items()}
-    draw(milliseconds, path, "answer length (tokens)", "milliseconds a token")
+    draw(milliseconds, path, "answer length (tokens)", "milliseconds per token")
 
 
 def main(
@@ -70,7 +70,7 @@ def main(
     span = f"cost of a token, {lengths[-1]} tokens over {lengths[0]}"
     aims = [
         aim(f"{span}: ReFusion", growth["ReFusion"], 2.0, at_least=False),
-        aim(f"{span}: LLaDA, one step a token", growth["LLaDA"], 4.0, at_least=True),
+        aim(f"{span}: LLaDA, one step per token", growth["LLaDA"], 4.0, at_least=True),
     ]
     cases = {
         name: {

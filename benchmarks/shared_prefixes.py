@@ -1,4 +1,4 @@
-"""Prompts that begin alike: prompts a second with the common part computed once, and with each prompt on its own.
+"""Prompts that begin alike: prompts per second with the common part computed once, and with each prompt on its own.
 
 usage: python -m benchmarks.shared_prefixes [--repeats 3]
 

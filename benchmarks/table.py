@@ -6,6 +6,7 @@ usage: python -m benchmarks.table
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def overhead(result: Result) -> str:
 
 def forwards(result: Result) -> str:
     note = "The fastest of all repeats, of one row and then of 16; the ratio is that of these two.\n\n"
-    head = ["threads", "body", "positions a row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
+    head = ["threads", "body", "positions per row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
     return note + table(head, [list(case.values()) for case in result["cases"]])
 
 
@@ -100,7 +101,7 @@ def long_prompts(result: Result) -> str:
         for name, run in case["runs"].items()
     ]  # fmt: skip
     head = ["tokens", "prefill", "milliseconds", "over transformers", "extra megabytes"]
-    return table(head, rows) + f"\n{result['bytes_a_token']} bytes a token, processor time.\n"
+    return table(head, rows) + f"\n{result['bytes_a_token']} bytes per token, processor time.\n"
 
 
 def shared_prefixes(result: Result) -> str:
@@ -118,7 +119,7 @@ def host_time(result: Result) -> str:
         [case, *(one["milliseconds"] for one in values["lengths"].values()), values["growth"]]
         for case, values in cases.items()
     ]
-    return table(["milliseconds a call", *(f"{n} cached" for n in lengths), "growth"], rows)
+    return table(["milliseconds per call", *(f"{n} cached" for n in lengths), "growth"], rows)
 
 
 def batches(result: Result) -> str:
@@ -162,7 +163,7 @@ def training(result: Result) -> str:
         for case, values in result["cases"].items()
         for name, run in values["runs"].items()
     ]
-    text = table(["model", "objective", "milliseconds a step", "peak megabytes", "over autoregressive"], rows)
+    text = table(["model", "objective", "milliseconds per step", "peak megabytes", "over autoregressive"], rows)
     packing = result["packing"]
     rows = [
         [name, packing["shapes"][name], f"{run['median_seconds'] * 1e3:.1f}",
@@ -170,7 +171,7 @@ def training(result: Result) -> str:
         for name, run in packing["runs"].items()
     ]  # fmt: skip
     title = f"### Packing ({packing['num_samples']} samples with lengths like GSM8K's)\n\n"
-    return f"{text}\n{title}{table(['rows', 'shape', 'milliseconds a step', 'over padded'], rows)}"
+    return f"{text}\n{title}{table(['rows', 'shape', 'milliseconds per step', 'over padded'], rows)}"
 
 
 def training_memory(result: Result) -> str:
@@ -181,7 +182,7 @@ def training_memory(result: Result) -> str:
         for way, found in case["ways"].items()
     ]  # fmt: skip
     lengths = [f"{n} tokens" for n in next(iter(result["cases"].values()))["ways"]["ranges"]]
-    return "Megabytes of a step.\n\n" + table(["objective", "what tokens see as", *lengths, "bytes a token"], rows)
+    return "Megabytes of a step.\n\n" + table(["objective", "what tokens see as", *lengths, "bytes per token"], rows)
 
 
 def growth(result: Result) -> str:
@@ -191,8 +192,8 @@ def growth(result: Result) -> str:
         [name, *(f"{value * 1e3:.2f}" for value in case["seconds_a_token"].values()), case["growth"]]
         for name, case in cases.items()
     ]
-    text = table(["milliseconds a token", *(f"{n} tokens" for n in lengths), "growth"], rows)
-    return text + "\n![milliseconds a token against answer length](growth.png)\n"
+    text = table(["milliseconds per token", *(f"{n} tokens" for n in lengths), "growth"], rows)
+    return text + "\n![milliseconds per token against answer length](growth.png)\n"
 
 
 def soak(result: Result) -> str:
@@ -306,10 +307,24 @@ def page(results: dict[str, Result]) -> str:
             for name, result in results.items()
             if "processor" in result.get("environment", {}).get("hardware", {})
         ),
-        "## Aims\n\n" + table(["aim", "bound", "measured", "met"], aims),
+        "## Aims\n\n" + table(["aim", "bound", "measured", "met"], aims) + _same_forward(results.get("decode")),
         *sections(results),
     ]
     return "\n\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _same_forward(decode: Result | None) -> str:
+    """Return what the times of the plain ReFusion are if both have transformers' forward."""
+    ratios = {case["case"]: case["ratios"] for case in (decode or {"cases": []})["cases"]}
+    same = {name: own[key] for name, own in ratios.items() if (key := "refusion on transformers' body / plain") in own}
+    six = [ratio for name, ratio in same.items() if name.startswith("additions-clean, setting")]
+    wide = same.get("vocabulary-heavy, all accepted, 128 tokens")
+    if not six or wide is None:
+        return ""
+    return (
+        "\nTimes the plain ReFusion: ours has the fused forward, the plain one transformers'. With transformers' in "
+        f"both: {six[0]} (setting 1), {statistics.geometric_mean(six):.3f} (mean of six), {wide} (vocabulary-heavy).\n"
+    )
 
 
 def _direction(entry: dict[str, Any]) -> str:

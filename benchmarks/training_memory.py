@@ -154,7 +154,7 @@ def compared_steps(lengths: tuple[int, ...], longest_matrix: int) -> dict[str, A
         slope = (memory[-1] - memory[0]) * 2**20 / max(lengths[-1] - lengths[0], 1)
         cases[name] = {"ways": ways, "bytes_a_token": round(slope)}
         print(name, cases[name], flush=True)
-    text = f"bytes a token from {lengths[-2]} to {lengths[-1]} over those from {lengths[0]} to {lengths[1]}, training"
+    text = f"bytes per token from {lengths[-2]} to {lengths[-1]} over those from {lengths[0]} to {lengths[1]}, training"
     aims = [aim(text, max(growth(case["ways"]["ranges"]) for case in cases.values()), 1.25, at_least=False)]
     return {"cases": cases, "aims": aims}
 

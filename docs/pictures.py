@@ -51,7 +51,7 @@ def decoding() -> None:
         text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
                      "follows.", 12),
         text(8, 238, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: accepted by verification.", 12),
-        text(8, 254, "Keys and values of grey and green tokens stay in the cache and are exact.", 12),
+        text(8, 254, "KV cache entries of grey and green tokens stay and are exact.", 12),
     ]  # fmt: skip
     picture("decoding.svg", 700, 266, "One round of ReFusion", parts)
 
@@ -217,7 +217,7 @@ def groups() -> None:
         row(10, "1  masks of the first group", [prompt, ("mask", ["M@3", "M@4", "M@5"])]),
         row(62, "2  that group clean, the next masks", [prompt, ("known", ["a@3", "b@4", "c@5"]),
                                                         ("mask", ["M@6", "M@7"])]),
-        row(114, "3  the rest, one token a forward", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7"]),
+        row(114, "3  the rest, one token per forward", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7"]),
                                                       ("mask", ["M@8"])]),
         text(8, 170, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
                      "follows.", 12),

@@ -1,4 +1,4 @@
-"""Tasks of the experiments: walks, Latin squares with few clues, small sudokus, and text with holes.
+"""Tasks of the experiments: walks, Latin squares with few clues, small sudokus, and text with spans left out.
 
 Configs name them by class_path, as ``experiments.tasks.Walk``; run in the repository's root, with ``PYTHONPATH=.``. A
 grid is a string of its cells, row after row, where ``.`` is a blank cell. As text, each row ends with ``/``; several
@@ -280,13 +280,13 @@ class Holes(Task):
     """Sums or records with one value of each row left out, chosen at random; its examples are those of ``task``.
 
     The query ``12+?,?+78>`` goes with the response ``12+__=46;__+78=134;``, whose blanks are ``34`` and ``56``: the
-    right side of a hole says what it holds.
+    right side of a blank says what it holds.
 
     In sums the query shows ``?`` for an operand that is left out, so that only the given result determines it. The
     query of records stays as it is. Either way there is one right answer.
 
     Attributes:
-        task: The task whose responses get holes, ``Additions`` or ``Records``.
+        task: The task whose responses get spans to fill in, ``Additions`` or ``Records``.
     """
 
     task: GeneratedTask = field(default_factory=Additions)
@@ -297,7 +297,7 @@ class Holes(Task):
         require(type(self.task) in _VALUES, "task.task", names, type(self.task).__name__, "choose one of them")
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split as a lazy sequence, each with the character ranges of its holes.
+        """Return the examples of a split as a lazy sequence, each with the character ranges of its spans.
 
         Args:
             split: The split.
@@ -308,7 +308,7 @@ class Holes(Task):
         return self.with_holes(self.task.example(split, index))
 
     def with_holes(self, example: Example) -> Example:
-        """Return an example of ``task`` with a hole in each row."""
+        """Return an example of ``task`` with a span left out in each row."""
         rng = Random(stable_key("holes", self.task.seed, example.query))
         values = [match.span() for match in _VALUES[type(self.task)].finditer(example.response)]
         rows = [values[start : start + _ROW_LENGTH] for start in range(0, len(values), _ROW_LENGTH)]
@@ -319,8 +319,8 @@ class Holes(Task):
             shown = [["?" if i == hidden else numbers[2 * row + i] for i in range(2)]
                      for row, hidden in enumerate(chosen)]  # fmt: skip
             query = ",".join(["+".join(pair) for pair in shown]) + ">"
-        holes = tuple(row[hidden] for row, hidden in zip(rows, chosen, strict=True))
-        return replace(example, query=query, holes=holes)
+        spans = tuple(row[hidden] for row, hidden in zip(rows, chosen, strict=True))
+        return replace(example, query=query, spans=spans)
 
     def score(self, example: Example, response: str) -> float | None:
         """Return 1 for the right values in the given text, else 0; the task's own rules decide what is equal."""

@@ -187,7 +187,7 @@ class SlowReFusion:
             drafts[slot] = [*found, *found[:1] * (size - num_masks)]
             certainties[slot] = {
                 "first": each[0], "mean": sum(each) / len(each), "min": min(each), "product": math.prod(each)
-            }[options.certainty]  # fmt: skip
+            }[options.slot_confidence]  # fmt: skip
         ranking = sorted(self.remaining, key=lambda slot: (-certainties[slot], slot))
         certain = [slot for slot in ranking if certainties[slot] > options.slot_threshold]
         chosen = {

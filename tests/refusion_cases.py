@@ -28,7 +28,7 @@ def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
         num_serial_blocks=draw(st.integers(1, -(-num_new_tokens // size))),
         slot_threshold=draw(THRESHOLDS),
         token_threshold=draw(st.sampled_from([0.5, 0.9]) if has_bonus else THRESHOLDS),
-        certainty=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
+        slot_confidence=draw(st.sampled_from(["first", "first", "mean", "min", "product"])),
         selection=selection,
         k=None if selection == "threshold" else draw(st.integers(1, 4)),
         infill=infill,

@@ -1,6 +1,6 @@
 """Decode a large file of prompts by actors of Ray Data: resumable by id, in order, and a killed actor loses nothing.
 
-usage: pip install 'refusion-lit[ray]' && python ray_predict.py CKPT_PATH PROMPTS.jsonl OUTPUT_DIRECTORY [NUM_ACTORS]
+usage: pip install -c constraints.txt '.[ray]' && python ray_predict.py CKPT_PATH PROMPTS.jsonl DIRECTORY [NUM_ACTORS]
 
 Each line of the file has a `prompt` and an `id`, a number that grows from line to line. To resume, run the same command
 again: what is in OUTPUT_DIRECTORY/parts is not decoded again. OUTPUT_DIRECTORY/answers has all answers, sorted by id.

@@ -1,6 +1,6 @@
 """Replicas of the server under Ray Serve: one address, each request goes to one of them.
 
-usage: pip install 'refusion-lit[ray,serve]' && python ray_serve.py CKPT_PATH [NUM_REPLICAS] [PORT]
+usage: pip install -c constraints.txt '.[ray,serve]' && python ray_serve.py CKPT_PATH [NUM_REPLICAS] [PORT]
 
 A replica is all of `refusion-lit serve`: queue, limits, streams, cancelled requests. An answer depends on its request
 alone, so it does not matter which replica gives it. `/metrics` and `/health` tell of one replica; Ray's own cover all.

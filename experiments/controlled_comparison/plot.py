@@ -32,7 +32,7 @@ Point = tuple[float, float, float, list[float]]
 
 
 def points(runs: list[Run], task: str, objective: str) -> dict[str, Point]:
-    """Return for each decoder means over seeds of tokens a forward, positions a token and score; and all scores."""
+    """Return for each decoder means over seeds of tokens per forward, positions per token and score; and all scores."""
     same = [run for run in runs if run["budget_factor"] == 1]
     chosen = [run["results"] for run in same if (run["task"], run["objective"]) == (task, objective)]
     if not chosen:

@@ -1,4 +1,4 @@
-"""Train with each law of masking and fill holes, one run at a time; it can be killed, and continues where it was.
+"""Train with each law of masking and fill spans, one run at a time; it can be killed, and continues where it was.
 
 usage: python experiments/infilling/run.py [--work_dir DIR] [--output FILE] [--tasks NAME ...] [--fit_only]
 """
@@ -19,7 +19,7 @@ from experiments.common import argument_parser, command, configs, places, train,
 HERE = Path(__file__).parent
 PATTERNS = ("independent", "grouped")
 TESTS = {"additions": ("holes",), "records": ("holes", "plain")}
-"""With the text around the holes given, and the whole response from the query alone, which hides parts of the sums."""
+"""With the text around the spans given, and the whole response from the query alone, which hides parts of the sums."""
 
 
 def files(*names: str) -> list[str]:

@@ -33,7 +33,7 @@ BUDGET, LENGTH, LAYERS = 8_000_000, 64, "model.backbone.config.num_hidden_layers
 
 @dataclass(frozen=True)
 class Variant:
-    """A training: its objective, its factor of the budget, and further options by name."""
+    """A training: its objective, its factor of the budget, and a mapping of further options."""
 
     objective: str
     budget: float = 1.0

@@ -83,7 +83,7 @@ def timed(
     queries: Sequence[str],
     max_new_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """Answer queries one by one with transformers' generate and with decoders, in turns; return tokens a second.
+    """Answer queries one by one with transformers' generate and with decoders, in turns; return tokens per second.
 
     All meet the same other work on the machine, so ratios hold where seconds do not. The first query warms up.
     ``ratio`` is the median over queries of the speed over that of ``generate``.

@@ -128,7 +128,7 @@ def _predictions(judge_dir: Path) -> list[dict[str, Any]]:
 def _speed(
     names: Sequence[str], work: Path, judge: refusion_lit.TextModel, queries: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """Return tokens a second of all decoders beside ``generate``; measured again when there are other ones."""
+    """Return tokens per second of all decoders beside ``generate``; measured again when there are other ones."""
     kept, decoders, length = work / "speed.json", {}, 0
     for name in names:
         for decoder, test in _tests(name, work).items():

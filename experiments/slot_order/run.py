@@ -44,12 +44,12 @@ class FromKnownEnd(ReFusion):
 
     backwards_token_id: int
 
-    def _chosen(self, state: Any, certainties: Sequence[float]) -> list[int]:
+    def _chosen(self, state: Any, confidences: Sequence[float]) -> list[int]:
         is_backwards = state.prompt.token_ids[0] == self.backwards_token_id
-        return [len(certainties) - 1 if is_backwards else 0]
+        return [len(confidences) - 1 if is_backwards else 0]
 
 
-# One slot a round, filled token by token: with a token threshold of 1 no draft of a plan survives its verification.
+# One slot per round, filled token by token: with a token threshold of 1 no draft of a plan survives its verification.
 _PLAIN: dict[str, Any] = {
     "slot_size": SLOT_SIZE, "num_serial_blocks": 1, "token_threshold": 1.0, "infill": "autoregressive",
 }  # fmt: skip

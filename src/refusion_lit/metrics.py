@@ -78,7 +78,7 @@ class DecodingMetrics(Metric):
     * ``paper_tokens_per_forward``: mean over rounds of committed tokens per forward, the figure that the released
       program prints. For comparison with published figures only.
 
-    * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the key/value cache, and of one entry of one row
+    * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the KV cache, and of one entry of one row
       (the keys and values of a token in all layers).
 
     Several processes get the figures of one process over all prompts, however the prompts are distributed. ``seconds``

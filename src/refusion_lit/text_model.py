@@ -59,7 +59,7 @@ class TextModel:
         """The decoder of this model where none is named.
 
         It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the published one of the
-        model's layout, or one for its traits.
+        model's format, or one for its traits.
         """
         if self.backbone.drafter is not None:
             return SelfSpeculative()
@@ -235,7 +235,7 @@ class TextModel:
             max_new_tokens: Maximum number of tokens per response; ignored if ``sampling`` is given.
             options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
                 default), ``templates``, ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
-                A template is the given text of a response, with gaps such as ``{{5}}`` (five tokens) or ``{{1-6}}``
+                A template is the given text of a response, with spans such as ``{{5}}`` (five tokens) or ``{{1-6}}``
                 (one to six, of which the most probable filling is returned), and ``{{...}}`` at its end if the response
                 may continue after it; ``None`` gives nothing. ``max_new_tokens`` does not count given tokens.
                 ``json_schema``: every response parses and keeps it; what cannot be guaranteed is refused.
@@ -271,7 +271,7 @@ class TextModel:
         """
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-        require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "add or drop")
+        require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "match them")
         named = [_prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:

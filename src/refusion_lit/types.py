@@ -91,7 +91,7 @@ class SpecialTokens:
         eos_token_ids: Ids that end a response.
         pad_token_id: Fills up batches; may be one of ``eos_token_ids``.
         vocab_size: Number of ids that the tokenizer knows; head rows from here on are never produced.
-        draft_token_ids: Ids of a drafter's learnt masks, the first one for the nearest token; beyond all rows of the
+        draft_token_ids: Ids of a drafter's masks, the first one for the nearest token; beyond all rows of the
             embedding, never part of a text.
     """
 
@@ -135,7 +135,7 @@ class Example:
         response: The reference response, without end-of-sequence token.
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
         meta: Additional values for the task's scoring.
-        holes: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
+        spans: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
             the response is then given. Empty: nothing of it is given.
     """
 
@@ -144,7 +144,7 @@ class Example:
     response: str
     messages: tuple[Mapping[str, str], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
-    holes: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class ConstraintState(ABC):
@@ -185,9 +185,9 @@ class Prompt:
         token_ids: Prompt tokens, template included; may contain any id, the mask's too.
         id: Names the prompt in results and keys its sampling noise.
         given: Known part of the response, from its first token on: a token id, or ``None`` for a token to generate.
-            Unknown tokens before the last given one are holes. The response continues after the last given token,
+            Unknown tokens before the last given one are spans. The response continues after the last given token,
             unless that is an EOS token. Empty: nothing is given.
-        num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill holes of another
+        num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill spans of another
             prompt.
         constraint: Which tokens may be drawn, such as those of a JSON schema; ``None``: all.
     """
@@ -214,14 +214,14 @@ class Prompt:
         return max((place + 1 for place, token in enumerate(self.given) if token is not None), default=0)
 
     @property
-    def num_holes(self) -> int:
+    def num_to_fill(self) -> int:
         """Tokens to generate before the last given one."""
         return self.given_length - self.num_given
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How prompts are batched and decoded; apart from ``allow_mismatch``, no option changes a token.
+    """How prompts are batched and decoded; but for ``allow_mismatch``, tokens change by rounding at most.
 
     Attributes:
         batch_size: Maximum number of prompts decoded concurrently, at least 1; a finished prompt frees its row for the

@@ -16,6 +16,7 @@ import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.cli.answers import read_prompts
+from refusion_lit.cli.generate import build_parser
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.predictions import PredictionsFile, write_predictions
 
@@ -97,6 +98,14 @@ def test_answers_are_replaced_only_when_that_is_asked_for(tmp_path: Path, capsys
     assert output.read_text() == answers
     assert main([*generate, "--prompt=1+3>", "--overwrite"]) == 0
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["1+3>"]
+
+
+def test_a_boolean_option_alone_means_true() -> None:
+    parsed = build_parser().parse(["--batch_invariant", "--ckpt_path=x", "--share_prefixes", "false", "--resume"])
+    found = [parsed[name] for name in ("batch_invariant", "share_prefixes", "resume", "overwrite")]
+    assert found == [True, False, True, False]
+    with pytest.raises(ValueError, match=r"^overwrite: expected true or false, got 5"):
+        build_parser().parse(["--ckpt_path=x", "--overwrite", "5"])
 
 
 def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_a_test_gives_all_text_but_the_holes(tmp_path: Path, capsys: pytest.Capt
     for line, example in zip(map(json.loads, lines), examples, strict=True):
         response = line["response"]
         assert len(response) == len(example.response)
-        holes = {place for hole in example.holes for place in range(*hole)}
+        holes = {place for hole in example.spans for place in range(*hole)}
         assert {i for i, (a, b) in enumerate(zip(response, example.response, strict=True)) if a != b} <= holes
         assert line["num_tokens"] == len(holes)
         assert line["score"] == (response == example.response)

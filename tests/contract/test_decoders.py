@@ -310,7 +310,7 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
         return None  # how much is decoded after an end depends on the order
     size = decoder.slot_size
     per_block = ceil(ceil(case.budget / size) / (decoder.num_serial_blocks or min(2, ceil(case.budget / size))))
-    certainty = case.certainty**size if decoder.certainty == "product" else case.certainty
+    certainty = case.certainty**size if decoder.slot_confidence == "product" else case.certainty
     at_once = 1 if decoder.selection == "sequential" else per_block
     at_once = decoder.k or at_once
     if decoder.selection not in ("top_k", "sequential") and not certainty > decoder.slot_threshold:

@@ -39,13 +39,13 @@ def test_gaps_are_numbers_in_double_braces(text: str, parts: tuple[object, ...],
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "template: expected some text or a gap"),
-        ("{{...}}", "template: expected some text or a gap"),
-        ("a{{0}}", "expected gaps of 1 to 1000000 tokens, the lesser number first, got '{{0}}'"),
-        ("a{{5-2}}", "expected gaps of 1 to 1000000 tokens, the lesser number first, got '{{5-2}}'"),
-        ("a{{99999999999}}", "expected gaps of 1 to 1000000 tokens, the lesser number first, got '{{99999999999}}'"),
+        ("", "template: expected some text or a span"),
+        ("{{...}}", "template: expected some text or a span"),
+        ("a{{0}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{0}}'"),
+        ("a{{5-2}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{5-2}}'"),
+        ("a{{99999999999}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{99999999999}}'"),
         ("a{{...}}b", "{{...}} at its end only"),
-        ("{{1-9}}a{{1-9}}", "at most 64 combinations of gap lengths, got 81"),
+        ("{{1-9}}a{{1-9}}", "at most 64 combinations of span lengths, got 81"),
     ],
 )
 def test_impossible_templates_are_refused(text: str, message: str) -> None:
@@ -67,7 +67,7 @@ def test_encodes_each_combination_of_lengths(text: str, expected: list[str]) -> 
 
 
 def test_holes_of_an_example_are_as_long_as_its_text() -> None:
-    example = Example(id="x", query="a", response="ab12cd", holes=((0, 1), (2, 4)))
+    example = Example(id="x", query="a", response="ab12cd", spans=((0, 1), (2, 4)))
     assert shown(given_tokens(TOKENIZER, example)) == "_b__cd|"
     assert given_tokens(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
 

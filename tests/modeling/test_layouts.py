@@ -172,7 +172,7 @@ def test_layouts_without_a_golden_are_renamings_too(
     written(tmp_path / "theirs", {**options, **published, "eos_token_id": 2})
     tokenizer.save_pretrained(tmp_path / "theirs")
     name = "open_dllm" if layout == "open_dllm" else None
-    overrides = BackboneConfig(source="x", layout=name)
+    overrides = BackboneConfig(source="x", checkpoint_format=name)
     model = refusion_lit.load(tmp_path / "theirs", overrides=overrides)
     assert (model.backbone.traits, model.default_decoder) == (traits, decoder)
     assert model.backbone.special_tokens.mask_token_id == 3
@@ -300,7 +300,7 @@ def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
 
 
 def test_layouts_are_not_mixed_up() -> None:
-    with pytest.raises(ValueError, match=r"^layout: expected llada for model_type 'llada', got 'dream'"):
-        refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", layout="dream"))
-    with pytest.raises(ValueError, match=r"^layout: expected one of .*llada, dream.*, got 'lada'"):
-        refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", layout="lada"))
+    with pytest.raises(ValueError, match=r"^checkpoint_format: expected llada for model_type 'llada', got 'dream'"):
+        refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", checkpoint_format="dream"))
+    with pytest.raises(ValueError, match=r"^checkpoint_format: expected one of .*llada, dream.*, got 'lada'"):
+        refusion_lit.load(MODELS["llada-tiny"], overrides=BackboneConfig(source="x", checkpoint_format="lada"))

@@ -149,11 +149,11 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a bound on the cache below the longest test prompt": lambda p: p.test("--model.decoding.max_cache_tokens=5"),
     "a template file that does not exist": lambda p: p.generate(MODEL, f"--template={p.folder}/none"),
     "an empty template": lambda p: p.generate(MODEL, f"--template={p.text('t', '')}"),
-    "a template with a gap of no tokens": lambda p: p.generate(MODEL, f"--template={p.text('t', '12{{0}}')}"),
+    "a template with a span of no tokens": lambda p: p.generate(MODEL, f"--template={p.text('t', '12{{0}}')}"),
     "a template that continues after its open end": lambda p: p.generate(
         MODEL, f"--template={p.text('t', '12{{...}}+')}"
     ),
-    "a template with too many lengths of gaps": lambda p: p.generate(
+    "a template with too many lengths of spans": lambda p: p.generate(
         MODEL, f"--template={p.text('t', '{{1-9}}+{{1-9}}')}"
     ),
     "a template with more to fill in than new tokens": lambda p: p.generate(

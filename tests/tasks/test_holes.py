@@ -14,7 +14,7 @@ TASKS = [Holes(), Holes(task=Additions(seed=3, min_terms=3)), Holes(task=Records
 
 
 def blanks(example: Example) -> list[str]:
-    return [example.response[start:stop] for start, stop in example.holes]
+    return [example.response[start:stop] for start, stop in example.spans]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=repr)
@@ -22,8 +22,8 @@ def test_every_row_has_one_hole_in_text_order(task: Holes) -> None:
     for example in task.examples("test")[:100]:
         records = isinstance(task.task, Records)
         ends = [m.end() for m in re.finditer("[}]" if records else ";", example.response)]
-        assert len(example.holes) == len(ends)
-        for (start, stop), first, last in zip(example.holes, [0, *ends], ends, strict=False):
+        assert len(example.spans) == len(ends)
+        for (start, stop), first, last in zip(example.spans, [0, *ends], ends, strict=False):
             assert first <= start < stop <= last
         for value in blanks(example):
             assert re.fullmatch(r"\w+", value)
@@ -47,7 +47,7 @@ def test_a_query_hides_the_operands_that_are_left_out_and_nothing_else() -> None
         assert (hidden.id, hidden.response) == (plain.id, plain.response)
         assert filled(hidden) == plain.query
         operands = sum(
-            hidden.response[start - 1 : start] != "=" for start, _ in hidden.holes
+            hidden.response[start - 1 : start] != "=" for start, _ in hidden.spans
         )  # a result follows the equals sign
         assert hidden.query.count("?") == operands
         num_hidden += operands
@@ -62,7 +62,7 @@ def test_records_keep_their_query() -> None:
 def test_each_value_of_a_row_is_left_out_equally_often() -> None:
     counts = [0, 0, 0]
     for example in Holes().examples("test")[:300]:
-        for start, stop in example.holes:
+        for start, stop in example.spans:
             before, after = example.response[start - 1 : start], example.response[stop : stop + 1]
             counts[2 if before == "=" else 1 if before == "+" else 0] += 1
             assert after in "+=;"

@@ -73,6 +73,6 @@ def test_probabilities_and_choices() -> None:
 def test_integers_outside_a_range_are_refused(value: int) -> None:
     for inside in (2, 5):
         require_between("n", inside, 2, 5)
-    message = f"n: expected an integer from 2 to 5, got {value}; change n in the config or on the command line."
+    message = f"n: expected an integer from 2 to 5, got {value}; set n to 2 to 5."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         require_between("n", value, 2, 5)

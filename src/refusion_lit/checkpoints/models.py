@@ -196,12 +196,10 @@ def load_model(
     options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
     code = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not trust_remote_code or options.dtype == "auto":  # refuse an unknown architecture before its tokenizer
-        config, _ = config_of_source(str(source), options.config, layout=options.layout, **code)
+        config, _ = config_of_source(str(source), options.config, name=options.checkpoint_format, **code)
         if options.dtype == "auto":
             options = replace(options, dtype=decoding_dtype(config, device))
-    tokenizer = PretrainedTokenizer(
-        source=str(source), revision=revision, layout=options.layout, trust_remote_code=trust_remote_code
-    ).build(None)
+    tokenizer = PretrainedTokenizer(source=str(source), checkpoint_format=options.checkpoint_format, **code).build(None)
     backbone = options.build(tokenizer)
     stored = getattr(backbone.config, "refusion_lit", None) or {}
     if draft is None and stored.get(HAS_DRAFTER):

@@ -27,14 +27,14 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
     output = "where to write JSON lines; standard output by default"
     parser.add_argument("--output", type=str, default=None, help=output)
-    template = "file with given text of the response and gaps such as {{5}} or {{1-6}} tokens to fill in"
+    template = "file with given text of the response and spans such as {{5}} or {{1-6}} tokens to fill in"
     parser.add_argument("--template", type=str, default=None, help=template)
     schema = "file with a JSON schema that every answer keeps"
     parser.add_argument("--json_schema", type=str, default=None, help=schema)
     add_model_options(parser)
     add_decoding_options(parser)
-    parser.add_argument("--resume", action="store_true", help="skip the prompts whose answers are in --output")
-    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--resume", type=bool, default=False, help="skip the prompts whose answers are in --output")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace --output if it exists")
     return parser
 
 
@@ -48,9 +48,8 @@ def run(args: list[str]) -> int:
     num_prompts = sum(arg.partition("=")[0] == "--prompt" for arg in args)
     several = "write several into a file, one per line, and give it with --prompts"
     require(num_prompts < 2, "prompt", "one prompt", num_prompts, several)
-    if options.output is None:
-        for name in ("resume", "overwrite"):
-            require(not options[name], name, "--output, the file of answers", None, "give --output")
+    for name in ("resume", "overwrite"):
+        require(bool(options.output or not options[name]), name, "--output, the file of answers", None, "give --output")
     if (options.prompt is None) == (options.prompts is None):
         raise ValueError("prompt: expected exactly one of --prompt and --prompts; give one of them.")
     if options.prompts is not None or options.output is not None:
@@ -94,9 +93,8 @@ class Stream(GenerationCallback):
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
         """Print the rest, and which decoder took how many tokens and forwards."""
-        _print(self._stream.rest(output.text))
+        _print(self._stream.rest(output.text) + "\n")
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
-        _print("\n")
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
 
 

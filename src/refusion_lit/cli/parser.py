@@ -48,11 +48,13 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         super().__init__(formatter_class=PlainHelp, **options)
 
     def parse(self, args: Sequence[str]) -> Namespace:
-        """Parse arguments and create the components that they name.
+        """Parse arguments and create the components that they name. A boolean option alone means true.
 
         Raises:
             ValueError: Naming the wrong option, what was expected and what was got.
         """
+        for action in (each for each in self._actions if getattr(each, "_typehint", None) is bool):
+            action.nargs, action.const = "?", True
         args = _with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
@@ -125,8 +127,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--device", type=str, default="auto", help=device)
     exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    layouts = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
-    parser.add_argument("--layout", type=str | None, default=None, help=layouts)
+    formats = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
+    parser.add_argument("--checkpoint_format", type=str | None, default=None, help=formats)
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
@@ -192,7 +194,7 @@ def load_model_of(options: Namespace) -> TextModel:
     if options.trust_remote_code:
         sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
-    own = {name: options[name] for name in ("layout", "attention", "block_size", "batch_invariant")}
+    own = {name: options[name] for name in ("checkpoint_format", "attention", "block_size", "batch_invariant")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
     model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
     weight = next(model.backbone.parameters())

@@ -1,4 +1,4 @@
-"""``refusion-lit score``: score a predictions file, so that a scorer can be mended without decoding again."""
+"""``refusion-lit score``: score a predictions file, so that a scorer can be fixed without decoding again."""
 
 from __future__ import annotations
 

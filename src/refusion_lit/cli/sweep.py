@@ -28,9 +28,9 @@ def build_parser() -> OneLineParser:
     """Return the parser of ``sweep``."""
     parser = OneLineParser(prog="refusion-lit sweep", description="Run points that differ in some options.")
     parser.add_argument("-c", "--config", type=str, required=True, help="the sweep's YAML file")
-    parser.add_argument("--directory", type=str | None, default=None, help="takes points, logs and results.csv")
-    parser.add_argument("--resume", action="store_true", help="resume after a kill, or with further points")
-    parser.add_argument("--dry_run", action="store_true", help="list the points with their commands, run nothing")
+    parser.add_argument("--directory", type=str | None, default=None, help="for points, logs and results.csv")
+    parser.add_argument("--resume", type=bool, default=False, help="resume after a kill, or with further points")
+    parser.add_argument("--dry_run", type=bool, default=False, help="list the points with their commands, run nothing")
     return parser
 
 

@@ -27,12 +27,14 @@ REMOVED = {
         name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set"
         for name in ("Holes", "Latin", "Sudoku", "Walk")
     },
+    **{f"{at}.layout": "its name is checkpoint_format" for at in ("backbone", "chat", "evaluate", "generate", "trace")},
     **{f"limits.{name}": _SANDBOX for name in ("disk_mb", "num_files", "num_open_files", "num_processes")},
     **{f"objective.search_{name}": _SEARCH for name in ("batches", "delta", "every", "widths")},
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
+    "decoder.certainty": "its name is slot_confidence",
     "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
     "decoding.num_logged_samples": "trainings log no decoded samples; leave it out",

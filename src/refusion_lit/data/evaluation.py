@@ -41,16 +41,16 @@ def encode_prompts(
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
-    """Return an example's response with ``None`` for the tokens of its holes; empty if it has no holes.
+    """Return an example's response with ``None`` for the tokens of its spans; empty if it has no spans.
 
     Raises:
         ValueError: If a character is not in the tokenizer's alphabet.
     """
-    if not example.holes:
+    if not example.spans:
         return ()
     tokens: list[int | None] = []
     end = 0
-    for start, stop in (*example.holes, (len(example.response),) * 2):
+    for start, stop in (*example.spans, (len(example.response),) * 2):
         tokens += _encoded(tokenizer, example.response[end:start])
         tokens += [None] * len(_encoded(tokenizer, example.response[start:stop]))
         end = stop

@@ -91,7 +91,7 @@ class _Vocabulary:
         try:
             self.tokenizer = wrap(tokenizer, n_vocab=self.size, eos_token=self.ends)
         except ValueError as error:
-            raise ValueError(f"{_OPTION}: this tokenizer cannot keep a schema: {error}.") from error
+            raise ValueError(f"{_OPTION}: this tokenizer cannot keep a schema: {error}; leave it out.") from error
         usable = [token for token in reversed(range(self.size)) if not self.tokenizer.is_special_token(token)]
         by_text = {self.tokenizer.decode_bytes([token]): token for token in usable}
         order = [*_CLOSING, *sorted(set(range(256)) - {*_CLOSING})]
@@ -114,7 +114,7 @@ class _Vocabulary:
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise ValueError(f"{_OPTION}: this schema cannot be kept: {' '.join(reason.split())[:300]}.")
+            raise ValueError(f"{_OPTION}: this schema cannot be kept: {' '.join(reason.split())[:300]}; simplify it.")
         return grammar
 
     def matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance has no types of its own

@@ -1,6 +1,6 @@
-"""Templates of responses: text with gaps of a known or bounded number of tokens.
+"""Templates of responses: text with spans of a known or bounded number of tokens.
 
-``{"name": "{{1-6}}", "age": {{2}}}`` has a gap of one to six tokens and one of two. ``{{...}}`` at the end leaves the
+``{"name": "{{1-6}}", "age": {{2}}}`` has a span of one to six tokens and one of two. ``{{...}}`` at the end leaves the
 response open; without it, the response ends where the template does.
 """
 
@@ -21,9 +21,9 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
-"""Maximum number of combinations of gap lengths tried for one prompt."""
-MAX_GAP = 1_000_000
-"""Maximum number of tokens in a gap."""
+"""Maximum number of combinations of span lengths tried for one prompt."""
+MAX_SPAN = 1_000_000
+"""Maximum number of tokens in a span."""
 
 _LEAST = 1e-12
 """Probabilities are clamped to at least this value before the logarithm."""
@@ -33,10 +33,10 @@ _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A response template: given text with gaps to fill.
+    """A response template: given text with spans to fill.
 
     Attributes:
-        parts: The parts in order: given text, or a gap as its minimum and maximum number of tokens.
+        parts: The parts in order: given text, or a span as its minimum and maximum number of tokens.
         is_open: Whether the response may continue after the last part.
     """
 
@@ -48,7 +48,7 @@ class Template:
         """Read a template; double braces with anything but numbers or dots in them are text.
 
         Raises:
-            ValueError: If it is empty, a gap is impossible, or there are too many combinations of lengths.
+            ValueError: If it is empty, a span is impossible, or there are too many combinations of lengths.
         """
         parts: list[str | tuple[int, int]] = []
         end = 0
@@ -61,21 +61,21 @@ class Template:
                 is_open = True
                 require(end == len(text), "template", "{{...}} at its end only", text[:80], "move or remove it")
                 continue
-            gap = int(mark[1]), int(mark[2] or mark[1])
-            expected = f"gaps of 1 to {MAX_GAP} tokens, the lesser number first"
-            require(1 <= gap[0] <= gap[1] <= MAX_GAP, "template", expected, mark[0], "write {{3}} or {{1-6}}, say")
-            parts.append(gap)
+            span = int(mark[1]), int(mark[2] or mark[1])
+            expected = f"spans of 1 to {MAX_SPAN} tokens, the lesser number first"
+            require(1 <= span[0] <= span[1] <= MAX_SPAN, "template", expected, mark[0], "write {{3}} or {{1-6}}, say")
+            parts.append(span)
         parts += [text[end:]] if text[end:] else []
-        require(bool(parts), "template", "some text or a gap", text[:80], "write the text that is given")
-        num = math.prod(gap[1] - gap[0] + 1 for gap in parts if not isinstance(gap, str))
-        fix = "narrow the gaps"
-        require(num <= MAX_LENGTHS, "template", f"at most {MAX_LENGTHS} combinations of gap lengths", num, fix)
+        require(bool(parts), "template", "some text or a span", text[:80], "write the text that is given")
+        num = math.prod(span[1] - span[0] + 1 for span in parts if not isinstance(span, str))
+        fix = "narrow the spans"
+        require(num <= MAX_LENGTHS, "template", f"at most {MAX_LENGTHS} combinations of span lengths", num, fix)
         return cls(parts=tuple(parts), is_open=is_open)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, ...]]:
-        """Return the tokens of the response, ``None`` in gaps, for each combination of gap lengths.
+        """Return the tokens of the response, ``None`` in spans, for each combination of span lengths.
 
-        Each text is encoded on its own: a word that reaches over the edge of a gap is not one token.
+        Each text is encoded on its own: a word that reaches over the edge of a span is not one token.
 
         Raises:
             ValueError: If a character is not in the tokenizer's alphabet.
@@ -91,14 +91,14 @@ class Template:
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return a prompt with what a template gives, for each combination of gap lengths.
+    """Return a prompt with what a template gives, for each combination of span lengths.
 
     Raises:
         ValueError: If the template is wrong.
     """
     if template is None:
         return [prompt]
-    require(isinstance(template, str), "template", "a text with gaps such as {{3}}", template, "write one text")
+    require(isinstance(template, str), "template", "a text with spans such as {{3}}", template, "write one text")
     return [replace(prompt, given=given) for given in Template.parse(template).encode(tokenizer)]
 
 
@@ -113,7 +113,7 @@ def fill_templates(
     trace: bool = False,
     **options: Any,  # noqa: ANN401 - options of decode
 ) -> list[Generation]:
-    """Decode prompts within templates; of several gap lengths, return the most probable filling.
+    """Decode prompts within templates; of several span lengths, return the most probable filling.
 
     Args:
         decode: Decodes prompts.
@@ -121,7 +121,7 @@ def fill_templates(
         templates: One for each prompt; ``None`` to give nothing.
         sampling: Length limit and sampling options.
         tokenizer: Encodes the given text.
-        callbacks: Notified of finished responses only if a gap has several possible lengths.
+        callbacks: Notified of finished responses only if a span has several possible lengths.
         trace: Record a trace of every forward.
         options: Further options of ``decode``.
 
@@ -157,7 +157,7 @@ def choose_lengths(
 
     Args:
         run: Decodes prompts and records traces.
-        groups: Groups of prompts that differ in the lengths of their holes. The prompt of a group of one is only
+        groups: Groups of prompts that differ in the lengths of their spans. The prompt of a group of one is only
             decoded, not scored.
         sampling: Length limit and sampling options.
         eos_token_ids: EOS tokens.
@@ -176,9 +176,9 @@ def choose_lengths(
 
 
 def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
-    """Return a prompt that scores a generation: its holes are filled, and each given token right of a hole is masked.
+    """Return a prompt that scores a generation: its spans are filled, and each given token right of a span is masked.
 
-    If a hole has the right length, the model finds the given token again. The tokens that fill the holes count towards
+    If a span has the right length, the model finds the given token again. The tokens that fill the spans count towards
     ``max_new_tokens``: the response is then no longer than that of the prompt, and fits into the context and the cache.
 
     Args:
@@ -201,14 +201,14 @@ def most_probable(
     """Return the generation with the most probable filling; ties go to the first one.
 
     The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
-    right of holes. The probability of a token is that of its last draft; if another token was drafted, it is what that
+    right of spans. The probability of a token is that of its last draft; if another token was drafted, it is what that
     draft left over (1 minus its probability). Given tokens that a stop string cuts off in any of the generations are
     left out for all. Forwards, positions and seconds of the result are totals over all candidates.
 
     Args:
-        prompts: The prompts, which differ in the lengths of their holes.
+        prompts: The prompts, which differ in the lengths of their spans.
         rows: Their generations, with traces.
-        probes: The prompts with filled holes, from :func:`probe`.
+        probes: The prompts with filled spans, from :func:`probe`.
         found: The generations of the probes, with traces.
     """
     hidden = [
@@ -218,9 +218,9 @@ def most_probable(
     num_reached = min(map(len, hidden))  # a stop string may end some of them before others
     scores = []
     for prompt, row, seams, again in zip(prompts, rows, hidden, found, strict=True):
-        holes = [place for place in range(len(row.token_ids))
+        spans = [place for place in range(len(row.token_ids))
                  if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
-        drafted = (_mean_log(prompt, row, holes, row), _mean_log(prompt, row, seams[:num_reached], again))
+        drafted = (_mean_log(prompt, row, spans, row), _mean_log(prompt, row, seams[:num_reached], again))
         scores.append(sum(drafted))
     every = [*rows, *found]
     return replace(
@@ -233,7 +233,7 @@ def most_probable(
 
 
 def _seams(prompt: Prompt) -> list[int]:
-    """Return the places of given tokens right of a hole."""
+    """Return the places of given tokens right of a span."""
     given = prompt.given
     return [place for place in range(1, prompt.given_length) if given[place] is not None and given[place - 1] is None]
 

@@ -131,14 +131,14 @@ class PretrainedTokenizer(TokenizerSource):
     Attributes:
         source: Directory or hub id.
         revision: Pinned revision of a hub id.
-        layout: Published layout of the source, where its config does not tell; see
+        checkpoint_format: Published format of the source, where its config does not tell; see
             :class:`~refusion_lit.modeling.loading.BackboneConfig`.
-        trust_remote_code: Let a source of no known layout run Python code of its own on this machine.
+        trust_remote_code: Let a source of no known format run Python code of its own on this machine.
     """
 
     source: str
     revision: str | None = None
-    layout: str | None = None
+    checkpoint_format: str | None = None
     trust_remote_code: bool = False
 
     def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:  # noqa: ARG002
@@ -152,9 +152,9 @@ class PretrainedTokenizer(TokenizerSource):
             warn_of_remote_code(self.source)
         check_source(self.source, "tokenizer.source")
         values = stored_config(self.source, self.revision)
-        layout = format_of(values, self.layout)
+        published = format_of(values, self.checkpoint_format)
         try:
-            tokenizer = self._load(layout)
+            tokenizer = self._load(published)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason_of(error)}). "
@@ -176,7 +176,7 @@ class PretrainedTokenizer(TokenizerSource):
                 "Set eos_token in its tokenizer_config.json."
             )
         mask_token_id = values.get("mask_token_id")
-        ensure_mask_token(tokenizer, mask_token_id, () if layout is None else layout.mask_tokens)
+        ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
         if mask_token_id not in (None, tokenizer.mask_token_id):
             raise ValueError(
                 f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
@@ -185,21 +185,21 @@ class PretrainedTokenizer(TokenizerSource):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         vocabulary = tokenizer.get_vocab()
-        named = [vocabulary[text] for text in (layout.end_tokens if layout else ()) if text in vocabulary]
+        named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
         add_eos_tokens(tokenizer, [*_configured_eos_ids(self.source, self.revision, values), *named])
         return _without_truncation(tokenizer)
 
-    def _load(self, layout: CheckpointFormat | None) -> PreTrainedTokenizerBase:
-        """Load the tokenizer; that of a known layout without the Python code that comes with it."""
+    def _load(self, published: CheckpointFormat | None) -> PreTrainedTokenizerBase:
+        """Load the tokenizer; that of a known format without the Python code that comes with it."""
         stored = get_tokenizer_config(self.source, revision=self.revision)
         # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
         is_generic = stored.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in stored
-        if layout is None and not is_generic:
+        if published is None and not is_generic:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
             return AutoTokenizer.from_pretrained(self.source, **options)
-        if layout is not None and "auto_map" in stored and layout.slow_tokenizer is not None:
+        if published is not None and "auto_map" in stored and published.slow_tokenizer is not None:
             # The same files (vocabulary and merges) under the class that the authors' one was derived from.
-            tokenizer_class: Any = getattr(transformers, layout.slow_tokenizer)
+            tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
         else:
             tokenizer_class = PreTrainedTokenizerFast
         return tokenizer_class.from_pretrained(self.source, revision=self.revision)
@@ -269,7 +269,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
     source = PretrainedTokenizer(
         source=backbone.source,
         revision=backbone.revision,
-        layout=backbone.layout,
+        checkpoint_format=backbone.checkpoint_format,
         trust_remote_code=backbone.trust_remote_code,
     )
     try:

@@ -1,7 +1,7 @@
-"""Admission and prefix sharing: assigns rows of the cache to prompts, and reuses keys and values of common prefixes.
+"""Admission and prefix sharing: assigns rows of the cache to prompts, and reuses KV cache entries of common prefixes.
 
 Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one of
-them, and its keys and values are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
+them, and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
 the store, so sharing takes no extra memory.
 """
 
@@ -47,7 +47,7 @@ class Submission:
 
 
 class Admission:
-    """Prompts that wait for a row of the cache, and the prompts whose keys and values the rows hold.
+    """Prompts that wait for a row of the cache, and the prompts whose KV cache entries the rows hold.
 
     Args:
         num_rows: Rows of the cache.

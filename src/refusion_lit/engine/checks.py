@@ -164,7 +164,7 @@ def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prom
 
 
 def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
-    """Refuse given tokens that a decoder cannot keep, and holes that it may not fill."""
+    """Refuse given tokens that a decoder cannot keep, and spans that it may not fill."""
     name = f"the template of prompt {prompt.id}"
     reason = decoder.refusal(prompt)
     if reason is not None:
@@ -176,6 +176,6 @@ def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, samplin
     expected = f"an EOS token only at the end of {name}"
     holds = ends in ([], [len(prompt.given) - 1])
     require(holds, "template", expected, f"one at place {min(ends, default=0)}", "end it there, or remove the token")
-    expected = f"at least {prompt.num_holes}, the number of tokens to fill in in {name}"
-    holds = prompt.num_holes <= sampling.max_new_tokens
+    expected = f"at least {prompt.num_to_fill}, the number of tokens to fill in in {name}"
+    holds = prompt.num_to_fill <= sampling.max_new_tokens
     require(holds, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")

@@ -78,7 +78,7 @@ class RowState:
         schedule_length: Bound of that schedule.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
         num_rows: Maximum number of prompts that share a forward. Set by the engine.
-        num_shared: Number of leading prompt tokens whose keys and values are in the cache before the first forward, at
+        num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
         max_length: Maximum length of the response.
@@ -303,9 +303,9 @@ class Decoder(ABC):
         """Return how many leading prompt tokens may be copied from the cache of another prompt.
 
         A decoder may return more than 0 if three conditions hold. From the first forward to the last, the cache holds
-        the prompt's tokens at indices equal to their positions. Their keys and values depend on the tokens before them
+        the prompt's tokens at indices equal to their positions. Their KV cache entries depend on the tokens before them
         only. :meth:`step` feeds the prompt from ``state.num_shared`` on, in the same number of forwards as without
-        sharing. Bidirectional decoders share nothing: every token's keys and values depend on the whole text.
+        sharing. Bidirectional decoders share nothing: every token's KV cache entries depend on the whole text.
 
         Args:
             prompt_length: Tokens of the prompt.

@@ -233,7 +233,7 @@ class Engine:
             steps=steps,
             request=next(steps, None),
             result=Generation(id=prompt.id),
-            spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_holes else 0,
+            spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0,
             started=synchronised_time(self.device),
             waiting_since=self.num_calls,
             stopping=Stopping(sampling, self.detokenize) if stops else None,

@@ -89,8 +89,8 @@ class DecodingOutput:
         rows: One generation for each prompt, in the prompts' order.
         num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
-        num_shared: Prompt tokens whose keys and values were copied from other prompts instead of computed.
-        cache_bytes: Peak memory of the key/value cache.
+        num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.
+        cache_bytes: Peak memory of the KV cache.
         cache_bytes_per_token: Memory of one cache entry; 0 if nothing was cached.
         seconds: Wall-clock seconds of the whole call, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).

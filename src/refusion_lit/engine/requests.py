@@ -45,7 +45,7 @@ class Branch:
         order: A token sees the branch's tokens of the same or a lower order. ``None``: causal; zeros: bidirectional.
         visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
             the same forward may write entries in them: that is how a branch sees part of another one.
-        write_at: Cache index of the first token's keys and values; the other tokens follow.
+        write_at: Cache index of the first token's KV cache entry; the other tokens follow.
         shift: Predicted position minus the position whose logits are read: 0 where masks predict themselves, 1 where
             tokens predict the next one.
         draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
@@ -148,7 +148,7 @@ class Forward:
         phase: Purpose (``plan``, ``verify``, ...), shown in traces.
         branches: The sequences.
         draw: How drafts are drawn.
-        cached: Whether keys and values are stored; if not, ``visible`` must be empty.
+        cached: Whether KV cache entries are stored; if not, ``visible`` must be empty.
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.

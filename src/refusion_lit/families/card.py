@@ -48,7 +48,7 @@ class CARD(Decoder):
     A forward feeds the token before the block and the block's tokens and masks up to the last mask but one: the token
     before a mask predicts it. Every mask more probable than ``threshold`` is filled, and always the best one. Filled
     tokens never change. Attention is causal, so a token that is filled to the right of a mask does not help that mask.
-    The first forward of a block also computes the finished block before it, whose keys and values then are those of
+    The first forward of a block also computes the finished block before it, whose KV cache entries then are those of
     ordinary causal decoding. With ``block_size: 1`` it equals :class:`Autoregressive`.
 
     Source: CARD (arXiv 2601.22031), after third-party notes and re-implementations: neither the paper nor the authors'

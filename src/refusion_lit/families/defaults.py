@@ -36,7 +36,7 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
-        published: Class and options (``class_path``, ``init_args``) that its layout declares.
+        published: Class and options (``class_path``, ``init_args``) that its format declares.
     """
     if published is not None and published.get("class_path") in _CLASSES:
         decoder = _CLASSES[published["class_path"]](**published.get("init_args", {}))

@@ -43,7 +43,7 @@ class SetDiffusion(Decoder):
 
     A forward feeds the tokens that the last forward decoded, causally after the cache and in text order, and the masks
     within ``window_size`` positions of the first mask. Each mask sees the cache, the new tokens and itself, but no
-    other mask. The new tokens stay in the cache: their keys and values are exact and final, since they do not depend on
+    other mask. The new tokens stay in the cache: their entries are exact and final, since they do not depend on
     tokens decoded later. A forward commits the masks at least as probable as ``threshold`` and always the ``quota``
     most probable ones; then the window moves to the first mask that is left.
 

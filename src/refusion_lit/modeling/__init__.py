@@ -1,1 +1,1 @@
-"""Models: the adapter over transformers, attention patterns, key/value cache, the fused backbone, weight sharding."""
+"""Models: the adapter over transformers, attention patterns, KV cache, the fused backbone, weight sharding."""

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from refusion_lit.modeling.formats import CheckpointFormat, format_of, supported_formats
+from refusion_lit.modeling.formats import FORMATS, CheckpointFormat, format_of
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -61,7 +61,7 @@ def config_of_source(
     source: str,
     overrides: Mapping[str, Any],
     *,
-    layout: str | None = None,
+    name: str | None = None,
     revision: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, CheckpointFormat | None]:
@@ -70,12 +70,12 @@ def config_of_source(
     Args:
         source: Where it is.
         overrides: Options to replace.
-        layout: Name of its published layout; ``None``: the one that its ``model_type`` names, if any.
+        name: Name of its published format; ``None``: the one that its ``model_type`` names, if any.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Allow a source without a known layout to run its own Python code; warns first.
+        trust_remote_code: Allow a source without a known format to run its own Python code; warns first.
 
     Returns:
-        Transformers' config, and the layout if it is a published one.
+        Transformers' config, and the format if it is a published one.
 
     Raises:
         ValueError: If it cannot be loaded, or has no such option.
@@ -87,7 +87,7 @@ def config_of_source(
             "the checkpoint again without --adapter_only."
         )
     values = stored_config(source, revision)
-    found = format_of(values, layout)
+    found = format_of(values, name)
     if found is not None:
         return _published_config(found, values, overrides), found
     if trust_remote_code:
@@ -99,9 +99,10 @@ def config_of_source(
     except Exception as error:  # transformers' checks raise errors of their own
         if values.get("model_type", "") not in CONFIG_MAPPING:
             is_code = "auto_map" in values
+            known = ", ".join(f"{each.name} ({each.family})" for each in FORMATS.values())
             raise ValueError(
-                f"backbone.source: expected an architecture of transformers or one of the layouts "
-                f"{supported_formats()}, got model_type {values.get('model_type')!r}"
+                f"backbone.source: expected an architecture of transformers or one of the formats "
+                f"{known}, got model_type {values.get('model_type')!r}"
                 f"{' in Python code that comes with' if is_code else ' in'} {source!r}. "
                 f"{'Set trust_remote_code: true if you trust its authors.' if is_code else 'Check the directory.'}"
             ) from error
@@ -126,13 +127,13 @@ def stored_config(source: str, revision: str | None) -> dict[str, Any]:
     return values
 
 
-def _published_config(layout: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _published_config(found: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return transformers' config of a published one."""
     try:
-        config = AutoConfig.for_model(**layout.library_options(values))
+        config = AutoConfig.for_model(**found.library_options(values))
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"backbone.source: expected a complete config of a {layout.name} checkpoint, got one that cannot be "
+            f"backbone.source: expected a complete config of a {found.name} checkpoint, got one that cannot be "
             f"converted ({type(error).__name__}: {reason_of(error)}); fetch config.json again."
         ) from error
     for name, value in overrides.items():
@@ -163,7 +164,8 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
     groups = getattr(config, "num_key_value_heads", None)
     if heads and groups:
         expected = f"a multiple of num_key_value_heads, which is {groups}"
-        require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, "change one of them")
+        fix = f"use {groups * max(1, heads // groups)}, say"
+        require(heads % groups == 0, f"{where}: num_attention_heads", expected, heads, fix)
     if heads and not getattr(config, "head_dim", None):
         expected = f"a multiple of num_attention_heads, which is {heads}"
         require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "set head_dim")

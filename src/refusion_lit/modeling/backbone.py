@@ -192,7 +192,7 @@ class Backbone(nn.Module, LanguageModel):
             position_ids: Position of each token in the final text.
             attention_mask: Which token sees which, as a matrix or as ranges of tokens; ``None``: causal.
             num_drafts: The last tokens of each row are draft masks. The tokens before them run first, causally, without
-                gradients and without the drafter; the masks then see them by their keys and values.
+                gradients and without the drafter; the masks then see them through the KV cache.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's count of changes.

@@ -1,6 +1,6 @@
 """Drafter: low-rank adapters and learnt mask embeddings with which a frozen model drafts several tokens ahead.
 
-The adapters act at mask positions only, so ordinary tokens go through the untouched model and its keys and values stay
+The adapters act at mask positions only, so ordinary tokens go through the untouched model and its KV cache entries stay
 exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
 """
 
@@ -40,7 +40,7 @@ class DrafterOptions:
     """Options of a drafter.
 
     Attributes:
-        num_masks: Number of learnt masks, K, at least 1: the tokens drafted after the next one.
+        num_masks: Number of mask embeddings, K, at least 1: the tokens drafted after the next one.
         rank: Rank of the adapters, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
@@ -228,7 +228,7 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     if digest != found and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
-            f"{found}, for which few drafts are right. Load that model, or train a drafter for this one."
+            f"{found}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
         )
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}

@@ -21,16 +21,16 @@ _NUMBER = "{}"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """Checkpoint layout of one model family, declared as values.
+    """Checkpoint format of one model family, declared as values.
 
     A family's architecture is one of transformers' own under other names, so its checkpoints load without the Python
     code in their repositories.
 
     Attributes:
-        name: Name in options (``--layout``) and messages.
-        family: Models of the layout, for messages and documentation.
+        name: Name in options (``--checkpoint_format``) and messages.
+        family: Models of the format, for messages and documentation.
         model_type: ``model_type`` in the family's ``config.json``; ``None`` if it is transformers' own, so that the
-            layout must be named.
+            format must be named.
         base: Architecture of transformers that computes the same function.
         config_names: Names of options by transformers' names, where they differ.
         required: Options and the values that transformers' architecture supports; checked if the config has them.
@@ -85,7 +85,7 @@ class CheckpointFormat:
         for name, allowed in self.required.items():
             holds = name not in values or values[name] in allowed
             expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
-            require(holds, f"backbone.source: {name}", expected, values.get(name), "name its own --layout")
+            require(holds, f"backbone.source: {name}", expected, values.get(name), "name its own --checkpoint_format")
         ours = {theirs: name for name, theirs in self.config_names.items()}
         dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
@@ -127,34 +127,29 @@ FORMATS: dict[str, CheckpointFormat] = {}
 """Formats of published checkpoints by name. Others load where transformers knows their architecture."""
 
 
-def register(layout: CheckpointFormat) -> None:
+def register(published: CheckpointFormat) -> None:
     """Make a format known to loading."""
-    FORMATS[layout.name] = layout
+    FORMATS[published.name] = published
 
 
 def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
-    """Return the layout of a published config; ``None`` if the config is transformers' own.
+    """Return the format of a published config; ``None`` if the config is transformers' own.
 
     Args:
         values: The options in ``config.json``.
-        name: A layout's name, which overrides what the config says.
+        name: A format's name, which overrides what the config says.
 
     Raises:
-        ValueError: If there is no layout of that name, or the config is another family's.
+        ValueError: If there is no format of that name, or the config is another family's.
     """
-    found = next((layout for layout in FORMATS.values() if layout.model_type == values.get("model_type")), None)
+    found = next((each for each in FORMATS.values() if each.model_type == values.get("model_type")), None)
     if name is None:
         return found
-    require_choice("layout", name, tuple(FORMATS))
+    require_choice("checkpoint_format", name, tuple(FORMATS))
     named = FORMATS[name]
     if found is not named and values.get("model_type") != named.base:
         raise ValueError(
-            f"layout: expected {found.name if found else 'no layout'} for model_type {values.get('model_type')!r}, got "
-            f"{name!r}; leave out --layout."
+            f"checkpoint_format: expected {found.name if found else 'none'} for model_type "
+            f"{values.get('model_type')!r}, got {name!r}; leave out --checkpoint_format."
         )
     return named
-
-
-def supported_formats() -> str:
-    """Return the supported layouts in words, for messages."""
-    return ", ".join(f"{layout.name} ({layout.family})" for layout in FORMATS.values())

@@ -1,4 +1,4 @@
-"""Preallocated key/value cache with one region of storage for every row.
+"""Preallocated KV cache with one region of storage for every row.
 
 A *cache index* is the index of a token's keys and values in its row's storage. It is not the token's position in the
 text: committing, cropping and reordering only move entries. Each forward declares in advance which indices its tokens

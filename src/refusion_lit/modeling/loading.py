@@ -44,8 +44,8 @@ class BackboneConfig:
             ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``) among overrides.
         random_init: Take only the source's architecture and initialise the weights at random.
         revision: Pinned revision of a hub id.
-        layout: Published layout of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`); ``None`` takes the
-            one that its ``model_type`` names, or transformers' own.
+        checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
+            ``None`` takes the one that its ``model_type`` names, or transformers' own.
         attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
@@ -69,7 +69,7 @@ class BackboneConfig:
     config: dict[str, Any] = field(default_factory=dict)
     random_init: bool = False
     revision: str | None = None
-    layout: str | None = None
+    checkpoint_format: str | None = None
     attention: Literal["causal", "bidirectional", "block_causal"] | None = None
     block_size: int | None = None
     dtype: DType | Literal["auto"] = "float32"
@@ -109,12 +109,12 @@ class BackboneConfig:
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
         """
-        layout: CheckpointFormat | None = None
+        published: CheckpointFormat | None = None
         if self.source is None:
             config = config_of_type(self.config, tokenizer)
         else:
             options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-            config, layout = config_of_source(self.source, self.config, layout=self.layout, **options)
+            config, published = config_of_source(self.source, self.config, name=self.checkpoint_format, **options)
         if self.dtype == "auto":
             return replace(self, dtype=decoding_dtype(config, default_device())).build(tokenizer, seed=seed)
         traits = _traits_of(config, self.source)
@@ -124,7 +124,7 @@ class BackboneConfig:
         if pretrained and traits.predictions is None and mask_is_new(tokenizer):
             traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
         with _seeded(seed):
-            model = self._load_weights(config, layout) if pretrained else self._initialise_weights(config)
+            model = self._load_weights(config, published) if pretrained else self._initialise_weights(config)
             new_token_ids = fit_vocabulary(model, tokenizer, pretrained=pretrained)
             if self.gradient_checkpointing:
                 _enable_checkpointing(model)
@@ -162,7 +162,7 @@ class BackboneConfig:
             trust_remote_code=self.trust_remote_code,  # without it transformers may ask on standard input
         )
 
-    def _load_weights(self, config: Any, layout: CheckpointFormat | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
+    def _load_weights(self, config: Any, published: CheckpointFormat | None) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         assert self.source is not None
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -175,7 +175,7 @@ class BackboneConfig:
                 weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
-                key_mapping=None if layout is None else layout.key_mapping,
+                key_mapping=None if published is None else published.key_mapping,
             )
         except Exception as error:  # readers of formats have errors of their own for damaged files
             raise ValueError(
@@ -184,8 +184,8 @@ class BackboneConfig:
             ) from error
         model, report = loaded
         name_of = str
-        if layout is not None:
-            name_of = layout.published_name
+        if published is not None:
+            name_of = published.published_name
             model._weight_conversions = None  # otherwise transformers would save it under the family's names
         for name, stored, wanted in sorted(report["mismatched_keys"]):
             raise ValueError(
@@ -239,7 +239,7 @@ def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
     """Return what the weights were trained to do, as the config says."""
     values = getattr(config, "refusion_lit", None) or {}
     try:
-        require(isinstance(values, dict), "refusion_lit", "traits by name", values, "remove it")
+        require(isinstance(values, dict), "refusion_lit", "a mapping of traits", values, "remove it")
         return ModelTraits.from_dict(values)
     except (ValueError, TypeError) as error:
         reason = reason_of(error).removesuffix(".")

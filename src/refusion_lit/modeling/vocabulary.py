@@ -35,10 +35,10 @@ def ensure_mask_token(
         tokenizer: Changed in place.
         mask_token_id: Id that the model's config names; its token becomes the mask token unless the tokenizer names
             one itself.
-        texts: Texts of the mask token in the model's published layout. If they are given, no token is ever added.
+        texts: Texts of the mask token in the model's published format. If they are given, no token is ever added.
 
     Raises:
-        ValueError: If a published layout's mask token is missing.
+        ValueError: If a published format's mask token is missing.
     """
     if tokenizer.mask_token_id is not None:
         return

@@ -28,18 +28,18 @@ Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReFusion(Decoder):
-    """ReFusion decoding: slot-level parallel decoding with reuse of keys and values.
+    """ReFusion decoding: slot-level parallel decoding with reuse of the KV cache.
 
     With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
         num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
-            ``None``: 2, or 1 if the response has a single slot. Holes before given tokens are cut into the same number
+            ``None``: 2, or 1 if the response has a single slot. Spans before given tokens are cut into the same number
             of blocks, which are decoded first. Their slots hold no given token; the last slot of a span may be shorter.
         slot_threshold: Slots with a higher confidence are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
-        certainty: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
+        slot_confidence: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
         selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
             least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
@@ -48,7 +48,7 @@ class ReFusion(Decoder):
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
             chosen slots are verified side by side, and where a draft is not the model's own next token, that takes its
-            place (the bonus token of speculative decoding), and the rest is drafted anew. So every forward commits a
+            place (the bonus token of speculative decoding), and the rest is drafted again. So every forward commits a
             token. For values of ``token_threshold`` from 0.5 on, which all give the same text.
         num_drafts: Maximum number of drafts per slot and forward with ``bonus``: a plan then has one mask more
             than this at the beginning of each slot, which later slots' masks see. ``None``: the rest of the slot.
@@ -70,7 +70,7 @@ class ReFusion(Decoder):
     num_serial_blocks: int | None = None
     slot_threshold: float = 0.9
     token_threshold: float = 0.9
-    certainty: Literal["first", "mean", "min", "product"] = "first"
+    slot_confidence: Literal["first", "mean", "min", "product"] = "first"
     selection: Selection = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive", "bonus"] = "mask"
@@ -84,7 +84,7 @@ class ReFusion(Decoder):
         require_at_least("num_serial_blocks", self.num_serial_blocks, 1, optional=True)
         require_probability("slot_threshold", self.slot_threshold)
         require_probability("token_threshold", self.token_threshold)
-        require_choice("certainty", self.certainty, ("first", "mean", "min", "product"))
+        require_choice("slot_confidence", self.slot_confidence, ("first", "mean", "min", "product"))
         require_choice("selection", self.selection, get_args(Selection))
         require_choice("infill", self.infill, ("mask", "autoregressive", "bonus"))
         has_bonus = self.infill == "bonus"
@@ -162,7 +162,7 @@ class ReFusion(Decoder):
         draw = self._draw(state)
         state.num_plans += 1
         if len(reading.tokens) == bounds[-1]:  # all were read
-            chosen = self._chosen(state, [self._certainty(reading.probabilities[slice(*group)]) for group in groups])
+            chosen = self._chosen(state, [self._confidence(reading.probabilities[slice(*group)]) for group in groups])
             drafts = [reading.tokens[slice(*groups[i])] for i in chosen]
         else:
             chosen = self._chosen(state, reading.probabilities)
@@ -174,17 +174,17 @@ class ReFusion(Decoder):
             drafts = [[reading.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
         return [plan.slots[i] for i in chosen], drafts
 
-    def _certainty(self, probabilities: Sequence[float]) -> float:
-        """Return the certainty of a slot from its drafts' probabilities."""
-        if self.certainty == "first":
+    def _confidence(self, probabilities: Sequence[float]) -> float:
+        """Return the confidence of a slot from its drafts' probabilities."""
+        if self.slot_confidence == "first":
             return probabilities[0]
-        if self.certainty == "mean":
+        if self.slot_confidence == "mean":
             return sum(probabilities) / len(probabilities)
-        return {"min": min, "product": prod}[self.certainty](probabilities)
+        return {"min": min, "product": prod}[self.slot_confidence](probabilities)
 
-    def _chosen(self, state: ReFusionState, certainties: Sequence[float]) -> list[int]:
+    def _chosen(self, state: ReFusionState, confidences: Sequence[float]) -> list[int]:
         """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
-        ranked = most_certain(certainties)
+        ranked = most_certain(confidences)
         if self.selection == "sequential":
             ranked.sort()
         elif self.selection == "random":
@@ -192,7 +192,7 @@ class ReFusion(Decoder):
             ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
         if self.selection in ("top_k", "sequential", "random"):
             return sorted(ranked[: self.k or 1])
-        certain = [i for i in ranked if certainties[i] > self.slot_threshold]
+        certain = [i for i in ranked if confidences[i] > self.slot_threshold]
         return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
 
     def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
@@ -262,7 +262,7 @@ class ReFusion(Decoder):
         return (yield from bonus.advance(state, infill, masks, upcoming, draw, num_drafts=limit, fused=self.fused))
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
-        """Keep the filled slots' keys and values as they are, after the context: ReFusion's reuse."""
+        """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
         state.keep = Compaction(infill.context_length, infill.kept_indices())
         state.context_length = state.keep.num_entries
         yield from ()
@@ -292,7 +292,7 @@ class ReFusion(Decoder):
         places = [place for slot in slots for place in state.slots[slot][: self._num_masks]]
         positions = [*(position for _, position in known), *(state.prompt_length + place for place in places)]
         # With few masks, reading all of them at once costs less than a second pass of the head.
-        is_lazy = self.certainty == "first" and (self.infill != "bonus" or len(places) > FEW_POSITIONS)
+        is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(places) > FEW_POSITIONS)
         groups = [len(known) + bound for bound in self._bounds(state, slots)]
         return Branch(
             tokens=[*(token for token, _ in known), *[state.mask_token_id] * len(places)],
@@ -317,9 +317,9 @@ class ReFusion(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeKV(ReFusion):
-    """ReFusion with an extra forward after each parallel infill that recomputes keys and values.
+    """ReFusion with an extra forward after each parallel infill that recomputes KV cache entries.
 
-    In the recomputed keys and values, slots filled in parallel see each other: the paper's ablation of key/value reuse.
+    In the recomputed entries, slots filled in parallel see each other: the paper's ablation of key/value reuse.
     """
 
     def __post_init__(self) -> None:

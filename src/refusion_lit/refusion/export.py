@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401 - transformers' classes
-"""ReFusion decoding (arXiv 2512.13586) for transformers' ``generate``: one prompt, greedy, keys and values reused.
+"""ReFusion decoding (arXiv 2512.13586) for transformers' ``generate``: one prompt, greedy, the KV cache reused.
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, max_new_tokens=128)
 
@@ -39,7 +39,7 @@ def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kw
     check(model, ids, limit, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     if {*options} - {*OPTIONS, "vocab_size"} or min(options["slot_size"], options["num_serial_blocks"]) < 1:
-        raise ValueError(f"refusion: expected {', '.join(OPTIONS)}, sizes and numbers of 1 or more, got {options}.")
+        raise ValueError(f"refusion: expected {', '.join(OPTIONS)}, sizes from 1, got {options}; export again.")
     streamer = kwargs.get("streamer")
     if streamer is not None:
         streamer.put(ids.cpu())
@@ -157,9 +157,9 @@ class _Decoding:
         tokens = self.best(logits)
         drafts = {slot: tokens[i * self.size : (i + 1) * self.size] for i, slot in enumerate(self.remaining)}
         first = logits[:: self.size].softmax(-1)
-        certainty = {slot: float(first[i, drafts[slot][0]]) for i, slot in enumerate(self.remaining)}
-        chosen = [slot for slot in self.remaining if certainty[slot] > self.options["slot_threshold"]]
-        return drafts, chosen or [max(self.remaining, key=lambda slot: (certainty[slot], -slot))]
+        confidence = {slot: float(first[i, drafts[slot][0]]) for i, slot in enumerate(self.remaining)}
+        chosen = [slot for slot in self.remaining if confidence[slot] > self.options["slot_threshold"]]
+        return drafts, chosen or [max(self.remaining, key=lambda slot: (confidence[slot], -slot))]
 
     def fill(self, slots: list[int], drafts: list[list[int]], accepted: list[int]) -> None:
         """Fill slots in after the context alone, in turn a token each, until all are full or one ends the text."""
@@ -192,7 +192,7 @@ class _Decoding:
         self.drop(slots, ends[-1])
 
     def store(self, slots: list[int], rows: list[list[int]]) -> None:
-        """Put filled slots into the context; each one's keys and values have seen the old context and itself only."""
+        """Put filled slots into the context; each one's KV cache entries have seen the old context and itself only."""
         length = self.cache.get_seq_length()
         kept = []
         layers: Any = self.cache.layers

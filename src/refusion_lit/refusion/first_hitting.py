@@ -33,7 +33,7 @@ class FirstHitting(Decoder):
     """Decodes groups of tokens, each in one forward, then the rest one by one; group sizes are drawn at random.
 
     For causal models whose masks predict themselves. A group's tokens are predicted from their masks. The next forward
-    feeds them clean before the next group's masks, so keys and values are exact. As in Zarya, the number of tokens
+    feeds them clean before the next group's masks, so the KV cache is exact. As in Zarya, the number of tokens
     unmasked in a step follows the diffusion's time (each token is unmasked when that time first hits it, hence the
     name) and does not depend on the model's predictions.
 

@@ -43,7 +43,7 @@ class Node:
         remaining: Slots that may be decoded next, in text order.
         probabilities: Probabilities of its tokens when they were drawn.
         ends: Whether its last token is an EOS token.
-        num_fed: Number of leading tokens whose keys and values are stored.
+        num_fed: Number of leading tokens in the KV cache.
         drafts: First token of each remaining slot and its probability, by slot; ``None`` before the plan.
         children: Decoded slots, by slot.
         num_visits: Number of simulations through this node.
@@ -167,9 +167,9 @@ class SlotSearch(Decoder):
     Attributes:
         slot_size: Tokens per slot, K in the paper.
         num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
-            Holes before given tokens are cut into the same number of blocks, which are decoded first, as in
+            Spans before given tokens are cut into the same number of blocks, which are decoded first, as in
             :class:`ReFusion`.
-        selection: ``tree_search`` commits one slot a step, the most visited one of ``num_simulations``. ``beam`` orders
+        selection: ``tree_search`` commits one slot per step, the most visited of ``num_simulations``. ``beam`` orders
             a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
             those with different slots first.
         num_simulations: Simulations per committed slot; 1 decodes in the order of confidence, without search.

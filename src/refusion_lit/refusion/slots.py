@@ -147,14 +147,14 @@ def slot_grid(
     """Cut the unknown tokens of a response into slots, and the slots into serial blocks.
 
     Slots hold no given tokens. A span is cut from its left end, so its last slot may be shorter; what follows the last
-    given token is cut into whole slots, also beyond ``length``. The blocks of holes, in text order, come before those
+    given token is cut into whole slots, also beyond ``length``. The blocks of spans, in text order, come before those
     of the rest: the rest then sees them filled.
 
     Args:
         given: Given tokens of the response, ``None`` for unknown ones; the last one is given.
         length: Maximum length of the response.
         slot_size: Tokens per slot.
-        num_serial_blocks: Blocks of the holes and blocks of the rest, at most.
+        num_serial_blocks: Blocks of the spans and blocks of the rest, at most.
 
     Returns:
         The places of each slot, in text order, and the slots of each block.

@@ -39,7 +39,7 @@ class Gsm8k(InstructionFiles):
         if expected is None:
             raise ValueError(
                 f"example {example.id}: expected a reference with a number after ####, got "
-                f"{example.response[-60:]!r}; fix the data."
+                f"{example.response[-60:]!r}; end it with #### NUMBER."
             )
         return float(extract_answer(response) == expected)
 

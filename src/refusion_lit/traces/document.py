@@ -31,7 +31,7 @@ _EXPLANATIONS = {
     "plan": "drafts the first tokens of all masked slots, to choose the slots that are filled next",
     "verify": "scores the drafted tokens from left to right; those that are certain enough are accepted",
     "draft": "drafts the tokens after the accepted ones",
-    "recompute": "recomputes the keys and values of the filled slots, which then see each other",
+    "recompute": "recomputes the KV cache entries of the filled slots, which then see each other",
     "propose": "drafts the missing tokens of the chosen slots",
     "infill_propose": "drafts the missing tokens of the chosen slots",
     "infill_verify": "scores the drafts inside the chosen slots from left to right; those that are certain enough stay",

@@ -50,7 +50,7 @@ class SlotDiffusionModule(L.LightningModule):
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
         decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. By default the one of the
-            model's published layout, or one for its traits (ReFusion for a hybrid model). ``null`` drops one that an
+            model's published format, or one for its traits (ReFusion for a hybrid model). ``null`` drops one that an
             earlier config has named.
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.

@@ -157,7 +157,7 @@ def read_yaml(path: Path, option: str) -> Options:
         option: What asked for it, for messages.
 
     Returns:
-        Options by name; their values are texts, numbers, booleans, nulls, and lists and options of such.
+        A mapping of options; their values are texts, numbers, booleans, nulls, and lists and options of such.
 
     Raises:
         ValueError: If it is missing, no YAML, or holds something else.

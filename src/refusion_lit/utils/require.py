@@ -42,7 +42,7 @@ def require_at_least(option: str, value: float | None, minimum: float, *, option
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
     """Refuse an integer outside [``minimum``, ``maximum``]."""
-    fix = f"change {option} in the config or on the command line"
+    fix = f"set {option} to {minimum} to {maximum}"
     holds = is_number(value, Integral) and minimum <= value <= maximum
     require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)
 

@@ -184,7 +184,7 @@ def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
 def test_the_head_is_computed_where_it_is_read(certainty: Any) -> None:
     sure = {4 * slot for slot in (1, 2, 4)}
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 if place - 2 in sure else 0.5)
-    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, certainty=certainty, fused=False)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, slot_confidence=certainty, fused=False)
     decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True)
     rounds = {"first": [(6, 3), (3, 1), (2, 1), (1, 1)]}.get(certainty)
     if certainty == "mean":  # (0.97 + 3 * 0.5) / 4 is just above 0.6: the same choice, all places read

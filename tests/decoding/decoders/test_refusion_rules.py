@@ -116,7 +116,7 @@ def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
     ],
 )
 def test_a_slots_certainty_may_come_from_all_its_tokens(certainty: Any, values: list[float], chosen: list[int]) -> None:
-    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=1.0, certainty=certainty), 6)
+    driven = Driven(ReFusion(slot_size=2, num_serial_blocks=1, slot_threshold=1.0, slot_confidence=certainty), 6)
     assert driven.plan(values) == chosen
     assert [type(request) for request in driven.requests] == [Forward, Forward]
 
@@ -177,7 +177,7 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
         ({"slot_threshold": 1.5}, r"^slot_threshold: expected a probability in \[0, 1\], got 1.5"),
         ({"token_threshold": -0.1}, r"^token_threshold: expected a probability in \[0, 1\], got -0.1"),
         ({"token_threshold": float("nan")}, "^token_threshold: expected a probability"),
-        ({"certainty": "median"}, "^certainty: expected one of first, mean, min, product, got 'median'"),
+        ({"slot_confidence": "median"}, "^slot_confidence: expected one of first, mean, min, product, got 'median'"),
         ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, sequential, random, got 'best'"),
         ({"infill": "none"}, "^infill: expected one of mask, autoregressive, bonus, got 'none'"),
         ({"selection": "top_k"}, "^k: expected an integer of at least 1 .*, got None"),

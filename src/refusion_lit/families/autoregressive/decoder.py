@@ -11,7 +11,7 @@ from refusion_lit.engine.requests import Draw, Forward, Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Autoregressive decoding: draws each token from the logits at the token before it; keys and values are cached.
+    """Autoregressive decoding: draws each token from the logits at the token before it; with a KV cache.
 
     A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
     """

@@ -45,7 +45,7 @@ class D2F(BlockDecoder):
     ``threshold``. If a block has no such mask, it commits its most probable one, provided that it is *fully activated*:
     a share of at least ``activate_threshold`` of the block before it is known. At most one block with masks is opened
     before each forward; blocks whose tokens are all given take no forward of their own. Once a block and all blocks
-    before it are complete, the next forward stores its keys and values, which are exact. With ``num_open_blocks: 1``
+    before it are complete, the next forward stores its KV cache entries, which are exact. With ``num_open_blocks: 1``
     and ``prompt_is_block: false``, unshifted, it equals :class:`BlockDiffusion`.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are

@@ -57,7 +57,7 @@ class BlockDecoder(Decoder):
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
-        if self.ignore_right_context or not prompt.num_holes:
+        if self.ignore_right_context or not prompt.num_to_fill:
             return None
         start = 0 if self._from_response else len(prompt.token_ids)
         first = prompt.given.index(None) - self._shift
@@ -128,10 +128,10 @@ class BlockDiffusion(BlockDecoder):
         shifted: The mask at position i is predicted at i - 1. A block's first token is then predicted greedily by the
             last token of the clean block before it, in the forward that caches that block.
         sub_block_cache: Approximate (``use_block_cache`` in Fast-dLLM v2): compute the whole block while a sub-block's
-            first token is a mask, then the sub-block alone, with keys and values of the rest of the block as they were.
+            first token is a mask, then the sub-block alone, with cache entries of the rest of the block as they were.
             Needs ``sub_block_size`` and ``shifted``.
         fused: The forward that caches clean blocks is also the first one of the next block. Exact, and saves one
-            forward a block. With ``shifted`` a block's first token waits for the clean block before it, so only the
+            forward per block. With ``shifted`` a block's first token waits for the clean block before it, so only the
             first forward is saved, if the prompt ends inside a block.
     """
 
@@ -160,7 +160,7 @@ class BlockDiffusion(BlockDecoder):
                 require_at_least(name, getattr(self, name), 1)
         expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
         holds = self.sampling_rule != ("ancestral" if self.num_steps is None else "first_hitting")
-        require(holds, "num_steps", expected, self.num_steps, "change num_steps or the rule")
+        require(holds, "num_steps", expected, self.num_steps, "choose a rule that fits, or leave both out")
         size = self.sub_block_size
         holds = size is None or self.block_size % size == 0
         expected = f"a divisor of block_size {self.block_size}, or null"

@@ -125,10 +125,10 @@ class LLaDA(Decoder):
         length = sampling.max_new_tokens
         block = self.block_length or length
         require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
-                "change one of them")  # fmt: skip
+                "set block_length to null for a single block")  # fmt: skip
         num_blocks = length // block
         steps = self.steps or length
-        require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "change steps")
+        require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "leave it out")
 
     def fitted(self, sampling: SamplingParams) -> LLaDA:
         """Return the decoder with the longest blocks, of at most ``block_length``, that fill the response."""

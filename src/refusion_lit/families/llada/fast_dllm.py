@@ -1,4 +1,4 @@
-"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate key/value cache.
+"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate KV cache.
 
 Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
 accepts one token more when its scan reaches the last candidate.
@@ -40,7 +40,7 @@ class FastDLLMState(RowState):
 class FastDLLM(Decoder):
     """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
 
-    The caches are approximate: with bidirectional attention a token's keys and values depend on the tokens after it. A
+    The caches are approximate: with bidirectional attention a token's KV cache entries depend on the tokens after it. A
     forward over the whole canvas refreshes them at the start of each block.
 
     Attributes:
@@ -111,7 +111,7 @@ class FastDLLM(Decoder):
         block_length = self.block_length or length
         num_blocks = -(-length // block_length)
         require(self.steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", self.steps,
-                "change steps or block_length")  # fmt: skip
+                f"set steps to {-(-self.steps // num_blocks) * num_blocks}, say")  # fmt: skip
         two = self._first_is_alone and min(block_length, length) > 1
         require(not two or self.steps >= 2 * num_blocks, "steps",
                 f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "

@@ -3,7 +3,7 @@
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory or hub id of a drafter, by default that of the model: learnt masks, and adapters of the
+``draft`` is the directory or hub id of a drafter, by default that of the model: mask embeddings, and adapters of the
 linear layers that act at masks alone. Masks after the last token draft the tokens after the next one; the model's
 next-token predictions verify them.
 """
@@ -126,7 +126,7 @@ class _Decoding:
         self.banned = [token for token in never - self.eos if token is not None]
 
     def run(self, limit: int, streamer: Any = None) -> list[int]:
-        """Draft and verify in turn; every forward gives the model's own next token, and all drafts that are right."""
+        """Draft and verify in turn; every forward gives the model's own next token, and all accepted drafts."""
         length = len(self.text)
         drafts = []
         while len(self.text) - length < limit:

@@ -57,13 +57,13 @@ class WeDLM(Decoder):
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""
-        if self.ignore_right_context or not prompt.num_holes:
+        if self.ignore_right_context or not prompt.num_to_fill:
             return None
         if prompt.given_length - 1 - prompt.given.index(None) < self.window_size:
             return None
         return (
             f"its model sees a window of {self.window_size} tokens and what is before it, and text is given after that "
-            "(set ignore_right_context: true to fill holes without it)"
+            "(set ignore_right_context: true to fill spans without it)"
         )
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
@@ -72,7 +72,7 @@ class WeDLM(Decoder):
         return RowState.blank(prompt, sampling, special_tokens, length)
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run one forward over the window; fill masks and keep the keys and values of the leading tokens."""
+        """Run one forward over the window; fill masks and keep the KV cache entries of the leading tokens."""
         start = max(state.num_cached - state.prompt_length, 0)
         first_mask = state.is_masked.index(True)
         stop = first_mask + self.window_size
