@@ -105,6 +105,21 @@ def test_a_card_says_what_the_model_predicts(attention: AttentionKind, predictio
     assert "What it predicts is not recorded." in model_card("out", unknown, None)
 
 
+def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": predictions([1.0])})
+    results = json.loads((run / "results.json").read_text())
+    hybrid = ModelTraits(predictions=("mask", "next_token_in_slot"))
+    for options, lacks in (({}, False), ({"fused": False}, False), ({"infill": "bonus"}, True)):
+        results["decoders"] = {"a": {"class": "ReFusion", "slot_size": 4, **options}}
+        (run / "results.json").write_text(json.dumps(results))
+        card = model_card("out", hybrid, None, [run])
+        assert "--ckpt_path out --decoder ReFusion --decoder.slot_size 4 " in card
+        assert "|= {'slot_size': 4," in card
+        assert ("It lacks `infill`, which the decoder above sets" in card) == lacks
+    assert "--decoder.infill bonus --max_new_tokens 64 --prompt" in card
+    assert "--ckpt_path out --max_new_tokens 64 --prompt" in model_card("out", hybrid, None)
+
+
 @pytest.mark.parametrize(
     ("traits", "decoder"),
     [

@@ -58,6 +58,11 @@ def test_several_files_have_distinct_ids(tmp_path: Path) -> None:
     assert len({e.id for e in task.examples("train")}) == 12
 
 
+def test_a_directory_is_no_data_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a data file, but that is a directory; check the path"):
+        InstructionFiles(train=str(tmp_path)).examples("train")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
