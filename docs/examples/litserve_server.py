@@ -2,7 +2,7 @@
 
 usage: pip install litserve && python litserve_server.py CKPT_PATH [PORT]
 
-    curl http://127.0.0.1:8000/predict -H 'Content-Type: application/json' -d '{"prompt": "12+34=", "max_tokens": 32}'
+    curl localhost:8000/predict -H 'Content-Type: application/json' -d '{"prompt": "12+34,56+78>", "max_tokens": 32}'
 
 `refusion-lit serve` is the server with OpenAI's API, streams, cancelled requests and JSON schemas.
 """

@@ -41,7 +41,18 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "page", [page for page in PAGES if page not in (PYTHON, BENCHMARKS)], ids=lambda page: page.name
 )
 def test_the_blocks_run(page: Path) -> None:
-    assert run(page)["model"].backbone is not None
+    scope = run(page)
+    assert scope["model"].backbone is not None
+    if page.name == "infilling.md":
+        assert [row.text for row in scope["rows"]] == ["12+34=46;56+78=134;", "11+22=33;33+44=77;"]
+
+
+def test_prompts_are_of_the_kind_that_the_quickstart_trains_on() -> None:
+    """Two sums or more: on a single one the model writes nonsense."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
+    found = {page.name: re.findall(r'"\d+\+\d+[>=]"', page.read_text(encoding="utf-8")) for page in pages}
+    assert len(found) > 30
+    assert {name: prompts for name, prompts in found.items() if prompts} == {}
 
 
 @pytest.mark.usefixtures("exported")
@@ -65,7 +76,7 @@ def test_the_harness_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generating_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     scope = run(PYTHON)
     assert scope["trainer"].global_step == 5
-    assert scope["rows"][0].text == "12+34=46;56+78=134;"
+    assert [row.text for row in scope["rows"]] == ["12+34=46;56+78=134;", "11+22=33;33+44=77;"]
     assert scope["first"].text == "12+34=46"
     assert scope["first"].finish_reason == "stop"
     printed = capsys.readouterr().out.splitlines()
