@@ -193,6 +193,23 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     assert len(_losses(run)) == NUM_STEPS
 
 
+def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path: Path, fit_args: list[str]) -> None:
+    def interrupt() -> None:
+        start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+        def interrupted(self: SlotDiffusionModule, *args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            start_of_batch(self, *args)
+
+        SlotDiffusionModule.on_train_batch_start = interrupted
+
+    assert main([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=2"]) == 0
+    run = tmp_path / "quickstart" / "v"
+    args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
+    assert finished(start(args, tmp_path / "log", interrupt)) == 130
+    assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in (tmp_path / "log").read_text()
+
+
 def _rows(run: Path) -> list[tuple[str, bool]]:
     """Return the step of each row of a run's metrics, and whether it is a validation's."""
     with (run / "metrics.csv").open() as file:

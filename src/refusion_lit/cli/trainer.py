@@ -49,7 +49,9 @@ def run(command: str, args: list[str]) -> int:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?", const="")
     found, args = parser.parse_known_args(args)
+    options = ""  # of a command that resumes: the run's config does not have them
     if found.resume is not None:
+        options = "".join(f" {shlex.quote(arg)}" for arg in args)
         args = run_directory.with_resume(command, args, found.resume)
     show_own_logs()
     for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
@@ -71,8 +73,8 @@ def run(command: str, args: list[str]) -> int:
         failed = False
     except SIGTERMException as stopped:
         failed = False
-        message = getattr(stopped, "message", f"stopped by SIGTERM; {_how_to_resume(command)}")
-        return _fail(message, int(stopped.code or 143))
+        message = getattr(stopped, "message", "stopped by SIGTERM; finished work is on disk")
+        return _fail(message + _how_to_resume(command, options), int(stopped.code or 143))
     except MisconfigurationException as error:  # Lightning's word for a user's error
         return _fail(f"trainer: {' '.join(str(error).split())}", 2)
     except RuntimeError as error:
@@ -83,7 +85,7 @@ def run(command: str, args: list[str]) -> int:
         if not isinstance(stopped.__context__, KeyboardInterrupt):
             raise
         failed = False
-        return _fail(f"interrupted; {_how_to_resume(command)}", 130)
+        return _fail(f"interrupted; finished work is on disk{_how_to_resume(command, options)}", 130)
     finally:
         if RefusionCLI.claim is not None:
             RefusionCLI.claim.release(failed=failed)
@@ -97,11 +99,9 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _how_to_resume(command: str) -> str:
+def _how_to_resume(command: str, options: str) -> str:
     directory = RefusionCLI.run_directory
-    return "finished work is on disk" + (
-        f"; resume with: refusion-lit {command} --resume {_quoted(directory)}" if directory is not None else ""
-    )
+    return "" if directory is None else f"; resume with: refusion-lit {command} --resume {_quoted(directory)}{options}"
 
 
 def _say_what_next(cli: RefusionCLI) -> None:

@@ -149,8 +149,7 @@ class SaveOnSignal(L.Callback):
             trainer.save_checkpoint(path)
             self._signum = self._signum or signal.SIGTERM
             self._message = (
-                f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}, "
-                f"resume with: refusion-lit fit --resume {trainer.log_dir or 'RUN'}"
+                f"stopped by {signal.Signals(self._signum).name} after step {trainer.global_step}; saved {path}"
             )
             if self._signum == self._requeues and trainer.is_global_zero:
                 self._message += f"; {_requeue()}"
