@@ -46,6 +46,14 @@ def test_every_command_has_a_page(command: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith(f"usage: refusion-lit {command} ")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "trace", "serve", "evaluate"])
+@pytest.mark.parametrize("option", ["dtype", "device"])
+def test_device_and_type_are_found_where_nobody_names_them(command: str, option: str) -> None:
+    page = " ".join((PAGES / f"{command}.txt").read_text(encoding="utf-8").split())
+    text = page.rpartition(f" --{option} ")[2].partition(" --")[0]
+    assert "default: auto)" in text
+
+
 @pytest.mark.parametrize("args", [["fit", "--help=all"], ["generate", "-h"], ["trian"]], ids=" ".join)
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     start = time.perf_counter()

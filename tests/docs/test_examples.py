@@ -68,6 +68,15 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(tmp_path: Path
     assert "20 tokens, 1 forwards" in told.stderr
 
 
+def test_the_guide_leads_to_the_classes_that_a_decoder_uses() -> None:
+    page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"\[The API of decoders\]\(api/decoding\.md\) has (.*) in full\.", page)
+    api = (EXAMPLES.parent / "api" / "decoding.md").read_text(encoding="utf-8")
+    documented = re.findall(r"::: (\S+)", api)
+    for name in re.findall(r"`(\w+)`", sentence):
+        assert getattr(refusion_lit.decoding, name).__module__ in documented
+
+
 def test_an_error_in_a_decoder_of_ones_own_names_its_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

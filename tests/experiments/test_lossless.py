@@ -103,6 +103,25 @@ def test_a_table_of_one_part_has_no_empty_columns(programs: dict[str, ModuleType
     assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))
 
 
+def test_a_run_ends_with_the_table_and_commands_that_run_next(
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = programs["table"]
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(table, "BASE", tmp_path)
+    monkeypatch.setattr(table.refusion_lit, "load", lambda *_, **__: None)
+    monkeypatch.setattr(table, "read_prompts", lambda *_: [])
+    runs = json.loads((FOLDER / "results.json").read_text())["runs"]
+    run = next(run for run in runs if run["part"] == "speed") | {"dtype": "float32", "prompts": "own.jsonl"}
+    (tmp_path / "results.json").write_text(json.dumps({"runs": [run]}))
+    monkeypatch.setattr("sys.argv", ["table.py", "--output", str(tmp_path / "results.json")])
+    table.main()
+    *rest, chat, trace = capsys.readouterr().out.splitlines()
+    assert rest[0].startswith("| type | prompts | decoder |")
+    for line, command in ((chat, "chat"), (trace, "trace")):
+        assert f"refusion-lit {command} --ckpt_path {tmp_path} --draft {FOLDER / 'drafter'}" in line
+
+
 def test_what_is_measured_is_no_json_on_the_terminal(
     programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
