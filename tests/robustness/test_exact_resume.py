@@ -198,6 +198,7 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
         def interrupted(self: SlotDiffusionModule, *args: Any) -> None:
+            SlotDiffusionModule.on_train_batch_start = start_of_batch
             os.kill(os.getpid(), signal.SIGINT)
             start_of_batch(self, *args)
 
@@ -207,7 +208,9 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
     run = tmp_path / "quickstart" / "v"
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
     assert finished(start(args, tmp_path / "log", interrupt)) == 130
-    assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "stopped by SIGINT after step 3; saved" in said
+    assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in said
 
 
 def _rows(run: Path) -> list[tuple[str, bool]]:
