@@ -106,7 +106,7 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
         "unknown": "1 of 1 ids",
         "fields": "fields.jsonl:1: expected a field 'response'; it has 'id'; correct the line",
         "empty": "empty.jsonl; give another",
-        "missing": "no.jsonl: expected a data file, but it does not exist; check the path",
+        "missing": "no.jsonl: expected a data file, but there is none; check the path",
         "same": "output: expected another file",
     }
     for name, arguments in wrong.items():

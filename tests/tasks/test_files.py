@@ -59,7 +59,7 @@ def test_several_files_have_distinct_ids(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_no_data_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a data file, but that is a directory; check the path"):
+    with pytest.raises(ValueError, match="expected a data file, but there is none; check the path"):
         InstructionFiles(train=str(tmp_path)).examples("train")
 
 

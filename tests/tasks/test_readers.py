@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
 
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "no.jsonl", tmp_path):
-        with pytest.raises(ValueError, match="expected a data file, but it does not exist"):
+        with pytest.raises(ValueError, match="expected a data file, but there is none"):
             list(read_rows(str(path)))
 
 
@@ -171,7 +171,7 @@ def test_only_a_line_feed_ends_a_json_line(tmp_path: Path, name: str) -> None:
         (
             "p.jsonl/none",
             b"",
-            r"predictions: .*none: expected a data file, but it does not exist; check the path \(.*\)\.",
+            r"predictions: .*none: expected a data file, but there is none; check the path \(.*\)\.",
         ),
     ],
 )

@@ -23,8 +23,6 @@ from refusion_lit.version import __version__
 PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
 _EXPORTED = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
 """Options of ReFusion that an exported decoder knows."""
-_SAME_TEXT = ("fused", "infill_layout")
-"""Options of ReFusion that change forwards or positions only."""
 
 
 def model_card(
@@ -74,9 +72,8 @@ def model_card(
         traits=traits,
         adapters=adapters,
         decoder=type(made).__name__,
-        decoder_options=", ".join(f"{name}={value!r}" for name, value in options.items()),
         options=options,
-        lacking=[f"`{name}`" for name in options if name not in (*_EXPORTED, *_SAME_TEXT)],
+        lacking=[f"`{name}`" for name in options if name not in (*_EXPORTED, "fused", "infill_layout")],
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
         | {name: value for name, value in options.items() if name in _EXPORTED},
         prompt=prompt,

@@ -118,8 +118,7 @@ def check_exists(path: Path) -> None:
     """
     if not path.is_file():
         raise ValueError(
-            f"{path}: expected a data file, but {'that is a directory' if path.is_dir() else 'it does not exist'}; "
-            f"check the path (relative to {Path.cwd().name}/)."
+            f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd().name}/)."
         )
 
 
