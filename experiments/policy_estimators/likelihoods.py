@@ -1,4 +1,4 @@
-"""Likelihoods that are compared with the exact one: bounds over orders, the mean field, and ReFusion's trajectories."""
+"""Likelihoods that are no part of the package: bounds over orders, the mean field, and ReFusion's trajectories."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
+from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import random_subset, required_mask_id, response_positions
+from refusion_lit.learning.text_order import extend_responses
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import LeftToRight, Likelihood
 from refusion_lit.policy.likelihood import laid_out
@@ -85,6 +87,76 @@ class MaskedBound(Likelihood):
         counts = torch.cat((counts, number - counts))
         weights = ((number + 1).double() / counts.clamp(min=1) / len(counts)).where(counts > 0, 0.0)
         return masks.flatten(0, 1), weights.flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockBound(Likelihood):
+    """Bound of a block model's likelihood over the orders of tokens inside each block (EBPO, LLaDA2.1's report).
+
+    One forward per noise level over ``[noisy; clean]`` shows each block the blocks before it without masks. In a block
+    with n tokens of the answer, c of them are masked, c uniform on 1..n: their log-probabilities, times n / c, are an
+    unbiased estimate of the block's any-order bound, and the sum over blocks is one bound of the whole answer. Levels
+    are evenly spaced from a random start in each block, with equal weights. Blocks are counted from position 0, prompt
+    included. What lies after the answer in its last block stays masked, as if it were decoded last.
+
+    Attributes:
+        num_samples: Noise levels per answer and update, at least 1.
+        block_size: Tokens per block; that of the decoder.
+    """
+
+    decoders = (BlockDiffusion,)
+    num_samples: int = 2
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        require_at_least("objective.likelihood.num_samples", self.num_samples, 1)
+        require_at_least("objective.likelihood.block_size", self.block_size, 1)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Block-causal attention; masks predict themselves."""
+        return ModelTraits(attention="block_causal", block_size=self.block_size, predictions=("mask",))
+
+    def refusal(self, decoder: Decoder) -> str | None:
+        """Refuse other decoders, other block sizes, and masks that are read at the place before."""
+        if type(decoder) is BlockDiffusion and decoder.block_size != self.block_size:
+            return f"BlockDiffusion has block_size {decoder.block_size}, BlockBound {self.block_size}"
+        if type(decoder) is BlockDiffusion and decoder.shifted:
+            return "BlockBound reads each mask at its own place, BlockDiffusion with shifted at the one before"
+        return super().refusal(decoder)
+
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+        """Lay out a view for each noise level; see :meth:`Likelihood.layout`."""
+        mask, size, num_views = required_mask_id(self, special_tokens), self.block_size, self.num_samples
+        ends = batch.prompt_lengths + batch.response_lengths
+        lengths = (ends + size - 1) // size * size
+        filled = extend_responses(
+            batch, lengths - batch.prompt_lengths, token_id=mask, pad_token_id=special_tokens.pad_token_id
+        )
+        num_tokens = filled.input_ids.shape[1]
+        positions = torch.arange(num_tokens, device=ends.device)
+        in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
+        candidates = in_response.unflatten(1, (-1, size)).expand(num_views, -1, -1, -1)
+        number = candidates.sum(-1)
+        strata = torch.arange(num_views, device=ends.device, dtype=torch.float64)[:, None, None] / num_views
+        counts = 1 + ((noise.uniform("level", number.shape[-1]) + strata) % 1 * number).long()
+        orders = torch.stack([noise.bits(f"order {i}", num_tokens) for i in range(num_views)])
+        is_masked = random_subset(orders.unflatten(2, (-1, size)), candidates, counts).flatten(2).flatten(0, 1)
+        weights = (number.double() / counts / num_views).repeat_interleave(size, 2).flatten(0, 1)
+        clean = filled.input_ids.repeat(num_views, 1)
+        is_noisy = F.pad(is_masked, (0, num_tokens))
+        labels = torch.cat((clean, clean), 1).where(is_noisy, IGNORE_INDEX)
+        return laid_out(
+            labels,
+            weights=is_noisy * F.pad(weights.float(), (0, num_tokens)),
+            input_ids=torch.cat((clean.masked_fill(is_masked, mask), clean), 1),
+            position_ids=positions.repeat(2).expand_as(labels),
+            visible=three_part_ranges(num_tokens, size, lengths.repeat(num_views)),
+            is_masked=is_noisy,
+            is_real=(positions < lengths[:, None]).repeat(num_views, 2),
+            num_views=num_views,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

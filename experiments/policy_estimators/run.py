@@ -82,7 +82,7 @@ SETTINGS = {
         overlays=("start_sheet", "sheet"),
     ),
     "latin": Setting(
-        task=Latin(num_grids=1, num_clues=14, num_train=400_000, num_validation=256, num_test=500),
+        task=Latin(num_grids=1, num_clues=20, num_train=17_000, num_validation=256, num_test=500),
         step=700,
         length=32,
         decoders={

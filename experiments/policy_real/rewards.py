@@ -1,20 +1,40 @@
-"""Rewards of GSM8K answers that a small model can earn without the right number: form, and right arithmetic."""
+"""GSM8K with short answers, and rewards that a small model can earn without the right number: form, arithmetic."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.real_conversion.annotations import count_annotations
 
 from refusion_lit.policy import Reward
+from refusion_lit.tasks import Gsm8k
 from refusion_lit.tasks.gsm8k import extract_answer
+from refusion_lit.tasks.readers import Row
 from refusion_lit.types import Example
 
 _EQUATION = re.compile(r"([\d.,()+*/x×÷ $-]+)=\s*\$?(\d[\d,]*(?:\.\d+)?)")  # noqa: RUF001
 _HAS_OPERATION = re.compile(r"[\d)][+*/-]")
 _SIGNS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None, ",": None, " ": None})  # noqa: RUF001
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortGsm8k(Gsm8k):
+    """GSM8K's questions with a request for a short answer, which a limit of a few dozen tokens can hold."""
+
+    def _example(self, row: Row, identity: str) -> Example:
+        example = super()._example(row, identity)
+        return replace(example, query=f"{example.query}\nGive only the final number, in the form '#### number'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Reward):
+    """1 for every answer that ends within the limit: all others have reward 0 anyway."""
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:  # noqa: ARG002
+        """Return the rewards; see :meth:`Reward.rewards`."""
+        return [1.0] * len(responses)
 
 
 @dataclass(frozen=True, kw_only=True)

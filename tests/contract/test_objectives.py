@@ -59,6 +59,7 @@ VARIANTS: list[Objective] = [
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
     objectives.GroupPolicy(likelihood=likelihoods.MaskedBound(), unit="sequence"),
+    objectives.GroupPolicy(likelihood=likelihoods.BlockBound(block_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.SlotBound(slot_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.MeanField(slot_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.Rounds(slot_size=4)),

@@ -9,12 +9,13 @@ from math import comb
 
 import pytest
 import torch
-from experiments.policy_estimators.likelihoods import MaskedBound, MeanField, Rounds, SlotBound
+from experiments.policy_estimators.likelihoods import BlockBound, MaskedBound, MeanField, Rounds, SlotBound
 from torch import Tensor
 
 from fakes import EOS, MASK, PAD, tiny_backbone
 from refusion_lit.decoding import (
     Autoregressive,
+    BlockDiffusion,
     Decoder,
     LLaDA,
     ReFusion,
@@ -244,6 +245,44 @@ def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
     assert float(coupled.std()) < 2 * float(first.std()) / 2**0.5
 
 
+def block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
+    """Return the bound over orders inside blocks by enumeration; a block is run behind the clean blocks before it."""
+    start, end = len(PROMPT), len(PROMPT) + len(text)
+    ids = [*PROMPT, *text] + [MASK] * (-end % size)
+    total = 0.0
+    for begin in range(start // size * size, end, size):
+        own = [place for place in range(begin, begin + size) if start <= place < end]
+        for count in range(1, len(own) + 1):
+            for chosen in combinations(own, count):
+                fed = torch.tensor([[MASK if place in chosen else ids[place] for place in range(begin + size)]])
+                blocks = torch.arange(begin + size) // size
+                with torch.no_grad():
+                    hidden = model(fed, torch.arange(begin + size)[None], (blocks[:, None] >= blocks)[None])
+                    logits = model.head(hidden[0])[:, : model.special_tokens.vocab_size]
+                logits[:, [PAD, MASK]] = -torch.inf
+                values = logits.log_softmax(-1)
+                total += sum(float(values[i, ids[i]]) for i in chosen) / count / comb(len(own), count)
+    return total
+
+
+@pytest.mark.parametrize("text", [(5, 6, 7, 8, 9, EOS), (5, 6, 7, EOS), (9,)], ids=str)
+def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
+    """The prompt ends inside a block, and so do two of the texts."""
+    size, num_rows = 4, 600
+    model = tiny_backbone(BlockBound(block_size=size).traits)
+    exact = block_bound(model, text, size)
+    batch = replace(batch_of([text] * num_rows), sample_keys=torch.arange(num_rows) * 77 + 1)
+    for num_samples in (1, 3):
+        values = answers(model, BlockBound(block_size=size, num_samples=num_samples), batch)
+        error = max(4.5 * float(values.std()) / num_rows**0.5, 1e-6)  # transformers' norms compute in float32
+        assert abs(float(values.mean()) - exact) < error
+    corrupted = laid(model, GroupPolicy(likelihood=BlockBound(block_size=size), unit="sequence"), batch)
+    width = corrupted.labels.shape[1] // 2
+    in_block = (corrupted.labels[:, :width].unflatten(1, (-1, size)) >= 0).any(2)
+    first, last = len(PROMPT) // size, (len(PROMPT) + len(text) - 1) // size
+    assert in_block[:, first : last + 1].all(), "each block keeps a mask"
+
+
 def slot_value(model: Backbone, text: Sequence[int], visible: Sequence[int], slot: int, size: int) -> float:
     """Return the log-probability of a slot after the visible ones, in that order, by a plain loop."""
     ids, positions = list(PROMPT), list(range(len(PROMPT)))
@@ -284,6 +323,9 @@ def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
     yield Rounds(slot_size=4), ReFusion(slot_size=4, infill="bonus"), "bonus"
     yield MaskedBound(), Autoregressive(), "not of Autoregressive"
     yield MaskedBound(), SelfSpeculative(), "not of SelfSpeculative"
+    yield BlockBound(), BlockDiffusion(block_size=8), "block_size 8, BlockBound 32"
+    yield BlockBound(block_size=8), BlockDiffusion(shifted=True), "shifted"
+    yield BlockBound(), LLaDA(), "not of LLaDA"
 
 
 @pytest.mark.parametrize(("likelihood", "decoder", "reason"), list(refusals()), ids=repr)
