@@ -83,7 +83,7 @@ SETTINGS = {
     ),
     "latin": Setting(
         task=Latin(num_grids=1, num_clues=20, num_train=17_000, num_validation=256, num_test=500),
-        step=700,
+        step=300,
         length=32,
         decoders={
             "left to right": SelfSpeculative(slot_size=1),
