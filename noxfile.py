@@ -99,6 +99,7 @@ def bench(session: nox.Session) -> None:
         "kernels",
         "training",
         "training_memory",
+        "policy_memory",
         "startup",
     ]
     for part in parts:

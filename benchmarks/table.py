@@ -225,6 +225,11 @@ def loss_memory(result: Result) -> str:
     return table(["way", "extra megabytes", "seconds"], rows)
 
 
+def policy_memory(result: Result) -> str:
+    rows = [[name, part["bytes_an_answer"], part["planned"]] for name, part in result["parts"].items()]
+    return table(["memory", "bytes an answer", "planned"], rows)
+
+
 def load_memory(result: Result) -> str:
     rows = [[name, layout["gigabytes"], layout["peak_over_weights"]] for name, layout in result["layouts"].items()]
     return table(["layout", "gigabytes of weights", "peak over weights"], rows)
@@ -262,7 +267,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
-    "loss_memory": loss_memory, "load_memory": load_memory, "many_prompts": many_prompts, "startup": startup,
+    "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory, "many_prompts": many_prompts, "startup": startup,
     "soak": soak, "serve": serve, "serve_soak": serve_soak,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""

@@ -96,6 +96,15 @@ def _training_memory(results: Result) -> str:
     return markdown_table(["objective", "KB per token", "memory with the matrix : without, 4096 tokens"], rows)
 
 
+@table("policy_memory", _path("policy_memory"))
+def _policy_memory(results: Result) -> str:
+    rows = [
+        [name, f"{part['bytes_an_answer'] / 2**20:.2f}", f"{part['planned'] / 2**20:.2f}"]
+        for name, part in results["parts"].items()
+    ]
+    return markdown_table(["memory", "MB per answer", "planned"], rows)
+
+
 @table("head times", _path("head_candidates"))
 def _head_times(results: Result) -> str:
     found = {(row["head"], row["positions"]): row for row in results["times"]}

@@ -12,12 +12,14 @@ from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
 from torch import Tensor
 
 from fakes import EOS, tiny_backbone
+from modeling.fused.test_invariant import backbone
 from policy.test_likelihood import answers, batch_of, every_answer, laid, small
 from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, TrajectoryRecorder, decode
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.policy import GroupPolicy, LeftToRight, NextToken
 from refusion_lit.policy.objective import group_advantages
+from refusion_lit.training.rollouts import engine_log_probabilities
 from refusion_lit.types import Prompt, SamplingParams
 
 TEXTS = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
@@ -123,6 +125,104 @@ def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
     assert float(drawn.sum()) == size
     assert float(deviations.abs().max()) < 4.5
+
+
+def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_gradient() -> None:
+    """Along five random directions, within four standard errors; drafts share the noise of the tokens they draft."""
+    likelihood = LeftToRight(slot_size=2)
+    model = small(tiny_backbone(likelihood.traits), 2)
+    texts = every_answer(model, 3)
+    objective = GroupPolicy(likelihood=likelihood, max_new_tokens=3)
+    rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
+    sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts))).sum(1)
+    expected = gradient(model, (sums.exp() * rewards).sum())
+    size = 1000
+    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(size)]
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=3)
+    rows = decode(model, SelfSpeculative(slot_size=2), prompts, sampling, batch_size=size).rows
+    drawn = [texts.index(tuple(row.token_ids)) for row in rows]
+    advantages = group_advantages(rewards[drawn][None], scale=False)[0]
+    directions = torch.randn(5, len(expected), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slopes = []
+    for index in range(len(texts)):
+        sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts[index : index + 1]))).sum()
+        slopes.append(directions @ gradient(model, sums))
+    values = torch.stack(slopes)[drawn] * advantages[:, None]
+    deviations = (values.mean(0) - directions @ expected) / (values.std(0) / size**0.5)
+    assert float(deviations.abs().max()) < 4
+    assert float((directions @ expected).abs().max()) > 0.05
+
+
+def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
+    """Decoded slot by slot with and without drafts, with the same keys."""
+    model, likelihood = hybrid(), LeftToRight(slot_size=4)
+    objective = GroupPolicy(likelihood=likelihood, max_new_tokens=12)
+    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(8)]
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=2)
+    advantages = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    found = []
+    for num_drafts in (0, 4):
+        decoder = SelfSpeculative(slot_size=4, num_drafts=num_drafts, layout="single_forward")
+        rows = decode(model, decoder, prompts, sampling, batch_size=8).rows
+        batch = replace(batch_of([row.token_ids for row in rows]), advantages=advantages)
+        loss = loss_of(model, objective, laid(model, objective, batch))
+        found.append((sum(row.num_forwards for row in rows), [row.token_ids for row in rows], loss.sums))
+    (plain, texts, expected), (drafted, other_texts, sums) = found
+    assert drafted < plain
+    assert other_texts == texts
+    assert torch.equal(sums, expected)
+
+
+def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() -> None:
+    """With ``batch_invariant`` the engine's probabilities come out of one forward to the last bit.
+
+    That forward has no gradients, however: training takes the library's, whose sums are of other order.
+    """
+    model = backbone("qwen3", torch.float32)
+    model.traits = NextToken().traits
+    prompts = [Prompt(token_ids=(3, 4, 5 + i), id=f"p/{i}") for i in range(4)]
+    recorder = TrajectoryRecorder(Autoregressive())
+    sampling = SamplingParams(max_new_tokens=20, temperature=1.0, seed=2)
+    rows = decode(model, Autoregressive(), prompts, sampling, batch_size=4, callbacks=[recorder], trace=True).rows
+    texts = [row.token_ids for row in rows]
+    objective = GroupPolicy()
+    corrupted = laid(model, objective, batch_of(texts, [prompt.token_ids for prompt in prompts]))
+    assert corrupted.places is not None
+    targets = corrupted.labels >= 0
+    engine = torch.zeros(corrupted.labels.shape, dtype=torch.float64)
+    for number, row in enumerate(rows):
+        values = engine_log_probabilities(row, recorder.trajectories[number])
+        for index in targets[number].nonzero()[:, 0].tolist():
+            engine[number, index] = values[len(prompts[number].token_ids) + int(corrupted.places[number, index])]
+    with torch.no_grad():
+        logits = model.logits(model.hidden_states(corrupted.input_ids, corrupted.position_ids, None))
+    replayed = logits.softmax(-1).gather(2, corrupted.labels.clamp(min=0)[..., None])[..., 0].double().log()
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    trained = objective.log_probabilities(hidden, model.head, corrupted)[1].double()
+    assert torch.equal(replayed[targets], engine[targets])
+    assert 0 < float((trained - engine)[targets].abs().max()) < 1e-4
+
+
+def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None:
+    """Over all tokens that the engine could draw, each weighted by the engine's probability."""
+    model, objective = tiny_backbone(NextToken().traits), GroupPolicy()
+    tokens = range(model.special_tokens.vocab_size)
+
+    def head(states: Tensor) -> Tensor:
+        return model.head(states)[:, : len(tokens)]  # all that a text may hold
+
+    batch = replace(batch_of([(token,) for token in tokens]), advantages=torch.zeros(len(tokens), dtype=torch.float64))
+    engine = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
+    corrupted = laid(model, objective, batch)
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()
+    trainer = head(hidden[0, 2:3])[0].detach().double().log_softmax(0)
+    total = 0.0
+    for token in tokens:
+        only = torch.full_like(corrupted.weights, torch.nan, dtype=torch.float64)
+        only[token] = engine[token]
+        figures = objective.loss(hidden, head, replace(corrupted, engine=only))
+        total += float(engine[token].exp() * figures.sums[list(objective.terms).index("engine_kl")])
+    assert total == pytest.approx(float((engine.exp() * (engine - trainer)).sum()), abs=1e-9)
 
 
 @pytest.mark.parametrize("thresholds", [(1.0, 0.0), (0.4, 0.4)])

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import lightning as L
@@ -29,6 +30,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
 from refusion_lit.tasks import Additions
+from refusion_lit.tasks.base import GeneratedTask, digits
 from refusion_lit.types import Example
 from tiny import TINY_QWEN
 
@@ -109,6 +111,56 @@ def fitted(
     )  # fmt: skip
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module, torch.load(folder / "weights.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(GeneratedTask):
+    """Three letters, of which the first is to be repeated."""
+
+    @property
+    def num_keys(self) -> int:
+        return 3**5
+
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return the letters, and the first of them; the key's last two digits only make prompts differ."""
+        letters = "".join("abc"[digit] for digit in digits(key, 3, 5))
+        return letters, letters[0]
+
+    def reward(self, example: Example, response: str) -> float:
+        """Return 1 for answers that begin with the right letter."""
+        return float(response[:1] == example.query[0])
+
+    def characters(self) -> str:
+        return "abc"
+
+
+def test_a_small_model_learns_to_copy_from_rewards_alone(tmp_path: Path) -> None:
+    """From random weights, in slots of 4."""
+    data = InstructionDataModule(Echo(num_train=80, num_validation=4, num_test=4), CharacterTokenizer(), 16)
+    objective = GroupPolicy(likelihood=LeftToRight(slot_size=4), group_size=8, max_new_tokens=8)
+    module = SlotDiffusionModule(
+        BackboneConfig(config=TINY_QWEN),
+        data.built_tokenizer,
+        objective,
+        decoders={"first": SelfSpeculative(slot_size=4)},
+        decoding=EvaluationOptions(batch_size=128),
+        optimizer=lambda groups: torch.optim.Adam(groups, lr=0.02),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+    )
+    rewards = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            rewards.append(float(trainer.callback_metrics["train/reward"]))
+
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=60, logger=False, limit_val_batches=0, callbacks=[Watch()], log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert sum(rewards[:3]) / 3 < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:

@@ -82,9 +82,8 @@ class Trajectory:
         is_masked = np.array(state.is_masked, dtype=bool)
         order = np.full(len(state.tokens), -1, dtype=_DTYPE)
         order[state.committed] = np.arange(len(state.committed))
-        start = state.prompt_length
         draws = [
-            (number, position - start, token)
+            (number, position - state.prompt_length, token)
             for number, entry in enumerate(generation.trace, 1)
             for position, token in zip(entry.positions, entry.tokens, strict=True)
         ]
@@ -198,8 +197,7 @@ def _read(index: Path) -> list[Trajectory]:
         size = num_prompt + 3 * num_places + 3 * num_draws
         values = data[line["start"] : line["start"] + size]
         require(len(values) == size, "trajectories", f"{size} more numbers in {path}", len(values), fix)
-        bounds = [num_prompt + i * num_places for i in range(4)]
-        prompt_ids, tokens, rounds, order, draws = np.split(values, bounds)
+        prompt_ids, tokens, rounds, order, draws = np.split(values, [num_prompt + i * num_places for i in range(4)])
         own = {name: line[name] for name in _PLAIN}
         arrays = {"prompt_ids": prompt_ids, "tokens": tokens, "rounds": rounds, "order": order}
         trajectories.append(Trajectory(**arrays, draws=draws.reshape(-1, 3), **own))

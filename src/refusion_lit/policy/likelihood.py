@@ -131,9 +131,8 @@ class LeftToRight(Likelihood):
         labels = torch.cat((rest, first_tokens), 1)
         # A token sees the text up to itself, a mask the text before its slot and itself.
         index = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-        is_mask = index >= num_tokens
         before = F.pad(firsts.where(exists, 0), (num_tokens, 0))
-        own = torch.stack((index.where(is_mask, 0), index + 1), -1)
+        own = torch.stack((index.where(index >= num_tokens, 0), index + 1), -1)
         return laid_out(
             labels,
             input_ids=torch.cat((batch.input_ids, masks), 1),

@@ -128,9 +128,9 @@ class GroupPolicy(Objective):
         reason = self.likelihood.refusal(decoder)
         fix = "name another likelihood, or another first decoder"
         require(reason is None, "objective.likelihood", "one for the first of model.decoders", reason, fix)
-        for option, value, all_of in (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, None)):
-            expected = f"{all_of}, as roll-outs with filters have another likelihood"
-            require(value == all_of, f"model.sampling.{option}", expected, value, "leave it out")
+        for option, none in (("top_p", 1), ("top_k", None), ("stop", ()), ("min_entropy", None)):
+            value, expected = getattr(sampling, option), f"{none}, as roll-outs with it have another likelihood"
+            require(value == none, f"model.sampling.{option}", expected, value, "leave it out")
 
     def corrupt(
         self,
@@ -216,9 +216,8 @@ class GroupPolicy(Objective):
         pairs = list(zip(states.split(size), labels.split(size), strict=True))
         keeps = len(pairs) == 1 or not torch.is_grad_enabled()
         found = [chunk(*pair) if keeps else checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs]
-        joined = torch.cat(found, 1)  # type: ignore[arg-type]
-        spread = joined.new_zeros(3, *corrupted.labels.shape)
-        spread[:, rows, columns] = joined
+        spread = found[0].new_zeros(3, *corrupted.labels.shape)  # type: ignore[union-attr]
+        spread[:, rows, columns] = torch.cat(found, 1)  # type: ignore[arg-type]
         return spread[0], spread[1].detach(), spread[2].detach()
 
     def _units(

@@ -190,13 +190,12 @@ class Rollouts:
         valid = rewards[rewards.isfinite()]
         num_distinct = sum(len({tuple(answer.row.token_ids) for answer in group}) for group in groups)
         num_tokens = sum(row.num_tokens for row in rows)
-        equal = (group_advantages(rewards, scale=False) == 0).all(1)
         return {
             "reward": float(valid.mean()) if len(valid) else math.nan,
             "dropped_rewards": float(rewards.numel() - len(valid)),
             "length": num_tokens / len(rows),
             "distinct_answers": num_distinct / len(rows),
-            "equal_groups": float(equal.double().mean()),
+            "equal_groups": float((group_advantages(rewards, scale=False) == 0).all(1).double().mean()),
             "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
             "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }
@@ -204,9 +203,8 @@ class Rollouts:
     def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
         """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
         own = [[{f.name: getattr(batch, f.name) for f in fields(batch)} for batch in update] for update in self.pending]
-        states: list[Any] = [own]
+        states: list[Any] = [own] * num_processes
         if num_processes > 1:
-            states = [None] * num_processes
             torch.distributed.all_gather_object(states, own)
         checkpoint[_STATE] = {"pending": states, "rewards": repr(self._rewards)}
 
