@@ -31,7 +31,6 @@ from jsonargparse import auto_cli
 
 from refusion_lit.decoding import SelfSpeculative
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight
 from refusion_lit.types import Prompt
@@ -69,16 +68,8 @@ def measure(number: int) -> float:
 def cache_bytes(number: int) -> float:
     """Return the bytes of KV cache per answer when this many are rolled out together."""
     model = random_model(SMALL)
-    caches, make_cache = [], model.make_cache
-
-    def kept(num_rows: int) -> KVCache:
-        caches.append(make_cache(num_rows))
-        return caches[-1]
-
-    model.make_cache = kept  # type: ignore[method-assign]
     prompts = [Prompt(token_ids=tuple(range(3, 3 + LENGTH)), id=str(i)) for i in range(number)]
-    decoded(model, SelfSpeculative(slot_size=SLOT), prompts, LENGTH, number)
-    return caches[-1].num_bytes / number
+    return decoded(model, SelfSpeculative(slot_size=SLOT), prompts, LENGTH, number).cache_bytes / number
 
 
 def main(numbers: tuple[int, ...] = (8, 16, 32), output: str | None = None) -> None:

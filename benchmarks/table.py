@@ -267,8 +267,8 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
-    "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory, "many_prompts": many_prompts, "startup": startup,
-    "soak": soak, "serve": serve, "serve_soak": serve_soak,
+    "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
+    "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
