@@ -330,6 +330,19 @@ def _policy_gradients(results: Result) -> str:
     return markdown_table(head, rows)
 
 
+@table("policy_estimators latin", _path("policy_estimators", "latin.json"))
+def _policy_latin(results: Result) -> str:
+    return _estimators(results)
+
+
+@table("policy_real", _path("policy_real"))
+def _policy_real(results: Result) -> str:
+    names = ("reward", "overlong", "length", "entropy", "rollout_seconds")
+    (run,) = results["results"].values()
+    rows = [[point["step"], *(f"{point[name]:.2f}" for name in names)] for point in run["curve"]]
+    return markdown_table(["update", "reward", "at the limit", "tokens", "entropy", "seconds of roll-out"], rows)
+
+
 def _by_estimator(results: Result) -> dict[str, Any]:
     found = results["results"].items()
     return {f"`{name}`, seed {seed}": run for name, runs in found for seed, run in runs.items()}
@@ -370,7 +383,11 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
 _plot("policy_estimators", "reward.svg", lambda results: policy.mean_curves(results["results"]), policy.draw)
+PLOTS[_path("policy_estimators", "latin.svg")] = Plot(
+    lambda results: policy.mean_curves(results["results"]), policy.draw, (_path("policy_estimators", "latin.json"),)
+)
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
+_plot("policy_real", "reward.svg", lambda results: policy.curves(results["results"]), policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(
     "controlled_comparison",

@@ -1,9 +1,9 @@
 """Train SmolLM2 with adapters on rewards of form and arithmetic, and write the figures of each update.
 
 usage: python experiments/policy_real/run.py --base DIR --train GSM8K.jsonl [--work_dir runs/policy_real]
-       [--output FILE]
+       [--output FILE] [--only_figures]
 
-The training resumes, so it can be killed.
+The training resumes, so it can be killed. ``--only_figures`` writes those of the updates that are done.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def main() -> None:
     parser = argument_parser(__doc__, "runs/policy_real", HERE / "results.json")
     parser.add_argument("--base", type=Path, required=True, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--train", type=Path, required=True, help="GSM8K's training questions")
+    parser.add_argument("--only_figures", action="store_true")
     args = parser.parse_args()
     run = args.work_dir / "seed0" / "fit"
-    _, seconds = trained(
-        run, args.base, 0, *configs(HERE / "policy.yaml"), "--data.task.init_args.train", str(args.train)
-    )
+    if not args.only_figures:
+        trained(run, args.base, 0, *configs(HERE / "policy.yaml"), "--data.task.init_args.train", str(args.train))
     points = curve(run, (*LOGGED, "overlong"), every=1)
-    found = {"results": {"0": {"seconds": round(seconds), "curve": points}}}
+    found = {"results": {"seed 0": {"curve": points}}}
     about = environment(0, ["python", "experiments/policy_real/run.py"])
     write_json(args.output, {"config": {"num_updates": len(points)}, **found, "environment": about})
 

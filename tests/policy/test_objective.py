@@ -203,6 +203,19 @@ def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() 
     assert 0 < float((trained - engine)[targets].abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_old_log_probabilities_are_those_of_the_first_update_to_the_last_bit(chunk_size: int | None) -> None:
+    """They come without gradients, as before several updates on the same answers."""
+    model = backbone("qwen3", torch.float32)
+    objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), chunk_size=chunk_size)
+    corrupted = answered(model, objective)
+    with torch.no_grad():
+        old = log_probabilities(model, objective, corrupted)
+    values = log_probabilities(model, objective, corrupted)
+    assert values.requires_grad
+    assert torch.equal(old, values)
+
+
 def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None:
     """Over all tokens that the engine could draw, each weighted by the engine's probability."""
     model, objective = tiny_backbone(NextToken().traits), GroupPolicy()
@@ -219,7 +232,7 @@ def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None
     total = 0.0
     for token in tokens:
         only = torch.full_like(corrupted.weights, torch.nan, dtype=torch.float64)
-        only[token] = engine[token]
+        only[token, corrupted.labels[token] >= 0] = engine[token]
         figures = objective.loss(hidden, head, replace(corrupted, engine=only))
         total += float(engine[token].exp() * figures.sums[list(objective.terms).index("engine_kl")])
     assert total == pytest.approx(float((engine.exp() * (engine - trainer)).sum()), abs=1e-9)

@@ -154,7 +154,7 @@ def test_a_small_model_learns_to_copy_from_rewards_alone(tmp_path: Path) -> None
             rewards.append(float(trainer.callback_metrics["train/reward"]))
 
     trainer = L.Trainer(
-        accelerator="cpu", max_steps=60, logger=False, limit_val_batches=0, callbacks=[Watch()], log_every_n_steps=1,
+        accelerator="cpu", max_steps=110, logger=False, limit_val_batches=0, callbacks=[Watch()], log_every_n_steps=1,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False, default_root_dir=tmp_path,
     )  # fmt: skip
