@@ -234,7 +234,7 @@ def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None
         only = torch.full_like(corrupted.weights, torch.nan, dtype=torch.float64)
         only[token, corrupted.labels[token] >= 0] = engine[token]
         figures = objective.loss(hidden, head, replace(corrupted, engine=only))
-        total += float(engine[token].exp() * figures.sums[list(objective.terms).index("engine_kl")])
+        total += float(engine[token].exp() * figures.sums.detach()[list(objective.terms).index("engine_kl")])
     assert total == pytest.approx(float((engine.exp() * (engine - trainer)).sum()), abs=1e-9)
 
 
