@@ -383,7 +383,7 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
 _plot("policy_estimators", "reward.svg", lambda results: policy.mean_curves(results["results"]), policy.draw)
-PLOTS[_path("policy_estimators", "latin.svg")] = Plot(
+PLOTS[_path("policy_estimators", "squares.svg")] = Plot(
     lambda results: policy.mean_curves(results["results"]), policy.draw, (_path("policy_estimators", "latin.json"),)
 )
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
