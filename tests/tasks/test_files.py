@@ -110,7 +110,7 @@ def test_an_id_that_two_rows_have_is_refused_with_both_lines(tmp_path: Path) -> 
 
 
 def test_invalid_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="there is none"):
         InstructionFiles(train=str(tmp_path / "no.jsonl")).examples("train")
     with pytest.raises(ValueError, match=r"task\.train"):
         InstructionFiles()
