@@ -3,9 +3,9 @@
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
            [--num_questions 1000] [--max_steps N] [--work_dir DIR]
 
-Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, exports and measures. Each
-part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4 --prompts FILE@1`
-in a --work_dir of its own is a trial of minutes.
+Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, from there by shorter.yaml,
+and measures. Each part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4
+--prompts FILE@1` in a --work_dir of its own is a trial of minutes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,16 @@ def main() -> None:
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     finished = answer(args.questions, args.num_questions, args.work_dir)
-    options = [*configs(HERE / "own_answers.yaml", HERE / "windows.yaml")]
-    options += ["--data.task.init_args.train", str(finished)]
+    stages = [HERE / "own_answers.yaml", HERE / "windows.yaml"]
+    options = ["--data.task.init_args.train", str(finished)]
     options += [] if args.max_steps is None else ["--trainer.max_steps", str(args.max_steps)]
-    checkpoint = train(args.work_dir / "windows" / "fit", *options)
-    measured = [sys.executable, HERE / "real_model.py", f"windows={checkpoint}", "--prompts", args.prompts]
+    checkpoint = train(args.work_dir / "windows" / "fit", *configs(*stages), *options)
+    exported = args.work_dir / "windows" / "exported"
+    if not (exported / "config.json").exists():
+        command("export", "--ckpt_path", str(checkpoint), "--output", str(exported))
+    options += ["--model.backbone.source", str(exported)]
+    checkpoint = train(args.work_dir / "shorter" / "fit", *configs(*stages, HERE / "shorter.yaml"), *options)
+    measured = [sys.executable, HERE / "real_model.py", f"shorter={checkpoint}", "--prompts", args.prompts]
     subprocess.run([*measured, "--output", args.work_dir / "real_model.json"], check=True)
 
 
