@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -32,6 +33,10 @@ BACKBONE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 
 
+_EVENTS = {"call": 1, "return": -1}
+
+
+@cache
 def is_ours(file: str) -> bool:
     """Whether a file belongs to the package and is Python's: templates of HTML run as functions, too."""
     return file.startswith(f"{PACKAGE}{os.sep}") and file.endswith(".py")
@@ -44,15 +49,12 @@ def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
 
     def watch(frame: FrameType, event: str, _: object) -> None:
         nonlocal depth
+        if event not in _EVENTS:  # calls of C functions, most of all
+            return
         code = frame.f_code
         if code.co_name in LEFT_OUT:
-            depth += {"call": 1, "return": -1}.get(event, 0)
-        elif (
-            event == "call"
-            and not depth
-            and code.co_filename.startswith(f"{PACKAGE}{os.sep}")
-            and code.co_filename.endswith(".py")
-        ):
+            depth += _EVENTS[event]
+        elif event == "call" and not depth and is_ours(code.co_filename):
             found.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), set()).add(code)
 
     sys.setprofile(watch)

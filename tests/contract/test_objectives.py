@@ -16,6 +16,7 @@ import jaxtyping
 import pytest
 import torch
 from experiments.policy_estimators import likelihoods
+from experiments.refusion_pays.recorded import RecordedStates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -56,6 +57,7 @@ VARIANTS: list[Objective] = [
     objectives.DualStream(block_size=1),
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
+    RecordedStates(slot_sizes=(3,)),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
     objectives.GroupPolicy(likelihood=likelihoods.MaskedBound(), unit="sequence"),

@@ -153,6 +153,7 @@ def corrupt_slots(
     slot_sizes: Int[Tensor, " batch"],
     mask_token_id: int,
     masked_order: Int[Tensor, "batch slot"] | None = None,
+    clean_order: Int[Tensor, "batch slot"] | None = None,
     block: tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]] | None = None,
 ) -> SlotLayout:
     """Mask slots, then move the clean ones, in random order, before the masked ones.
@@ -165,6 +166,7 @@ def corrupt_slots(
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
         masked_order: Numbers by which masked slots are sorted, at least 0; ``None`` for text order.
+        clean_order: Numbers by which clean slots are sorted, from 0; ``None`` draws them.
         block: First slot of each row's serial block and the slot after it: slots before it stay in text order, slots
             after it become padding, as a decoder feeds no more. ``None``: the whole response is one block.
     """
@@ -175,7 +177,8 @@ def corrupt_slots(
     slots = offsets // slot_sizes[:, None]
 
     masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
-    slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, noise.bits("slot_order", num_slots))
+    clean_order = noise.bits("slot_order", num_slots) if clean_order is None else clean_order
+    slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, clean_order)
     following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
     labels = next_in_slot(batch, in_response, offsets, slot_sizes)
     if block is not None:

@@ -1,0 +1,80 @@
+"""Training on recorded states shows what the decoder had accepted, and asks for what it accepted next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
+
+from fakes import EOS, MASK, SPECIAL, OracleModel
+from refusion_lit.decoding import ReFusion, Trajectory, TrajectoryRecorder, TrajectoryWriter, decode
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import Prompt, SamplingParams
+
+SIZE, PROMPT, LENGTH = 2, (3, 4, 6), 12
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Trajectory:
+    """A decode in two serial blocks of three slots, of which the later ones of a block are more certain."""
+    certainties = [0.5, 0.6, 0.7, 0.55, 0.65, 0.75]
+    model = OracleModel(
+        lambda position: 3 + position % 2 if position < len(PROMPT) + LENGTH - 1 else EOS,
+        certainty=lambda position: certainties[max(position - len(PROMPT), 0) // SIZE % 6],
+    )
+    decoder = ReFusion(slot_size=SIZE, num_serial_blocks=2, slot_threshold=1.0, infill="autoregressive")
+    recorder = TrajectoryRecorder(decoder)
+    prompts = [Prompt(token_ids=PROMPT, id="a")]
+    decode(model, decoder, prompts, SamplingParams(max_new_tokens=LENGTH), callbacks=[recorder])
+    TrajectoryWriter(tmp_path / "record").write([recorder.trajectories[0]])
+    return trajectories_of(str(tmp_path / "record"))["a"]
+
+
+def shown(recorded: Trajectory, record: Path, key: int, window: int) -> CorruptedBatch:
+    text = [*PROMPT, *recorded.response_ids]
+    lengths = torch.tensor([len(PROMPT)]), torch.tensor([recorded.num_tokens])
+    batch = ResponseBatch(
+        input_ids=torch.tensor([text]), prompt_lengths=lengths[0], response_lengths=lengths[1],
+        sample_keys=torch.tensor([key]), ids=["a"],
+    )  # fmt: skip
+    objective = RecordedStates(slot_sizes=(SIZE,), record=str(record), window=window)
+    return objective.corrupt(batch, KeyedNoise(batch.sample_keys), SPECIAL)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Path, window: int) -> None:
+    by_acceptance = sorted(range(LENGTH // SIZE), key=lambda slot: recorded.order[slot * SIZE])
+    assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most certain one of the block
+    seen = set()
+    for key in range(60):
+        found = shown(recorded, tmp_path / "record", key, window)
+        real = found.is_real[0]  # type: ignore[index]
+        positions = found.position_ids[0][real].tolist()
+        masks = found.input_ids[0][real] == MASK
+        num_accepted = int((~masks).sum() - len(PROMPT)) // SIZE
+        seen.add(num_accepted)
+        block = range(3 * (num_accepted // 3), 3 * (num_accepted // 3) + 3)
+        waiting = [slot for slot in block if slot not in by_acceptance[:num_accepted]]
+        slots = [*by_acceptance[:num_accepted], *waiting]
+        places = [slot * SIZE + offset for slot in slots for offset in range(SIZE)]
+        assert positions == [*range(len(PROMPT)), *(len(PROMPT) + place for place in places)]
+        asked = {p // SIZE for p, label, is_mask in zip([None] * len(PROMPT) + places, found.labels[0][real].tolist(),
+                 masks.tolist(), strict=True) if p is not None and is_mask and label != IGNORE_INDEX}  # fmt: skip
+        assert asked == set(by_acceptance[num_accepted : num_accepted + window]) & set(block)
+        is_mask_term = (found.terms[0] == 1) & (found.labels[0] != IGNORE_INDEX)
+        assert float(found.weights[0][is_mask_term].sum()) == pytest.approx(1.0)  # the mean over a sample's targets
+    assert seen == set(range(6))
+
+
+def test_a_sample_without_a_decode_is_refused(recorded: Trajectory, tmp_path: Path) -> None:
+    assert recorded.num_tokens == LENGTH
+    batch = ResponseBatch(
+        input_ids=torch.tensor([[3, 4, 5]]), prompt_lengths=torch.tensor([1]), response_lengths=torch.tensor([2]),
+        sample_keys=torch.tensor([0]), ids=["a"],
+    )  # fmt: skip
+    objective = RecordedStates(slot_sizes=(SIZE,), record=str(tmp_path / "record"))
+    with pytest.raises(ValueError, match=r"objective\.record: expected a decode of a, got 'one of 12 tokens for 2'"):
+        objective.corrupt(batch, KeyedNoise(batch.sample_keys), SPECIAL)
