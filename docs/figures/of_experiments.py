@@ -124,6 +124,25 @@ def _bonus(found: Result) -> str:
     return markdown_table(titles, rows)
 
 
+@table("refusion_pays rounds", _path("refusion_pays", "rounds.json"))
+def _rounds(found: Result) -> str:
+    ways = ("left to right", "thresholds", "looser thresholds", "bonus")
+    rows = [
+        [f"`{task}`", name, *[_round(model["decoders"][way], is_start=name == "start") for way in ways]]
+        for task, result in found.items()
+        for name, model in result["models"].items()
+    ]
+    return markdown_table(("task", "training", *ways), rows)
+
+
+def _round(figures: Result, *, is_start: bool) -> str:
+    """Return a score in percent, the points gained, and tokens per forward with their factor."""
+    score, tokens = f"{100 * figures['score']:.1f}", f"{figures['tokens_per_forward']:.2f}"
+    if is_start:
+        return f"{score} % at {tokens}"
+    return f"{score} % ({figures['points'][0]:+.1f}) at {tokens} ({figures['times_tokens_per_forward']:.2f})"
+
+
 @table("refusion_pays real model", _path("refusion_pays", "real_model.json"))
 def _real_model(found: Result) -> str:
     titles = (

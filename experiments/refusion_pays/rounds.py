@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from experiments.policy_estimators.run import SETTINGS, Setting
 
 HERE = Path(__file__).parent
 OBJECTIVE = "--model.objective"
+TASKS = {"additions": SETTINGS["additions"], "sheet": replace(SETTINGS["sheet"], step=700)}
 RECIPES: dict[str, tuple[str, ...]] = {
     "given": (),
     "own": (),
@@ -157,11 +158,11 @@ class Rounds:
 def main() -> None:
     """Run all parts that are not done, and write the result."""
     parser = argument_parser(__doc__, "runs/rounds", HERE / "rounds.json")
-    parser.add_argument("--task", choices=["additions", "sheet"], default="additions")
+    parser.add_argument("--task", choices=list(TASKS), default="additions")
     parser.add_argument("--num_answers", type=int, default=4000)
     parser.add_argument("--num_prompts", type=int, default=500)
     args = parser.parse_args()
-    setting, work = SETTINGS[args.task], args.work_dir / args.task
+    setting, work = TASKS[args.task], args.work_dir / args.task
     work.mkdir(parents=True, exist_ok=True)
     rounds = Rounds(setting=setting, work=work, num_answers=args.num_answers, num_prompts=args.num_prompts)
     start = start_model(work, setting.step, *(ESTIMATORS / f"{name}.yaml" for name in setting.overlays[:1]))
