@@ -31,7 +31,7 @@ from experiments.common import library_generate, write_json
 from experiments.lossless.table import BASE, read_prompts, speed_over
 
 BLOCK = 32
-"""Tokens per serial block, as in serial.yaml."""
+"""Tokens of a warm-up, and of a serial block."""
 
 
 def decoders(max_new_tokens: int) -> dict[str, Decoder]:

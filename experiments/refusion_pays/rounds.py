@@ -32,14 +32,22 @@ from experiments.policy_estimators.run import SETTINGS, Setting
 
 HERE = Path(__file__).parent
 OBJECTIVE = "--model.objective"
+OWN = "experiments.refusion_pays"
 TASKS = {"additions": SETTINGS["additions"], "sheet": replace(SETTINGS["sheet"], step=700)}
 RECIPES: dict[str, tuple[str, ...]] = {
     "given": (),
     "own": (),
     "own_correct": (),
-    "own_serial": (OBJECTIVE, "SerialHybrid", f"{OBJECTIVE}.slot_sizes", "[8]", f"{OBJECTIVE}.block_size", "32"),
-    "own_recorded": (OBJECTIVE, "experiments.refusion_pays.recorded.RecordedStates"),
-    "recorded_correct": (OBJECTIVE, "experiments.refusion_pays.recorded.RecordedStates"),
+    "own_serial": (
+        OBJECTIVE,
+        "experiments.refusion_pays.serial.SerialHybrid",
+        f"{OBJECTIVE}.slot_sizes",
+        "[8]",
+        f"{OBJECTIVE}.block_size",
+        "32",
+    ),
+    "own_recorded": (OBJECTIVE, f"{OWN}.recorded.RecordedStates"),
+    "recorded_correct": (OBJECTIVE, f"{OWN}.recorded.RecordedStates"),
     "own_windows": (OBJECTIVE, "MaskWindows", f"{OBJECTIVE}.num_tilings", "1", "--data.batch_size", "20"),
 }
 """Options of a training beside rounds.yaml: about equal positions per step."""

@@ -11,7 +11,6 @@ from refusion_lit.families.wedlm.objective import DualStream
 from refusion_lit.learning.objective import Objective
 from refusion_lit.policy.objective import GroupPolicy
 from refusion_lit.refusion.objective import Hybrid
-from refusion_lit.refusion.serial import SerialHybrid
 from refusion_lit.refusion.windows import MaskWindows
 from refusion_lit.refusion.zarya import Zarya
 
@@ -28,7 +27,6 @@ __all__ = [
     "MaskWindows",
     "Masked",
     "Objective",
-    "SerialHybrid",
     "SoftTail",
     "StaggeredSets",
     "Zarya",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from experiments.policy_estimators import likelihoods
 from experiments.refusion_pays.recorded import RecordedStates
+from experiments.refusion_pays.serial import SerialHybrid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from refusion_lit import objectives, policy
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Objective, SerialHybrid
+from refusion_lit.objectives import Objective
 from refusion_lit.types import SpecialTokens
 from shadow_device import SHADOW, ShadowDevice
 from subclasses import concrete_subclasses

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experiments.refusion_pays.serial import SerialHybrid
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.drafts import NUM_OFFSETS, THRESHOLD, draft_figures
 from refusion_lit.learning.packing import pack
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Hybrid, Masked, MaskWindows, Objective, SerialHybrid
+from refusion_lit.objectives import Hybrid, Masked, MaskWindows, Objective
 from refusion_lit.types import SpecialTokens
 
 SPECIAL = SpecialTokens(mask_token_id=1, pad_token_id=0, eos_token_ids=(2,), vocab_size=12)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experiments.refusion_pays.serial import SerialHybrid
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Hybrid, SerialHybrid
+from refusion_lit.objectives import Hybrid
 from refusion_lit.types import SpecialTokens
 
 MASK, PAD = 1, 0

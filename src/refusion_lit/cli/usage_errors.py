@@ -52,7 +52,7 @@ REMOVED = {
     "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
     "objective.distill": "objectives train on texts; leave it out, or write the model's own answers with generate",
     "objective.eos_chance": "rejected texts always have an EOS token; leave it out",
-    "objective.final_block_size": "a run has one block_size; leave it out",
+    "SerialHybrid": "it drafts no better than Hybrid on the same texts; use Hybrid, or MaskWindows for serial blocks",
     "objective.gamma": "the preference has no margin; leave it out",
     "objective.kernel": "the loss is computed in chunks; leave it out",
     "objective.mask_pattern": _ZARYA,
