@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_107,
     "examples to loss: files": 18,
-    "examples to loss: lines": 3_240,
+    "examples to loss: lines": 3_243,
     "test: files": 59,
-    "test: lines": 12_154,
-    "package: files": 177,
-    "package: lines": 27_843,
-    "package: lines of code": 17_523,
+    "test: lines": 12_155,
+    "package: files": 176,
+    "package: lines": 27_752,
+    "package: lines of code": 17_461,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
