@@ -85,7 +85,7 @@ def _api(service: Service, key: str | None) -> APIRouter:
 
     async def check_key(given: _Credentials) -> None:
         if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
-            raise HTTPException(401, "authorization: expected the API key as a bearer token.")
+            raise HTTPException(401, "authorization: expected the API key, got none or another; send it as a bearer.")
 
     api = APIRouter(dependencies=[Depends(check_key)])
 

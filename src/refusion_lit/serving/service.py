@@ -26,6 +26,7 @@ from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_
 from refusion_lit.serving.worker import Job, Update, Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.require import require
 
 log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
 
@@ -138,7 +139,7 @@ class Service:
             ValueError: If the request asks for what cannot be done.
         """
         if asked.model != self.name:
-            raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}.")
+            raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}; see /v1/models.")
         if not self.worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(asked)
@@ -171,8 +172,7 @@ class Service:
         default = self.worker.sampling
         most = self.worker.limits.max_answer_tokens
         limit = min(default.max_new_tokens, most) if asked.max_tokens is None else asked.max_tokens
-        if limit > most:
-            raise ValueError(f"max_tokens: expected at most {most}, got {limit}; lower it.")
+        require(limit <= most, "max_tokens", f"at most {most}", limit, "lower it")
         own = asked.model_dump(include={"temperature", "top_p", "top_k", "stop", "seed"}, exclude_none=True)
         if "stop" in own:
             own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
@@ -186,18 +186,18 @@ class Service:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(asked, ChatRequest):
             turns = [message.model_dump() for message in asked.messages]
-            if not self.model.tokenizer.chat_template and [turn["role"] for turn in turns] != ["user"]:
-                raise ValueError("messages: expected one message of the user, as this model has no chat template.")
+            fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
+            wanted = "one of the user, as this model has no chat template"
+            require(fits, "messages", wanted, len(turns), "use /v1/completions")
             encoded = [self.model.encode(turns[-1]["content"], turns)]
         else:
             texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-            if len(texts) * asked.n > 16 or not all(texts):
-                raise ValueError("prompt: expected 1 to 16 texts, none of them empty.")
+            fits = len(texts) * asked.n <= 16 and all(texts)
+            require(fits, "prompt", "1 to 16 texts, n times, none of them empty", texts[:2], "send several requests")
             encoded = [encode_text(self.model.tokenizer, text) for text in texts]
         longest = max(map(len, encoded))
         most = self.worker.limits.max_prompt_tokens
-        if longest > most:
-            raise ValueError(f"prompt: expected at most {most} tokens, got {longest}; shorten it.")
+        require(longest <= most, "prompt", f"at most {most} tokens", longest, "shorten it")
         return encoded
 
     async def _events(self, run: Run) -> AsyncIterator[tuple[int, Update | Generation]]:
