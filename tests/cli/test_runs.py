@@ -241,7 +241,7 @@ def test_a_name_that_is_no_text_is_refused_when_resumed(
 def test_the_commands_that_are_printed_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tmp_path / "my runs" / "it's" / "version_0"
     monkeypatch.setattr(RefusionCLI, "run_directory", run)
-    assert shlex.split(_how_to_resume("fit"))[-4:] == ["refusion-lit", "fit", "--resume", str(run)]
+    assert shlex.split(_how_to_resume("fit", ""))[-4:] == ["refusion-lit", "fit", "--resume", str(run)]
 
 
 def test_validate_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
