@@ -62,7 +62,7 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         browser.js(chrome, "document.getElementById('max_tokens').value = 400")
         ask(chrome, "1+1")  # this model has no chat template, so that a second turn is refused
         wait_for(lambda: done(chrome))
-        assert "failed: messages: expected one message" in browser.js(chrome, "document.body.textContent")
+        assert "failed: messages: expected one message of the user" in browser.js(chrome, "document.body.textContent")
         for scheme in SCHEMES:
             browser.resize(chrome, 1000, scheme)
             check_contrast(chrome)

@@ -187,7 +187,7 @@ class Service:
         if isinstance(asked, ChatRequest):
             turns = [message.model_dump() for message in asked.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
-            wanted = "one of the user, as this model has no chat template"
+            wanted = "one message of the user, as this model has no chat template"
             require(fits, "messages", wanted, len(turns), "use /v1/completions")
             encoded = [self.model.encode(turns[-1]["content"], turns)]
         else:
