@@ -53,7 +53,7 @@ def train(run: Path, *options: str, **environment: str) -> Path:
     """Train in a directory unless that is done, or resume there; return the last checkpoint."""
     last, done = run / "checkpoints" / "last.ckpt", run / "trained"
     if not done.exists():
-        resumed = ["--ckpt_path", str(last)] if last.exists() else []
+        resumed = ["--ckpt_path", "last"] if last.exists() else []  # a path would begin a new metrics.csv
         command("fit", *options, *places(run), *resumed, **environment)
         done.touch()
     return last

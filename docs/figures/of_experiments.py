@@ -358,8 +358,25 @@ def _policy_latin(results: Result) -> str:
 def _policy_real(results: Result) -> str:
     names = ("reward", "overlong", "length", "entropy", "rollout_seconds")
     (run,) = results["results"].values()
-    rows = [[point["step"], *(f"{point[name]:.2f}" for name in names)] for point in run["curve"]]
-    return markdown_table(["update", "reward", "at the limit", "tokens", "entropy", "seconds of roll-out"], rows)
+    rows = []
+    for first in range(0, len(run["curve"]), 4):
+        part = run["curve"][first : first + 4]
+        means = [f"{sum(point[name] for point in part) / len(part):.2f}" for name in names]
+        rows.append([f"{part[0]['step']} to {part[-1]['step']}", *means])
+    return markdown_table(["updates", "reward", "at the limit", "tokens", "entropy", "seconds of roll-out"], rows)
+
+
+@table("policy_real test", _path("policy_real"))
+def _policy_real_test(results: Result) -> str:
+    (run,) = results["results"].values()
+    rows = []
+    for name, after in run["after"].items():
+        before = results["before"][name]["mean"]
+        change, low, high = (bound / 100 for bound in after["difference_in_points"])
+        rows.append([name, f"{before:.2f}", f"{after['mean']:.2f}", f"{change:+.2f}, {low:+.2f} to {high:+.2f}"])
+    lengths = [each["reward"]["num_tokens"] for each in (results["before"], run["after"])]
+    rows.append(["tokens per answer", *(f"{length:.1f}" for length in lengths), ""])
+    return markdown_table(["mean over test questions", "before", "after", "difference (95 %)"], rows)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:

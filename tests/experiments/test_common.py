@@ -83,7 +83,7 @@ def test_a_killed_training_resumes_and_a_finished_one_is_not_repeated(
     assert [common.train(run, "--a=1", PYTHONPATH="b") for _ in range(2)] == [last, last]
     place = ("--runs_dir", str(tmp_path / "runs"), "--run_name", "walk", "--run_version", "fit")
     first = ("fit", "--a=1", *place)
-    assert commands == [(first, {"PYTHONPATH": "b"}), ((*first, "--ckpt_path", str(last)), {"PYTHONPATH": "b"})]
+    assert commands == [(first, {"PYTHONPATH": "b"}), ((*first, "--ckpt_path", "last"), {"PYTHONPATH": "b"})]
 
 
 def test_commands_that_compute_have_one_thread(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
