@@ -202,10 +202,16 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
     assert_equal(found, expected)
 
 
-def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
-    _, expected = fitted(tmp_path / "one", steps=2, batch_size=4, accumulate_grad_batches=1)
-    _, found = fitted(tmp_path / "two", steps=2, batch_size=2, devices=2, strategy="ddp_fork")
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=2)], ids=["all weights", "adapter"])
+def test_two_processes_have_the_gradient_of_one(tmp_path: Path, lora: LoraOptions | None) -> None:
+    """With adapters, the base without them is the reference in both processes."""
+    objective = OBJECTIVE if lora is None else replace(OBJECTIVE, kl_weight=0.1)
+    _, expected = fitted(tmp_path / "one", objective, steps=2, batch_size=4, accumulate_grad_batches=1, lora=lora)
+    _, found = fitted(tmp_path / "two", objective, steps=2, batch_size=2, devices=2, strategy="ddp_fork", lora=lora)
     assert_equal(found, expected, rtol=1e-7, atol=1e-9)
+    trained = [bool(value.any()) for name, value in found.items() if "lora_b" in name.lower()]  # zero at first
+    assert trained if lora else not trained
+    assert all(trained)
 
 
 def test_an_adapter_learns_beside_its_frozen_reference(tmp_path: Path) -> None:
