@@ -267,7 +267,7 @@ def main() -> None:
     }
     rows = [
         {"server": part["server"], "clients": part["clients"], **figures(part, texts[part["clients"]], tokenizer)}
-        for part in parts.values()
+        for part in sorted(parts.values(), key=lambda part: part["clients"])
         if "failed" not in part
     ]
     failed = {part["server"]: part["failed"] for part in parts.values() if "failed" in part}
