@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from refusion_lit.version import __version__
 
 if TYPE_CHECKING:
-    from refusion_lit.api import load
+    from refusion_lit.checkpoints.models import load
     from refusion_lit.data.module import InstructionDataModule
     from refusion_lit.data.tokenizers import CharacterTokenizer
     from refusion_lit.engine.output import Generation
@@ -29,7 +29,7 @@ _LAZY = {
     "SamplingParams": "refusion_lit.types",
     "SlotDiffusionModule": "refusion_lit.training.module",
     "TextModel": "refusion_lit.text_model",
-    "load": "refusion_lit.api",
+    "load": "refusion_lit.checkpoints.models",
 }
 
 __all__ = [

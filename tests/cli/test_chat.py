@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser, order_line
 from refusion_lit.cli.parser import Setup, sampling_of

@@ -16,7 +16,7 @@ import jsonschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.decoding import CARD, Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams

@@ -13,7 +13,7 @@ pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group 
 
 import jsonschema
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
 from fakes import VOCAB, HashModel
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Decoder, Generation, ReFusion, decode
 from refusion_lit.engine.engine import Engine
 from refusion_lit.modeling.interface import LanguageModel

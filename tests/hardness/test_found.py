@@ -14,8 +14,7 @@ from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
-from refusion_lit.utils.files import read_yaml
-from refusion_lit.utils.fingerprint import meta_path
+from refusion_lit.utils.files import meta_path, read_yaml
 
 
 def test_only_newlines_separate_prompts(tmp_path: Path) -> None:

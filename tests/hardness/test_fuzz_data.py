@@ -14,7 +14,7 @@ from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, r
 from refusion_lit.cli.answers import read_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.tasks import InstructionFiles
-from refusion_lit.utils.fingerprint import meta_path
+from refusion_lit.utils.files import meta_path
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 ROWS = [

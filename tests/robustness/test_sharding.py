@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import QUICKSTART
+from refusion_lit import load
 from refusion_lit.checkpoints.files import read_checkpoint
-from refusion_lit.checkpoints.models import load_model
 from refusion_lit.cli import main
 
 SMALL = [
@@ -110,5 +110,5 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     shutil.copytree(sharded, hostile)
     (hostile / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(ValueError, match="cannot be read safely"):
-        load_model(hostile)
+        load(hostile)
     assert not (tmp_path / "executed").exists()

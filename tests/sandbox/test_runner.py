@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.sandbox import Limits, Outcome, Sandbox
-from refusion_lit.sandbox.runner import LAYERS
+from refusion_lit.sandbox import LAYERS, Limits, Outcome, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.text_model import TextModel
 
 

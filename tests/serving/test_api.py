@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 import jsonschema
 import openai
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Generation, ReFusion
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.serving.app import Server

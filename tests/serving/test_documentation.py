@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.text_model import TextModel
 from servers import NAME, address, serving
 from tiny import make_bytes_base

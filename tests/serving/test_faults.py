@@ -26,7 +26,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 
 import openai
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, Decoder
 from refusion_lit.serving.app import Server

@@ -23,7 +23,7 @@ pytest.importorskip("openai", reason="needs openai: pip install --group test")
 
 import openai
 
-from refusion_lit.api import load
+from refusion_lit import load
 from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel

@@ -16,7 +16,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray: pip install 'ray[data,serve]'", allow_module_level=True)
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 
-from refusion_lit.api import load
+from refusion_lit import load
 from servers import MODEL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, t
 from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
-from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, decoding_dtype
+from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require, require_choice
 from refusion_lit.version import __version__
 
 METADATA_KEY = "refusion_lit"
@@ -148,75 +150,108 @@ def collect_metadata(
     )
 
 
-def load_model(
+def load(
     source: str | Path,
     *,
-    dtype: DType | Literal["auto"] | None = None,
-    device: str | torch.device = "cpu",
+    dtype: DType | torch.dtype | Literal["auto"] = "auto",
+    device: str | torch.device = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     overrides: BackboneConfig | None = None,
     draft: str | Path | None = None,
-) -> tuple[Backbone, PreTrainedTokenizerBase, str]:
+    verifier: str | Path | None = None,
+) -> TextModel:
     """Load a model for inference; a checkpoint's adapters are merged into its weights.
 
     Args:
-        source: A checkpoint, a Hugging Face directory or a hub id.
-        dtype: Type of the weights; ``auto``: see :func:`~refusion_lit.modeling.loading.decoding_dtype`; ``None``: that
-            of ``overrides``.
-        device: Where the model will be, for ``auto``.
+        source: Path of a checkpoint or a Hugging Face directory, or a hub id.
+        dtype: Type of the weights. ``auto``: that of the checkpoint, but float32 on a CPU that has no instructions for
+            a 16-bit type.
+        device: Device of the weights. ``auto``: a GPU that CUDA finds, else the CPU.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let a directory or hub repository run Python code of its own.
-        overrides: Options of attention and its implementation, ``fused_body`` and ``batch_invariant``.
-        draft: Directory of a drafter for the model; ``None``: the source's own, if it has one.
-
-    Returns:
-        The backbone in evaluation mode, its tokenizer, and the prompt template.
+        trust_remote_code: Let the source run Python code of its own on this machine.
+        overrides: Attention pattern and implementation, for directories that do not state theirs, ``fused_body`` and
+            ``batch_invariant``.
+        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`; ``None``: the
+            source's own, if it has one.
+        verifier: Path or hub id of an autoregressive model with the same tokenizer, for
+            :class:`~refusion_lit.decoding.APD`.
 
     Raises:
         ValueError: If it cannot be loaded.
     """
+    fix = "give a path or a hub id"
+    require(isinstance(source, str | Path), "source", "a checkpoint, a directory or a hub id", source, fix)
+    dtype = cast("DType", str(dtype).removeprefix("torch."))
+    require_choice("dtype", dtype, ("auto", *get_args(DType)))
+    device = _device(device)
     source = model_source(source)
-    options = overrides or BackboneConfig(source=str(source))
-    if dtype is not None:
-        options = replace(options, dtype=dtype)
+    options = replace(overrides or BackboneConfig(source=source), dtype=dtype)
+    code: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if is_checkpoint_file(source):
-        adapted, tokenizer, metadata = load_checkpoint(source, options, device)
-        backbone = Backbone(
-            merged(adapted.model),
-            adapted.traits,
-            adapted.special_tokens,
-            fused_body=options.fused_body,
-            batch_invariant=options.batch_invariant,
-        )
-        if adapted.drafter is not None:
-            backbone.attach(adapted.drafter)
-        return _with_drafter(backbone, draft).eval(), tokenizer, metadata.prompt_template
-    check_source(str(source), "ckpt_path")
-    options = replace(options, source=str(source), revision=revision, trust_remote_code=trust_remote_code)
-    code = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if not trust_remote_code or options.dtype == "auto":  # refuse an unknown architecture before its tokenizer
-        config, _ = config_of_source(str(source), options.config, name=options.checkpoint_format, **code)
+        model = _from_checkpoint(source, options, device)
+    else:
+        model = _from_directory(source, replace(options, source=source, **code), device)
+        stored = getattr(model.backbone.config, "refusion_lit", None) or {}
+        if draft is None and stored.get(HAS_DRAFTER):
+            files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
+            draft = Path(str(files[0])).parent
+    if draft is not None:
+        model.backbone.attach(load_drafter(model.backbone.model, model.backbone.body, draft))
+    model.backbone.to(device).eval()
+    if verifier is not None:
+        try:
+            other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
+        model.pair_with(other)
+    return model
+
+
+def _device(name: str | torch.device) -> torch.device:
+    """Return the device of a name, having made sure that this machine has it."""
+    expected = "one that this machine has"
+    fix = "use cpu, or auto"
+    require(str(name).partition(":")[0] != "meta", "device", "one that computes", str(name), "use cpu or cuda")
+    try:
+        device = torch.device(default_device() if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
+        raise ValueError(f"device: expected {expected}, got {str(name)!r} ({reason_of(error)}); {fix}.") from error
+    return device
+
+
+def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
+    """Return the model of a checkpoint, with merged adapters."""
+    adapted = load_checkpoint(source, options, device)
+    backbone = Backbone(
+        merged(adapted.backbone.model),
+        adapted.backbone.traits,
+        adapted.backbone.special_tokens,
+        fused_body=options.fused_body,
+        batch_invariant=options.batch_invariant,
+    )
+    if adapted.backbone.drafter is not None:
+        backbone.attach(adapted.backbone.drafter)
+    return TextModel(backbone, adapted.tokenizer, adapted.prompt_template)
+
+
+def _from_directory(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
+    """Return the model of a Hugging Face directory or a hub id, without a drafter."""
+    check_source(source, "ckpt_path")
+    code: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    if not options.trust_remote_code or options.dtype == "auto":  # refuse an unknown architecture before its tokenizer
+        config, _ = config_of_source(source, options.config, name=options.checkpoint_format, **code)
         if options.dtype == "auto":
             options = replace(options, dtype=decoding_dtype(config, device))
-    tokenizer = PretrainedTokenizer(source=str(source), checkpoint_format=options.checkpoint_format, **code).build(None)
+    tokenizer = PretrainedTokenizer(source=source, checkpoint_format=options.checkpoint_format, **code).build(None)
     backbone = options.build(tokenizer)
-    stored = getattr(backbone.config, "refusion_lit", None) or {}
-    if draft is None and stored.get(HAS_DRAFTER):
-        files = [cached_file(str(source), name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
-        draft = Path(str(files[0])).parent
-    return _with_drafter(backbone, draft).eval(), tokenizer, stored_prompt_template(backbone)
-
-
-def _with_drafter(backbone: Backbone, draft: str | Path | None) -> Backbone:
-    if draft is not None:
-        backbone.attach(load_drafter(backbone.model, backbone.body, draft))
-    return backbone
+    return TextModel(backbone, tokenizer, stored_prompt_template(backbone))
 
 
 def load_checkpoint(
     path: str | Path, options: BackboneConfig | None = None, device: str | torch.device = "cpu"
-) -> tuple[Backbone, PreTrainedTokenizerBase, CheckpointMetadata]:
+) -> TextModel:
     """Rebuild the model of a checkpoint as it was trained, with its adapters unmerged.
 
     Args:
@@ -237,7 +272,7 @@ def load_checkpoint(
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
     else:
         _load_weights(backbone, checkpoint["state_dict"])
-    return backbone, tokenizer, metadata
+    return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
 def merged_weights(weights: Mapping[str, Tensor], metadata: CheckpointMetadata) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.reports.results import RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
-from refusion_lit.utils.files import atomic_directory, write_atomically
-from refusion_lit.utils.fingerprint import check_fingerprint
+from refusion_lit.utils.files import atomic_directory, check_fingerprint, write_atomically
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -77,22 +76,20 @@ def run(args: list[str]) -> int:
 def _load(options: Namespace) -> TextModel:
     """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
     from refusion_lit.checkpoints.files import is_checkpoint_file
-    from refusion_lit.checkpoints.models import load_checkpoint, load_model
-    from refusion_lit.text_model import TextModel
+    from refusion_lit.checkpoints.models import load, load_checkpoint
 
     source = options.ckpt_path
     if not options.adapter_only:
-        return TextModel(*load_model(source, draft=options.draft))
+        return load(source, dtype="float32", device="cpu", draft=options.draft)
     require(options.draft is None, "draft", "none with --adapter_only", options.draft, "drop one of them")
     expected = "the checkpoint of a run with model.backbone.lora or drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
-    backbone, tokenizer, metadata = load_checkpoint(source)
-    return TextModel(backbone, tokenizer, metadata.prompt_template)
+    return load_checkpoint(source)
 
 
 def _card(options: Namespace, model: TextModel) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
-    from refusion_lit.checkpoints.models import load_model
+    from refusion_lit.checkpoints.models import load
     from refusion_lit.data.encoding import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
@@ -102,7 +99,8 @@ def _card(options: Namespace, model: TextModel) -> str:
     name = options.push_to_hub or options.output
     results = [Path(path) for path in as_list(options.results)]
     if results:
-        tested = load_model(options.ckpt_path)[0] if options.adapter_only else backbone  # a test merges adapters
+        # A test merges adapters.
+        tested = load(options.ckpt_path, dtype="float32", device="cpu").backbone if options.adapter_only else backbone
         _check_results(results, weights_digest(tested))
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)

@@ -188,7 +188,7 @@ def load_model_of(options: Namespace) -> TextModel:
     Raises:
         ValueError: If it cannot be loaded.
     """
-    from refusion_lit.api import load
+    from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.loading import BackboneConfig
 
     if options.trust_remote_code:

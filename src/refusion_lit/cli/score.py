@@ -17,7 +17,7 @@ from refusion_lit.evaluation.predictions import check_writable, read_json_lines,
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.base import examples_of, score_of
 from refusion_lit.types import Example
-from refusion_lit.utils.fingerprint import read_fingerprint
+from refusion_lit.utils.files import read_fingerprint
 
 
 def build_parser() -> OneLineParser:

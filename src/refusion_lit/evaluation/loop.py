@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from refusion_lit.api import load
+from refusion_lit.checkpoints.models import load
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
@@ -25,8 +25,7 @@ from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.files import write_json_atomically
-from refusion_lit.utils.fingerprint import Fingerprint
+from refusion_lit.utils.files import Fingerprint, write_json_atomically
 from refusion_lit.utils.require import require
 
 

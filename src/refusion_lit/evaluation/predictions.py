@@ -21,19 +21,17 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
+    Fingerprint,
     atomic_writer,
+    check_fingerprint,
+    meta_path,
+    prompts_fingerprint,
+    read_fingerprint,
     read_json,
     release_lock,
     try_lock,
     write_atomically,
     write_json_atomically,
-)
-from refusion_lit.utils.fingerprint import (
-    Fingerprint,
-    check_fingerprint,
-    meta_path,
-    prompts_fingerprint,
-    read_fingerprint,
 )
 from refusion_lit.utils.require import require
 

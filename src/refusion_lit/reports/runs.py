@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.reports.results import RESULTS, read_results, short
-from refusion_lit.utils.files import read_json
-from refusion_lit.utils.fingerprint import read_fingerprint
+from refusion_lit.utils.files import read_fingerprint, read_json
 
 _SCORED = ".scored.jsonl"
 

@@ -1,4 +1,4 @@
-"""Runs generated code in a sandboxed process.
+"""Runs untrusted programs, each in a fresh sandboxed process.
 
 With ``full`` isolation the sandbox prevents:
 
@@ -22,6 +22,243 @@ The sandbox does not prevent:
 Use a virtual machine for code that comes from an attacker instead of a model.
 """
 
-from refusion_lit.sandbox.runner import LEVELS, Level, Limits, Outcome, Sandbox
+from __future__ import annotations
 
-__all__ = ["LEVELS", "Level", "Limits", "Outcome", "Sandbox"]
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from refusion_lit.utils.require import require, require_at_least, require_choice
+
+Level = Literal["limits", "full"]
+LEVELS: tuple[Level, ...] = ("limits", "full")
+"""Resource limits only; also no access to outside files, no network and no processes."""
+LAYERS = ("landlock", "seccomp")
+"""What the kernel enforces besides the limits: Landlock guards files, seccomp all other system calls."""
+
+_READABLE = (*{sys.base_prefix} - {"/"}, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache",
+             "/usr/share/zoneinfo", "/dev/null", "/dev/urandom")  # fmt: skip
+_MAX_LINE_BYTES = 1 << 16
+_MAX_MESSAGE_LENGTH = 500
+_START_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Resource limits of one run.
+
+    Attributes:
+        seconds: Wall-clock time from the start of the program, at least 0.05. Keep it well above ``cpu_seconds``, so
+            that scores do not depend on how busy the machine is.
+        cpu_seconds: Processor time, including the start of the interpreter, at least 1.
+        memory_mb: Address space in MiB, at least 64.
+        file_mb: Size of a file in MiB, at least 0.
+    """
+
+    seconds: float = 60.0
+    cpu_seconds: int = 10
+    memory_mb: int = 512
+    file_mb: int = 16
+
+    def __post_init__(self) -> None:
+        minima = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0}
+        for name, minimum in minima.items():
+            require_at_least(f"limits.{name}", getattr(self, name), minimum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a run.
+
+    Attributes:
+        status: ``passed``; ``failed`` (an exception or a failed assertion); ``timeout``; or ``exited`` (the process
+            ended before its tests: it exited, a signal killed it, or it exceeded a limit).
+        message: The reason, for users.
+    """
+
+    status: Literal["passed", "failed", "timeout", "exited"]
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests passed."""
+        return self.status == "passed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """Runs programs with their tests in isolation.
+
+    Each run is a fresh ``python -I -S`` in an empty temporary directory and in its own session, with a minimal
+    environment, resource limits and no privileges. Its process group is killed at the end. See
+    the module for what the isolation prevents and what it does not.
+
+    Attributes:
+        limits: Resource limits of one run.
+        minimum: Minimum isolation; weaker isolation raises an error.
+        layers: Isolation layers to use where the machine has them.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    minimum: Level = "full"
+    layers: tuple[str, ...] = LAYERS
+
+    def __post_init__(self) -> None:
+        require_choice("minimum_isolation", self.minimum, LEVELS)
+
+    @cached_property
+    def applied(self) -> tuple[str, ...]:
+        """The layers that this machine's kernel applies, found by starting a process.
+
+        Raises:
+            ValueError: If that is less than the minimum.
+        """
+        with _started(self) as process:
+            found = process.applied_layers()
+        holds = self.minimum == "limits" or found == LAYERS
+        fix = "use Linux 6.2 or newer on x86-64, or lower minimum_isolation, which gives generated code more access"
+        require(holds, "minimum_isolation", f"at least {self.minimum!r}", _described(found), fix)
+        return found
+
+    def describe(self) -> str:
+        """Return the isolation of this machine in one line."""
+        return _described(self.applied)
+
+    def run(self, program: str, tests: str) -> Outcome:
+        """Run a program, then its tests in the same namespace.
+
+        Args:
+            program: Python source.
+            tests: Python source that raises if the program is wrong.
+
+        Raises:
+            ValueError: If the isolation is weaker than the minimum, or is no longer :attr:`applied`.
+        """
+        expected = self.applied
+        with _started(self) as process:
+            found = process.applied_layers()
+            require(found == expected, "isolation", str(expected), found, "nothing was run; run the command again")
+            return process.run(program, tests)
+
+
+def _described(layers: Sequence[str]) -> str:
+    level = "full" if tuple(layers) == LAYERS else "limits"
+    return f"{level} ({', '.join(layers) or 'resource limits only'})"
+
+
+@contextlib.contextmanager
+def _started(sandbox: Sandbox) -> Iterator[_SandboxedProcess]:
+    """Start a process in an empty directory; at the end, kill its group and delete its files."""
+    directory = tempfile.mkdtemp(prefix="refusion-lit-")
+    process = _SandboxedProcess(directory, sandbox.limits, sandbox.layers)
+    try:
+        yield process
+    finally:
+        process.kill()
+        # The system's programs delete trees of any depth, and directories without permissions.
+        delete = 'chmod -R u+rwX "$0"; rm -rf "$0"'
+        subprocess.run(["sh", "-c", delete, directory], stderr=subprocess.DEVNULL, check=False)
+
+
+class _SandboxedProcess:
+    """A started process, and the caller's end of its control socket."""
+
+    def __init__(self, directory: str, limits: Limits, layers: Sequence[str]) -> None:
+        self._limits = limits
+        self._control, theirs = socket.socketpair()
+        self._buffer = b""
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)  # of no environment
+        source = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
+        options = {"limits": asdict(limits), "readable": _READABLE, "layers": list(layers)}
+        with theirs:
+            self._process = subprocess.Popen(
+                [interpreter, "-I", "-S", "-c", source, str(theirs.fileno()), directory, json.dumps(options)],
+                cwd=directory,
+                env={"HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    def applied_layers(self) -> tuple[str, ...]:
+        """Return the layers that the process has applied to itself."""
+        line = self._receive(time.monotonic() + _START_TIMEOUT)
+        if not line:
+            raise ValueError("sandbox: expected a Python process to start, got none; check that Python is readable.")
+        return tuple(json.loads(line)["layers"])
+
+    def run(self, program: str, tests: str) -> Outcome:
+        """Send the program and wait for its result."""
+        deadline = time.monotonic() + self._limits.seconds
+        exited = Outcome(status="exited", message="the process ended before its tests had run")
+        try:
+            self._send({"program": program, "tests": tests}, deadline)
+            answer = _parse_message(self._receive(deadline))
+            if answer.get("tests") != "done":
+                error = answer.get("error")
+                return Outcome(status="failed", message=_printable(error)) if isinstance(error, str) else exited
+            nonce = secrets.token_hex(16)
+            self._send({"nonce": nonce}, deadline)
+            returned = _parse_message(self._receive(deadline)).get("nonce")
+            return Outcome(status="passed") if returned == nonce else exited
+        except TimeoutError:
+            return Outcome(status="timeout", message=f"still running after {self._limits.seconds} s")
+        except OSError:
+            return exited
+
+    def kill(self) -> None:
+        """Kill the process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
+
+    def _send(self, message: object, deadline: float) -> None:
+        self._control.settimeout(_remaining(deadline))
+        self._control.sendall(json.dumps(message).encode() + b"\n")
+
+    def _receive(self, deadline: float) -> bytes:
+        """Return the next line; empty if the process has closed the socket."""
+        while b"\n" not in self._buffer and len(self._buffer) < _MAX_LINE_BYTES:
+            self._control.settimeout(_remaining(deadline))
+            read = self._control.recv(4096)
+            if not read:
+                return b""
+            self._buffer += read
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    return remaining
+
+
+def _parse_message(line: bytes) -> dict[str, object]:
+    """Parse a message of the process, which is untrusted: anything but a JSON object counts as an empty message."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _printable(text: str) -> str:
+    """Return the start of a message of the process, without the lone surrogates that no file or terminal can hold."""
+    return text[:_MAX_MESSAGE_LENGTH].encode(errors="backslashreplace").decode()

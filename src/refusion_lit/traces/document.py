@@ -14,8 +14,7 @@ from pathlib import Path
 
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.output import TraceRound
-from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.fingerprint import digest
+from refusion_lit.utils.files import digest, write_atomically
 from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit-trace"
