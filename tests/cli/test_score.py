@@ -162,6 +162,6 @@ def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.C
     scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
     assert main(scored) == 0
     assert json.loads(capsys.readouterr().out)["score"] == 0.5
-    collection = read_runs([run])
-    assert [p.score for p in collection.rows[0].predictions.values()] == [1.0, 0.0]
-    assert any("predictions_refusion.scored.jsonl" in note for note in collection.notes)
+    (read,), notes = read_runs([run])
+    assert [p.score for p in read.predictions["refusion"].values()] == [1.0, 0.0]
+    assert any("predictions_refusion.scored.jsonl" in note for note in notes)

@@ -145,6 +145,6 @@ def test_predictions_out_of_range_are_left_out_of_a_report(tmp_path: Path, chang
     line = {"id": "0", "prompt": "p", "response": "r", "score": 1.0, "num_tokens": 2, "num_forwards": 1}
     (tmp_path / "results.json").write_text(json.dumps({"results": {"d": {"score": 1.0, "num_prompts": 1}}}))
     (tmp_path / "predictions_d.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'id': '1', **change})}\n")
-    collection = read_runs([tmp_path])
-    assert list(collection.rows[0].predictions) == ["0"]
-    assert any("line 2: not a prediction" in note for note in collection.notes)
+    (run,), notes = read_runs([tmp_path])
+    assert list(run.predictions["d"]) == ["0"]
+    assert any("line 2: not a prediction" in note for note in notes)

@@ -47,7 +47,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         lines += data.draw(st.lists(with_replaced_values(line(20)), max_size=3))
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
-    comparison = compare(read_runs([run]), None)
+    comparison = compare(*read_runs([run]), None)
     page = html_report(comparison, tradeoff_plot(comparison))
     for text in (page, markdown_table(comparison)):
         text.encode()

@@ -61,9 +61,9 @@ def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), field: [1]}))
     with pytest.raises(ValueError, match=re.escape(f"{path}: expected mappings, got '{field}'")):
         write_report([path.parent])
-    collection = read_runs([tmp_path])
-    assert [run.name for run in collection.runs] == ["good"]
-    assert field in collection.notes[0]
+    runs, notes = read_runs([tmp_path])
+    assert [run.name for run in runs] == ["good"]
+    assert field in notes[0]
 
 
 def test_names_of_metrics_are_a_list(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_fields_may_be_null(tmp_path: Path) -> None:
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
     run = write_run(tmp_path / "run", {"good": good, "bad": bad}, mismatches={"bad": ["another attention"]})
-    comparison = compare(read_runs([run]), "bad")
-    first, second = comparison.measured
+    comparison = compare(*read_runs([run]), "bad")
+    first, second = comparison.rows
     assert (first.score.estimate, first.score.low, first.tokens_per_forward.high) == pytest.approx((100, WILSON_20, 10))
     assert (first.on_front, second.on_front) == (True, False)
     (difference,) = comparison.differences
@@ -105,7 +105,7 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     one = [prediction(f"p{i}", 1.0, 8, 2) for i in range(6)]
     two = [prediction(f"p{i}", 0.0 if i < 6 else 1.0, 8, 1) for i in reversed(range(3, 9))]
     first, second = write_run(tmp_path / "a", {"d": one}), write_run(tmp_path / "b", {"d": two})
-    (difference,) = compare(read_runs([first, second])).differences
+    (difference,) = compare(*read_runs([first, second])).differences
     assert (difference.num_shared, difference.num_only_row, difference.num_only_baseline) == (3, 3, 3)
     assert difference.score is not None
     assert difference.score.estimate == -100  # over the three shared prompts; over all prompts it is -50
@@ -119,13 +119,13 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
-    comparison = compare(read_runs([sweep]))
-    assert len({m.row.label for m in comparison.measured}) == 6
-    assert comparison.measured[0].row.label == "refusion (slot_size=4, slot_threshold=0.5)"
-    assert comparison.measured[0].score.estimate == pytest.approx(100 / 3)
-    assert [m.tokens_per_forward.estimate for m in comparison.measured[-2:]] == pytest.approx([14 / 2, 14 / 3])
-    assert any("slot_size=99" in note and "out of memory" in note for note in comparison.collection.notes)
-    alone = read_runs([sweep / "points" / "00" / "test" / "results.json"])
+    comparison = compare(*read_runs([sweep]))
+    assert len({m.label for m in comparison.rows}) == 6
+    assert comparison.rows[0].label == "refusion (slot_size=4, slot_threshold=0.5)"
+    assert comparison.rows[0].score.estimate == pytest.approx(100 / 3)
+    assert [m.tokens_per_forward.estimate for m in comparison.rows[-2:]] == pytest.approx([14 / 2, 14 / 3])
+    assert any("slot_size=99" in note and "out of memory" in note for note in comparison.notes)
+    alone = compare(*read_runs([sweep / "points" / "00" / "test" / "results.json"]))
     assert [row.label for row in alone.rows] == ["refusion"]
 
 
@@ -136,8 +136,8 @@ def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_pat
         options = {"model.decoders.refusion.slot_size": size, "model.decoders.refusion.slot_threshold": threshold}
         write_run(tmp_path / "points" / identity / "test", {"refusion": predictions([1.0])}, options=options)
     (tmp_path / "sweep.json").write_text(json.dumps({"points": ids}))
-    comparison = compare(read_runs([tmp_path]))
-    assert [tuple(m.row.options.values()) for m in comparison.measured] == [(str(a), str(b)) for a, b in grid]
+    comparison = compare(*read_runs([tmp_path]))
+    assert [tuple(m.options.values()) for m in comparison.rows] == [(str(a), str(b)) for a, b in grid]
     files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown"))
     head = [text for tag, text in _page(files[0]).texts if tag == "th"]
     assert head[:4] == ["decoder", "slot_size", "slot_threshold", "prompts"]
@@ -149,9 +149,9 @@ def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Pa
         options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}
         options["model.decoders.a"] = {"class_path": f"x.y.Class{i}", "init_args": {"long": "x" * 500}}
         write_run(tmp_path / str(i) / "test", {"a": predictions([1.0])}, options=options)
-    comparison = compare(read_runs([tmp_path]))
+    comparison = compare(*read_runs([tmp_path]))
     assert list(comparison.option_names.values()) == ["a.slot_size", "b.slot_size", "seed", "a"]
-    assert comparison.measured[1].row.options["model.decoders.a"] == f"Class1(long={'x' * 25}..."
+    assert comparison.rows[1].options["model.decoders.a"] == f"Class1(long={'x' * 25}..."
 
 
 def test_examples_begin_with_wrong_answers(tmp_path: Path) -> None:
@@ -226,24 +226,24 @@ def test_table_heads_have_a_scope(tmp_path: Path) -> None:
 
 def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"refusion": predictions([1.0] * 3)})
-    comparison = compare(read_runs([run, write_sweep(tmp_path / "sweep")]))
-    assert comparison.measured[0].row.label == "run: refusion"
-    assert comparison.measured[1].row.label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
+    comparison = compare(*read_runs([run, write_sweep(tmp_path / "sweep")]))
+    assert comparison.rows[0].label == "run: refusion"
+    assert comparison.rows[1].label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
 
 
 def test_directories_with_the_same_name_are_distinct_sources(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / name / "run", {"d": predictions([1.0])}) for name in "ab")
-    assert len({row.method for row in read_runs([first, second]).rows}) == 2
+    assert len({row.method for row in compare(*read_runs([first, second])).rows}) == 2
 
 
 def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) -> None:
     for name, base in (("x", 1.0), ("y", 0.0)):
         write_run(tmp_path / "s" / name, {"base": predictions([base] * 4), "other": predictions([1.0] * 4)})
-    collection = read_runs([tmp_path / "s"])
-    assert [row.label for row in collection.rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
-    assert [d.score.estimate for d in compare(collection, "base").differences if d.score] == [0.0, 100.0]
+    found = read_runs([tmp_path / "s"])
+    assert [row.label for row in compare(*found).rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
+    assert [d.score.estimate for d in compare(*found, "base").differences if d.score] == [0.0, 100.0]
     with pytest.raises(ValueError, match=r"baseline: expected one of base, other.*got 'none'"):
-        compare(collection, "none")
+        compare(*found, "none")
 
 
 def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
@@ -256,12 +256,12 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
     for name, content in (("other", '{"exact_match": 1}'), ("damaged", "{")):
         (run / name).mkdir()
         (run / name / "results.json").write_text(content)
-    comparison = compare(read_runs([run]))
-    a, b, gone = comparison.measured
-    assert (len(a.row.predictions), a.score.estimate) == (2, 75)  # p0 of the second process is a repetition
+    comparison = compare(*read_runs([run]))
+    a, b, gone = comparison.rows
+    assert (len(a.predictions), a.score.estimate) == (2, 75)  # p0 of the second process is a repetition
     assert b.score.estimate == 0
     assert (gone.has_intervals, gone.score.estimate) == (False, 100)
-    notes = " ".join(comparison.collection.notes)
+    notes = " ".join(comparison.notes)
     assert "predictions_a_rank1.jsonl, line 2" in notes
     assert "no predictions of gone" in notes
     assert "damaged/results.json could not be read" in notes
@@ -293,7 +293,7 @@ def test_unknown_formats_are_refused(tmp_path: Path) -> None:
 
 def test_markdown_escapes_names(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a_b|50%&<x>": predictions([1.0])})
-    comparison = compare(read_runs([run]))
+    comparison = compare(*read_runs([run]))
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
     assert len(re.findall(r"(?<!\\)\|", row)) == 10

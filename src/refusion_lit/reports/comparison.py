@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refusion_lit.reports.runs import Collection, Row
+from refusion_lit.reports.results import short
+from refusion_lit.reports.runs import Run, ScoredPrediction
 from refusion_lit.utils.require import require_at_least, require_between
 
 NUM_RESAMPLES = 2000
@@ -30,26 +34,71 @@ class Interval:
 
 
 @dataclass(kw_only=True)
-class MeasuredRow:
-    """A row with its intervals.
+class Row:
+    """One decoder of one run: a row of the comparison.
 
     Attributes:
-        row: The row.
-        score: Mean score in percent.
-        tokens_per_forward: Total tokens divided by total forwards.
-        has_intervals: ``False`` without predictions, where low and high equal the estimate.
-        num_prompts: Number of prompts that the score is a mean over.
-        num_expected: Number of prompts of the largest test.
+        name: Name of the row without its options.
+        decoder: The decoder's name in the config.
+        method: Rows with the same method form one trade-off curve.
+        run: The run that measured the decoder.
+        options: Values of the options that the row's sweep varies, as texts by their full names; empty outside a sweep.
         on_front: Whether the row is on the Pareto front.
     """
 
-    row: Row
-    score: Interval
-    tokens_per_forward: Interval
-    has_intervals: bool
-    num_prompts: int
-    num_expected: int
+    name: str
+    decoder: str
+    method: str
+    run: Run
+    options: dict[str, str]
     on_front: bool = False
+
+    @property
+    def label(self) -> str:
+        """Unique name of the row in the report."""
+        options = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
+        return self.run.results["results"][self.decoder]
+
+    @property
+    def mismatches(self) -> list[str]:
+        """Why the model was not trained for this decoder; empty if it was."""
+        return list((self.run.results.get("mismatches") or {}).get(self.decoder) or [])
+
+    @property
+    def predictions(self) -> dict[str, ScoredPrediction]:
+        """Predictions by prompt id; empty if the run has no predictions file."""
+        return self.run.predictions[self.decoder]
+
+    @property
+    def has_intervals(self) -> bool:
+        """``False`` without predictions, where low and high equal the estimate."""
+        return any(prediction.num_forwards for prediction in self.predictions.values())
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts that the score is a mean over."""
+        return len(self.predictions) if self.has_intervals else int(self.figures.get("num_prompts", 0))
+
+    @cached_property
+    def score(self) -> Interval:
+        """Mean score in percent."""
+        if self.has_intervals:
+            return score_interval(_scores(self, self.predictions))
+        value = 100 * float(self.figures["score"])
+        return Interval(estimate=value, low=value, high=value)
+
+    @cached_property
+    def tokens_per_forward(self) -> Interval:
+        """Total tokens divided by total forwards."""
+        if self.has_intervals:
+            return ratio_interval(*_counts(self, self.predictions))
+        value = float(self.figures.get("tokens_per_forward", 0.0))
+        return Interval(estimate=value, low=value, high=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,74 +129,88 @@ class Comparison:
     """Everything that a report shows.
 
     Attributes:
-        collection: The runs and rows.
-        measured: All rows with their intervals.
+        runs: The runs.
+        rows: The decoders of all runs.
+        notes: Remarks for the reader.
+        num_expected: Number of prompts of the largest test.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
         option_names: Short names of the swept options of all rows, by their full names.
         metrics: Names of the further metrics of the runs' tasks.
     """
 
-    collection: Collection
-    measured: list[MeasuredRow]
+    runs: list[Run]
+    rows: list[Row]
+    notes: list[str]
+    num_expected: int
     baseline: str
     differences: list[Difference]
     option_names: dict[str, str]
     metrics: list[str]
 
 
-def compare(collection: Collection, baseline: str | None = None) -> Comparison:
-    """Compare all rows of a collection.
+def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> Comparison:
+    """Compare all decoders of some runs.
 
     Args:
-        collection: The runs and rows.
+        runs: The runs.
+        notes: Remarks for the reader.
         baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
             first row by default.
 
     Raises:
         ValueError: If no row or decoder has the baseline's name.
     """
-    rows = collection.rows
-    num_expected = max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows)
-    measured = [_measure(row, num_expected) for row in rows]
-    for index in pareto_front([(m.tokens_per_forward.estimate, m.score.estimate) for m in measured]):
-        measured[index].on_front = True
+    rows = _rows(runs)
+    for index in pareto_front([(row.tokens_per_forward.estimate, row.score.estimate) for row in rows]):
+        rows[index].on_front = True
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(
-        collection=collection,
-        measured=measured,
+        runs=runs,
+        rows=rows,
+        notes=notes,
+        num_expected=max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows),
         baseline=baseline,
         differences=[_difference(row, base) for row, base in pairs if row is not base],
         option_names=short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
-        metrics=list(dict.fromkeys(name for run in collection.runs for name in run.results.get("metrics") or ())),
+        metrics=list(dict.fromkeys(name for run in runs for name in run.results.get("metrics") or ())),
     )
 
 
-def _measure(row: Row, num_expected: int) -> MeasuredRow:
-    scores, speed = _values(row, list(row.predictions))
-    has_intervals = sum(speed[1]) > 0
-    if has_intervals:
-        score = score_interval(scores)
-        tokens_per_forward = ratio_interval(*speed)
-    else:
-        figures = 100 * float(row.figures["score"]), float(row.figures.get("tokens_per_forward", 0.0))
-        score, tokens_per_forward = (Interval(estimate=value, low=value, high=value) for value in figures)
-    return MeasuredRow(
-        row=row,
-        score=score,
-        tokens_per_forward=tokens_per_forward,
-        has_intervals=has_intervals,
-        num_prompts=len(scores) if has_intervals else int(row.figures.get("num_prompts", num_expected)),
-        num_expected=num_expected,
-    )
+def _rows(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each decoder of each run; rows with the same label get the run's name."""
+    varied = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
+    rows = []
+    for run in runs:
+        names = varied[run.source] if run.options else []
+        options = {name: short(run.options.get(name)) for name in names}
+        for decoder in run.results["results"]:
+            method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
+            rows.append(Row(name=method, decoder=decoder, method=method, run=run, options=options))
+    labels = [row.label for row in rows]
+    for row, label in zip(rows, labels, strict=True):
+        if labels.count(label) > 1:
+            row.name += f" [{row.run.name}]"
+    return rows
 
 
-def _values(row: Row, ids: Sequence[str]) -> tuple[list[float], tuple[list[float], list[float]]]:
-    """Return one value per prompt: the scores in percent, and the tokens and forwards."""
+def _varied_options(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the options that differ between the points of a sweep."""
+    runs = [run for run in runs if run.options]
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
+
+
+def _scores(row: Row, ids: Iterable[str]) -> list[float]:
+    """Return the score of each prompt in percent."""
+    return [100 * row.predictions[i].score for i in ids]
+
+
+def _counts(row: Row, ids: Iterable[str]) -> tuple[list[float], list[float]]:
+    """Return the tokens and the forwards of each prompt."""
     predictions = [row.predictions[i] for i in ids]
-    scores = [100 * p.score for p in predictions]
-    return scores, ([float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions])
+    return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
 
 
 def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
@@ -163,20 +226,14 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
 
 def _difference(row: Row, baseline: Row) -> Difference:
     shared = [i for i in row.predictions if i in baseline.predictions]
-    score = speed = None
-    if shared:
-        scores, counts = _values(row, shared)
-        base_scores, base_counts = _values(baseline, shared)
-        score = score_difference(scores, base_scores)
-        speed = ratio_difference(counts, base_counts)
     return Difference(
         row=row,
         baseline=baseline,
         num_shared=len(shared),
         num_only_row=len(row.predictions) - len(shared),
         num_only_baseline=len(baseline.predictions) - len(shared),
-        score=score,
-        tokens_per_forward=speed,
+        score=score_difference(_scores(row, shared), _scores(baseline, shared)) if shared else None,
+        tokens_per_forward=ratio_difference(_counts(row, shared), _counts(baseline, shared)) if shared else None,
     )
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from refusion_lit.reports.comparison import Comparison, MeasuredRow
+from refusion_lit.reports.comparison import Comparison, Row
 from refusion_lit.reports.runs import Run
 
 if TYPE_CHECKING:
@@ -76,29 +76,29 @@ _SETTINGS: dict[Any, Any] = {
 
 def tradeoff_plot(comparison: Comparison) -> str:
     """Plot score over tokens per forward, with intervals and the Pareto front, as an SVG element."""
-    methods: dict[str, list[MeasuredRow]] = {}
-    for m in comparison.measured:
-        methods.setdefault(m.row.method, []).append(m)
-    names = [f"{_shown(method)}{' *' * any(m.row.mismatches for m in rows)}" for method, rows in methods.items()]
-    front = sorted(_place(m) for m in comparison.measured if m.on_front)
+    methods: dict[str, list[Row]] = {}
+    for m in comparison.rows:
+        methods.setdefault(m.method, []).append(m)
+    names = [f"{_shown(method)}{' *' * any(m.mismatches for m in rows)}" for method, rows in methods.items()]
+    front = sorted(_place(m) for m in comparison.rows if m.on_front)
     with _figure(names) as (figure, ax):
         ax.set_xlabel("tokens per forward (more is faster)")
         ax.set_ylabel("score in %")
-        if len(comparison.measured) > 1:
+        if len(comparison.rows) > 1:
             ax.plot(*zip(*front, strict=True), "o-", color=_LIGHT["front"], alpha=0.35, linewidth=7, markersize=22,
                     markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
         for number, rows in enumerate(methods.values()):
-            if len(rows) > 1 and len(rows[0].row.options) < 2:  # points over two options do not form a curve
+            if len(rows) > 1 and len(rows[0].options) < 2:  # points over two options do not form a curve
                 ax.plot(*zip(*sorted(map(_place, rows)), strict=True), color=_colour(number), alpha=0.6, linewidth=1)
             for m in rows:
                 _draw_point(ax, m, number)
-        titles = {f"point-{i}": describe(m, comparison.option_names) for i, m in enumerate(comparison.measured)}
-        for gid, m in zip(titles, comparison.measured, strict=True):
+        titles = {f"point-{i}": describe(m, comparison) for i, m in enumerate(comparison.rows)}
+        for gid, m in zip(titles, comparison.rows, strict=True):
             ax.plot(*_place(m), "o", color=_LIGHT["ink"], markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, -2), min(high, 102))
-        title = f"Score in percent over tokens per forward of {len(comparison.measured)} rows; the table has the values"
+        title = f"Score in percent over tokens per forward of {len(comparison.rows)} rows; the table has the values"
         return _svg(figure, title, titles)
 
 
@@ -163,16 +163,16 @@ def _thinned(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe(measured: MeasuredRow, option_names: Mapping[str, str]) -> str:
+def describe(row: Row, comparison: Comparison) -> str:
     """Return what a point is, in one line."""
-    options = ", ".join(f"{option_names[name]} {value}" for name, value in measured.row.options.items())
-    name = f"{measured.row.name} ({options})" if options else measured.row.name
-    score = measured.score
-    speed = measured.tokens_per_forward
-    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if measured.has_intervals else "" for v in (score, speed)]
+    options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
+    name = f"{row.name} ({options})" if options else row.name
+    score = row.score
+    speed = row.tokens_per_forward
+    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in (score, speed)]
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
-    is_short = measured.num_prompts < measured.num_expected
-    note = f", {measured.num_prompts} of {measured.num_expected} prompts" if is_short else ""
+    is_short = row.num_prompts < comparison.num_expected
+    note = f", {row.num_prompts} of {comparison.num_expected} prompts" if is_short else ""
     return f"{name}: {figures}{note}"
 
 
@@ -183,13 +183,13 @@ def standalone(picture: str) -> str:
     return f"{picture[:start]}{style}{picture[start:]}\n"
 
 
-def _draw_point(ax: Axes, m: MeasuredRow, number: int) -> None:
+def _draw_point(ax: Axes, m: Row, number: int) -> None:
     """Draw a row's intervals and its marker, which is hollow if the model was not trained for the decoder."""
     x, y = _place(m)
     style: dict[str, Any] = {"color": _colour(number), "clip_on": False}
     ax.plot([m.tokens_per_forward.low, m.tokens_per_forward.high], [y, y], linewidth=1, **style)
     ax.plot([x, x], [m.score.low, m.score.high], linewidth=1, **style)
-    inside = _LIGHT["paper"] if m.row.mismatches else _colour(number)
+    inside = _LIGHT["paper"] if m.mismatches else _colour(number)
     ax.plot(x, y, _MARKERS[number % len(_MARKERS)], markersize=9, markerfacecolor=inside, gid="marker", **style)
 
 
@@ -251,7 +251,7 @@ def _svg(figure: Figure, description: str, titles: Mapping[str, str]) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _place(m: MeasuredRow) -> tuple[float, float]:
+def _place(m: Row) -> tuple[float, float]:
     return m.tokens_per_forward.estimate, m.score.estimate
 
 

@@ -1,17 +1,15 @@
-"""Collects the results and predictions of ``test`` and ``sweep`` from their directories into rows to compare."""
+"""Reads the results and predictions of ``test`` and ``sweep`` from their directories."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from refusion_lit.reports.results import RESULTS, read_results, short
+from refusion_lit.reports.results import RESULTS, read_results
 from refusion_lit.utils.files import read_fingerprint, read_json
 
 _SCORED = ".scored.jsonl"
@@ -29,29 +27,28 @@ class ScoredPrediction:
     num_forwards: int
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The results of one ``test``.
 
     Attributes:
-        path: The run's directory.
-        name: The directory's path relative to the argument that it was found under.
+        name: Path of the run's directory relative to the argument that it was found under.
         source: A name of that argument, unique among the arguments.
         results: Content of ``results.json``.
-        environment: The recorded environment; see :func:`~refusion_lit.reports.results.environment`.
-        config: The resolved config as YAML; empty if none was recorded.
         options: The swept options of this point; empty outside a sweep.
-        predictions: Predictions by prompt id for each decoder; ``None``: they are in files of the directory.
+        predictions: Predictions by prompt id for each decoder; empty for one without a predictions file.
     """
 
-    path: Path
     name: str
     source: str
     results: dict[str, Any]
-    environment: dict[str, Any]
-    config: str
     options: dict[str, Any]
-    predictions: dict[str, dict[str, ScoredPrediction]] | None = None
+    predictions: dict[str, dict[str, ScoredPrediction]]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The recorded environment; see :func:`~refusion_lit.reports.results.environment`."""
+        return self.results.get("environment") or {}
 
     @property
     def batch_size(self) -> int | None:
@@ -59,57 +56,15 @@ class Run:
         return self.results.get("batch_size")
 
 
-@dataclass(kw_only=True)
-class Row:
-    """One decoder of one run: a row of the comparison.
-
-    Attributes:
-        name: Name of the row without its options.
-        decoder: The decoder's name in the config.
-        method: Rows with the same method form one trade-off curve.
-        run: The run that measured the decoder.
-        figures: Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`.
-        mismatches: Why the model was not trained for this decoder; empty if it was.
-        predictions: Predictions by prompt id; empty if the run has no predictions file.
-        options: Values of the options that the row's sweep varies, as texts by their full names; empty outside a sweep.
-    """
-
-    name: str
-    decoder: str
-    method: str
-    run: Run
-    figures: dict[str, Any]
-    mismatches: list[str]
-    predictions: dict[str, ScoredPrediction]
-    options: dict[str, str]
-
-    @property
-    def label(self) -> str:
-        """Unique name of the row in the report."""
-        options = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.options.items())
-        return f"{self.name} ({options})" if options else self.name
-
-
-@dataclass(kw_only=True)
-class Collection:
-    """Runs and rows to compare.
-
-    Attributes:
-        runs: The runs: those of a sweep in its order, others in the order of their paths.
-        rows: The decoders of all runs.
-        notes: Remarks for the reader: unreadable files, missing predictions, failed points.
-    """
-
-    runs: list[Run]
-    rows: list[Row]
-    notes: list[str] = field(default_factory=list)
-
-
-def read_runs(paths: Sequence[str | Path]) -> Collection:
+def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read all runs in the given directories and below.
 
     Args:
         paths: Directories of runs or sweeps, or single ``results.json`` files.
+
+    Returns:
+        The runs, those of a sweep in its order and others in the order of their paths, and remarks for the reader:
+        unreadable files, missing predictions, failed points.
 
     Raises:
         ValueError: If a path does not exist, or has no results that can be read.
@@ -130,7 +85,7 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
         for path in files:
             try:
                 results = read_results(path)
-                found += [] if results is None else [_run(path.parent, folder, source, results)]
+                found += [] if results is None else [(path, _run(path.parent, folder, source, results, notes))]
             except ValueError as error:
                 errors.append(error)
                 reason = str(error).removeprefix(f"{path}: ")
@@ -144,15 +99,8 @@ def read_runs(paths: Sequence[str | Path]) -> Collection:
             )
         if argument.is_dir():
             notes += _failed_points(folder)
-        runs |= {run.path.resolve(): run for run in found}
-    return Collection(runs=list(runs.values()), rows=_rows(list(runs.values()), notes), notes=notes)
-
-
-def _varied_options(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the options that differ between the points of a sweep."""
-    runs = [run for run in runs if run.options]
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
+        runs |= {path.resolve(): run for path, run in found}
+    return list(runs.values()), notes
 
 
 def _result_files(folder: Path) -> list[Path]:
@@ -171,8 +119,8 @@ def _result_files(folder: Path) -> list[Path]:
 
 def run_of(
     folder: Path, results: dict[str, Any], predictions: dict[str, dict[str, ScoredPrediction]] | None
-) -> Collection:
-    """Return a single run of which this process has the results, without reading its files.
+) -> tuple[list[Run], list[str]]:
+    """Return a single run of which this process has the results as :func:`read_runs` does, without reading its files.
 
     Args:
         folder: The run's directory.
@@ -180,24 +128,33 @@ def run_of(
         predictions: Predictions by prompt id for each decoder; ``None``: read their files.
     """
     results = json.loads(json.dumps(results))  # lists for tuples, as the file has them
-    run = _run(folder, folder, _source_name(folder), results)
-    run.predictions = predictions
     notes: list[str] = []
-    return Collection(runs=[run], rows=_rows([run], notes), notes=notes)
+    return [_run(folder, folder, _source_name(folder), results, notes, predictions)], notes
 
 
-def _run(folder: Path, argument: Path, source: str, results: dict[str, Any]) -> Run:
+def _run(
+    folder: Path,
+    argument: Path,
+    source: str,
+    results: dict[str, Any],
+    notes: list[str],
+    predictions: dict[str, dict[str, ScoredPrediction]] | None = None,
+) -> Run:
     relative = folder.relative_to(argument)
-    config = results.get("config")
-    return Run(
-        path=folder,
-        name=str(relative) if relative.parts else argument.resolve().name,
-        source=source,
-        results=results,
-        environment=results.get("environment") or {},
-        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
-        options=_point_options(folder, argument),
-    )
+    name = str(relative) if relative.parts else argument.resolve().name
+    if predictions is None:
+        predictions = {decoder: read_scores(folder, decoder, notes) for decoder in results["results"]}
+    for decoder, found in predictions.items():
+        expected = results["results"][decoder].get("num_prompts", 0)
+        if not found:
+            notes.append(f"{name}: no predictions of {decoder}, so it has no intervals.")
+        elif len(found) < expected:
+            notes.append(
+                f"{name}: {decoder} was tested on {expected} prompts, but its predictions files have {len(found)}; "
+                "figures with intervals are based on these."
+            )
+    options = _point_options(folder, argument)
+    return Run(name=name, source=source, results=results, options=options, predictions=predictions)
 
 
 def _source_name(argument: Path) -> str:
@@ -228,45 +185,6 @@ def _failed_points(argument: Path) -> list[str]:
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes
-
-
-def _rows(runs: Sequence[Run], notes: list[str]) -> list[Row]:
-    varied = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
-    rows = []
-    for run in runs:
-        names = varied[run.source] if run.options else []
-        options = {name: short(run.options.get(name)) for name in names}
-        for decoder, figures in run.results["results"].items():
-            method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
-            predictions = read_scores(run.path, decoder, notes) if run.predictions is None else run.predictions[decoder]
-            if not predictions:
-                notes.append(f"{run.name}: no predictions of {decoder}, so it has no intervals.")
-            elif len(predictions) < figures.get("num_prompts", 0):
-                notes.append(
-                    f"{run.name}: {decoder} was tested on {figures['num_prompts']} prompts, but its predictions files "
-                    f"have {len(predictions)}; figures with intervals are based on these."
-                )
-            row = Row(
-                name=method,
-                decoder=decoder,
-                method=method,
-                run=run,
-                figures=figures,
-                mismatches=list((run.results.get("mismatches") or {}).get(decoder) or []),
-                predictions=predictions,
-                options=options,
-            )
-            rows.append(row)
-    _make_labels_unique(rows)
-    return rows
-
-
-def _make_labels_unique(rows: Sequence[Row]) -> None:
-    """Append the run's name to the names of rows with the same label."""
-    labels = [row.label for row in rows]
-    for row, label in zip(rows, labels, strict=True):
-        if labels.count(label) > 1:
-            row.name += f" [{row.run.name}]"
 
 
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.reports.comparison import Comparison, Interval, MeasuredRow
+from refusion_lit.reports.comparison import Comparison, Interval, Row
 
 MISMATCH = "the model was not trained for this decoder"
 FIGURES = (
@@ -117,19 +117,20 @@ def markdown_table(comparison: Comparison) -> str:
     head = [_escaped(name) for name in names]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     differences = {id(d.row): d for d in comparison.differences}
-    for m in comparison.measured:
-        figures = m.row.figures
-        difference = differences.get(id(m.row))
+    num_expected = comparison.num_expected
+    for row in comparison.rows:
+        figures = row.figures
+        difference = differences.get(id(row))
         cells = [
-            _escaped(m.row.name) + (" *" if m.row.mismatches else ""),
-            *(_escaped(m.row.options.get(name, "--")) for name in comparison.option_names),
-            f"{m.num_prompts} of {m.num_expected}" if m.num_prompts < m.num_expected else str(m.num_prompts),
-            _estimate(m, m.score, ".1f"),
+            _escaped(row.name) + (" *" if row.mismatches else ""),
+            *(_escaped(row.options.get(name, "--")) for name in comparison.option_names),
+            str(row.num_prompts) + (f" of {num_expected}" if row.num_prompts < num_expected else ""),
+            _estimate(row, row.score, ".1f"),
             *(_number(figures.get(name), ".3f") for name in comparison.metrics),
-            _estimate(m, m.tokens_per_forward, ".2f"),
+            _estimate(row, row.tokens_per_forward, ".2f"),
             _number(figures.get("tokens_per_second"), ".0f"),
             _number(figures.get("calls_per_batch"), ".1f"),
-            _number(m.row.run.batch_size, "d"),
+            _number(row.run.batch_size, "d"),
             _interval(difference.score, "+.1f") if difference else "--",
             _interval(difference.tokens_per_forward, "+.2f") if difference else "--",
         ]
@@ -146,8 +147,8 @@ def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) ->
     return [template.format(figures[key]) for key, _, template in shown]
 
 
-def _estimate(measured: MeasuredRow, value: Interval, spec: str) -> str:
-    return _interval(value, spec) if measured.has_intervals else format(value.estimate, spec)
+def _estimate(row: Row, value: Interval, spec: str) -> str:
+    return _interval(value, spec) if row.has_intervals else format(value.estimate, spec)
 
 
 def _interval(value: Interval | None, spec: str) -> str:
@@ -162,7 +163,7 @@ def _caption(comparison: Comparison) -> str:
     text = "95 % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
         text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
-    marked = rf" \*: {MISMATCH}." if any(m.row.mismatches for m in comparison.measured) else ""
+    marked = rf" \*: {MISMATCH}." if any(row.mismatches for row in comparison.rows) else ""
     return _escaped(text) + marked
 
 

@@ -56,7 +56,7 @@ def write_report(
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
-    comparison = compare(read_runs(paths), baseline)
+    comparison = compare(*read_runs(paths), baseline)
     directory = Path(output) if output is not None else _default_output(paths)
     return _write(comparison, directory, formats)
 
@@ -93,7 +93,7 @@ def write_test_report(
     from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
 
     try:
-        comparison = compare(run_of(directory, results, predictions))
+        comparison = compare(*run_of(directory, results, predictions))
         page = _write(comparison, directory / DIRECTORY, ("html",))[0]
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
@@ -123,8 +123,8 @@ def html_report(comparison: Comparison, plot: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    rows = [m.row for m in comparison.measured]
-    runs = comparison.collection.runs
+    rows = comparison.rows
+    runs = comparison.runs
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
@@ -157,7 +157,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 def _examples(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
-    rows = [m.row for m in comparison.measured][:_MAX_EXAMPLE_ROWS]
+    rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     wrong = [i for row in rows for i, prediction in row.predictions.items() if prediction.score < 1]
     ids = list(dict.fromkeys([*wrong, *(i for row in rows for i in row.predictions)]))[:_NUM_EXAMPLES]
     examples = []
