@@ -44,7 +44,7 @@ OWN = {
     "import-gguf": "export.import_gguf",
     "sweep": "sweep.run",
     "init": "init.run",
-    "report": "sweep.report",
+    "report": "report.run",
 }
 """Module and function of the commands that do not need Lightning."""
 _HELP = Path(__file__).with_name("help")

@@ -1,4 +1,4 @@
-"""``refusion-lit sweep`` and ``report``: many runs that differ in some options, and the comparison of their results."""
+"""``refusion-lit sweep``: many runs that differ in some options, and one table of their results."""
 
 from __future__ import annotations
 
@@ -169,24 +169,3 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG00
 
 def _again(args: list[str]) -> str:
     return shlex.join([*args, *([] if "--resume" in args else ["--resume"])])
-
-
-def report(args: list[str]) -> int:
-    """Write the report.
-
-    Raises:
-        ValueError: If a folder holds no results, or an option is wrong.
-    """
-    parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")
-    parser.add_argument("runs", nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run or a sweep")
-    parser.add_argument("--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default")
-    parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
-    parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
-    options = parser.parse(args)
-
-    from refusion_lit.reports.write import FORMATS, write_report
-
-    formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
-    for path in write_report(options.runs, options.output, baseline=options.baseline, formats=formats):
-        print(f"wrote {path}")
-    return 0

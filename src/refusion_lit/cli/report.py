@@ -1,0 +1,28 @@
+"""``refusion-lit report RUN_OR_SWEEP...``: a page, plots and tables of finished tests."""
+
+from __future__ import annotations
+
+import sys
+
+from refusion_lit.cli.parser import OneLineParser
+
+
+def run(args: list[str]) -> int:
+    """Write the report.
+
+    Raises:
+        ValueError: If a folder holds no results, or an option is wrong.
+    """
+    parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")
+    parser.add_argument("runs", nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run or a sweep")
+    parser.add_argument("--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default")
+    parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
+    parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
+    options = parser.parse(args)
+
+    from refusion_lit.reports.write import FORMATS, write_report
+
+    formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
+    for path in write_report(options.runs, options.output, baseline=options.baseline, formats=formats):
+        sys.stdout.write(f"wrote {path}\n")
+    return 0
