@@ -19,11 +19,11 @@ BOUNDS = {
     "token ids to text: lines": 4_107,
     "examples to loss: files": 18,
     "examples to loss: lines": 3_243,
-    "test: files": 59,
-    "test: lines": 12_155,
-    "package: files": 176,
-    "package: lines": 27_752,
-    "package: lines of code": 17_461,
+    "test: files": 58,
+    "test: lines": 12_117,
+    "package: files": 173,
+    "package: lines": 27_667,
+    "package: lines of code": 17_409,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -100,7 +100,7 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
         if argument.is_dir():
             notes += _failed_points(folder)
         runs |= {path.resolve(): run for path, run in found}
-    return list(runs.values()), notes
+    return list(runs.values()), list(dict.fromkeys(notes))  # overlapping paths note the same twice
 
 
 def _result_files(folder: Path) -> list[Path]:
