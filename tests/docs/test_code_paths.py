@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 18,
     "examples to loss: lines": 3_243,
     "test: files": 58,
-    "test: lines": 12_117,
+    "test: lines": 12_126,
     "package: files": 173,
-    "package: lines": 27_667,
-    "package: lines of code": 17_409,
+    "package: lines": 27_678,
+    "package: lines of code": 17_416,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

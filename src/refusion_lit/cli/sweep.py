@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -124,7 +125,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
-    cli = parse_only()
+    command_line = cache(parse_only)
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
     kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -135,6 +136,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+            cli = command_line(subcommand)
             try:
                 parsed = cli.parse(cli.parser, [subcommand, f"--config={file}"])
             except ValueError as error:
