@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 import browser
+from effort import THOROUGH
 from shape_checks import check_shapes
 
 check_shapes()
@@ -27,6 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # CI draws the same examples in every run, so that it fails for a change and not by chance; other runs draw new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("suite", deadline=None)
+settings.register_profile(THOROUGH, deadline=None)
 settings.load_profile("repeatable" if os.environ.get("CI") else "suite")
 
 

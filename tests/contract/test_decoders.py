@@ -30,6 +30,7 @@ from decoder_cases import (
     traits_for,
     weighs_rows,
 )
+from effort import examples
 from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     APD,
@@ -55,7 +56,7 @@ each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__na
 
 
 @each_decoder
-@settings(max_examples=23, deadline=None)
+@settings(max_examples=examples(23), deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
 def test_output_is_text_within_the_budget(
     cls: type[Decoder],
@@ -79,7 +80,7 @@ def test_output_is_text_within_the_budget(
 
 
 @each_decoder
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data(), make=hash_models(["plain"]), found=prompts(max_size=1))
 def test_the_prompt_is_fed_as_it_is(
     cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], found: list[Prompt]
@@ -104,7 +105,7 @@ def text_of(model: FakeModel, decoder: Decoder, found: list[Prompt], sampling: S
 
 
 @each_decoder
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_is_what_it_is_alone(
     cls: type[Decoder],
@@ -127,7 +128,7 @@ def test_a_row_is_what_it_is_alone(
 
 
 @each_decoder
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(data=st.data(), found=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_of_a_transformer_is_what_it_is_alone(
     cls: type[Decoder], data: st.DataObject, found: list[Prompt], temperature: float, size: int
@@ -143,7 +144,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
 
 
 @each_decoder
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(data=st.data(), make=hash_models(), found=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2))
 def test_temperature_zero_ignores_the_seed(
     cls: type[Decoder],
@@ -182,7 +183,7 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
 
 
 @each_decoder
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     data=st.data(),
     found=prompts(max_size=4),
@@ -226,7 +227,7 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
 
 
 @each_decoder
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     data=st.data(), make=hash_models(), found=prompts(max_size=3), temperature=temperatures(), size=st.integers(1, 3)
 )
@@ -453,7 +454,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
 
 
 @each_decoder
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_options_are_values(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, _ = data.draw(setups(cls))

@@ -20,6 +20,7 @@ from decoder_cases import (
     traits_for,
     weighs_rows,
 )
+from effort import examples
 from fakes import EOS, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.data.schema_templates import Filling
 from refusion_lit.decoding import (
@@ -109,7 +110,7 @@ def test_a_refusal_comes_before_work_and_names_the_reason(cls: type[Decoder]) ->
 
 
 @keepers
-@settings(max_examples=22, deadline=None)
+@settings(max_examples=examples(22), deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(1, 4))
 def test_given_tokens_stay_and_holes_are_filled(
     cls: type[Decoder],
@@ -152,7 +153,7 @@ def test_given_tokens_stay_and_holes_are_filled(
 
 
 @keepers
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=examples(14), deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_is_what_it_is_alone(
     cls: type[Decoder],
@@ -175,7 +176,7 @@ def test_a_row_is_what_it_is_alone(
 
 
 @keepers
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(data=st.data(), size=st.integers(2, 4))
 def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st.DataObject, size: int) -> None:
     decoder, sampling, found = data.draw(cases(cls))
@@ -189,7 +190,7 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(cls: type[Decoder], data: st
 
 
 @keepers
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures(), size=st.integers(1, 4))
 def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
     cls: type[Decoder],
@@ -230,7 +231,7 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
 
 
 @keepers
-@settings(max_examples=11, deadline=None)
+@settings(max_examples=examples(11), deadline=None)
 @given(data=st.data(), make=hash_models(), temperature=temperatures())
 def test_a_template_that_gives_nothing_changes_nothing(
     cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], temperature: float
@@ -246,7 +247,7 @@ def test_a_template_that_gives_nothing_changes_nothing(
 
 
 @keepers
-@settings(max_examples=11, deadline=None)
+@settings(max_examples=examples(11), deadline=None)
 @given(data=st.data())
 def test_an_oracle_fills_holes_exactly(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling, found = data.draw(cases(cls, max_size=2))

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from effort import examples
 from refusion_lit import objectives, policy
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.noise import KeyedNoise
@@ -149,7 +150,7 @@ def toy_head(size: int = 6) -> torch.nn.Linear:
 
 
 @each_objective
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=examples(18), deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None) -> None:
     batch = make_batch(sizes, padding)
@@ -175,7 +176,7 @@ def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epo
 
 
 @each_objective
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=examples(18), deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_prompt_is_untouched_and_text_is_complete(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
@@ -215,7 +216,7 @@ def test_prompt_is_untouched_and_text_is_complete(
 
 
 @each_objective
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=examples(18), deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_labels_say_what_the_traits_say(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
@@ -255,7 +256,7 @@ def test_labels_say_what_the_traits_say(
 
 
 @each_objective
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     sizes=SIZES, padding=st.integers(0, 5), epoch=st.integers(0, 99), ratio=st.sampled_from([None, 0.3]), data=st.data()
 )
@@ -273,7 +274,7 @@ def test_a_sample_is_corrupted_as_if_it_were_alone(
 
 
 @each_objective
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(sizes=SIZES, padding=st.integers(0, 3), ratio=st.sampled_from([None, 0.3, 1.0]))
 def test_micro_batches_add_up_to_the_batch(
     objective: Objective, sizes: Sizes, padding: int, ratio: float | None

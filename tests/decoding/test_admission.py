@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
+from effort import examples
 from fakes import HYBRID, VOCAB, HashModel, tiny_backbone
 from refusion_lit.decoding import (
     CARD,
@@ -44,7 +45,7 @@ def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("cls", DECODERS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(data=st.data())
 def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from fakes import HYBRID, HashModel
 from refusion_lit.decoding import Autoregressive, Generation, GenerationCallback, ReFusion, RowState, decode
 from refusion_lit.types import SamplingParams
 from scripted import ORDER, prompts_of
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     batch_size=st.integers(1, 11),

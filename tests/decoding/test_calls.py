@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from effort import examples
 from fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
 from refusion_lit.decoding import Autoregressive, Generation, RowState
 from refusion_lit.engine import reading as reading_module
@@ -80,7 +81,7 @@ def check(reading: Reading, branch: Branch, logits: Tensor) -> None:
     assert reading.scores == pytest.approx([float(softmax[o, t]) for o, t in branch.score_at], abs=1e-14)
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(groups=st.lists(st.lists(branches(), min_size=1, max_size=3), min_size=1, max_size=4), chunk=st.integers(1, 40))
 def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
     model = HashModel(1)

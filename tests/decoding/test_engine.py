@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from fakes import SPECIAL, HashModel, OracleModel, oracle_text
 from refusion_lit.decoding import Autoregressive, Generation, GenerationCallback, ReFusion, RowState, decode
 from refusion_lit.types import SamplingParams
@@ -56,7 +57,7 @@ def test_committing_a_place_twice_is_an_error() -> None:
         one(Scripted(script=((0, 1), (1,))), 3)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     batch_size=st.integers(1, 11),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
+from effort import examples
 from fakes import VOCAB, HashModel
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Decoder, Generation, ReFusion, decode
@@ -190,7 +191,7 @@ class Counting(Constraint, ConstraintState):
 
 
 @pytest.mark.parametrize("cls", [cls for cls in DECODERS if cls.__name__ in ("Autoregressive", "SelfSpeculative")])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(data=st.data(), make=hash_models(("plain", "ties")), temperature=st.sampled_from([0.0, 1.0]))
 def test_left_to_right_a_constraint_sees_what_is_before(cls: type[Decoder], data: Any, make: Any, temperature: float):
     decoder, _ = data.draw(setups(cls))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import hash_models, prompts, setups
+from effort import examples
 from fakes import HashModel
 from refusion_lit.decoding import (
     Autoregressive,
@@ -45,7 +46,7 @@ def assert_same(left: Trajectory, right: Trajectory) -> None:
 
 
 @pytest.mark.parametrize("cls", concrete_subclasses(Decoder))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data())
 def test_every_decoders_record_agrees_with_its_text(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import Phase
 from hypothesis import strategies as st
 
-NUM_EXAMPLES = int(os.environ.get("REFUSION_LIT_HARD_EXAMPLES", "20"))
+NUM_EXAMPLES = int(os.environ.get("REFUSION_LIT_HARD_EXAMPLES", "8"))
 """Examples per fuzz test; ``nox -s hard`` runs many more."""
 
 PHASES = [Phase.explicit, Phase.generate]  # no shrinking: failing examples are small, and it takes minutes

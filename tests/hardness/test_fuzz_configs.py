@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("configs") / "config.yaml"
 
 
-@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 1))  # a parse takes almost a second
+@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 3))  # a parse takes almost a second
 @given(content=yamls((CONFIGS / "quickstart.yaml").read_bytes()), command=st.sampled_from(["fit", "test"]))
 def test_a_config_of_a_run(cli: RefusionCLI, path: Path, content: bytes, command: str) -> None:
     path.write_bytes(content)

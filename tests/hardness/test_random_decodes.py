@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from decoder_cases import DECODERS
+from effort import examples
 from hardness.random_decodes import random_decodes
 from refusion_lit.decoding import Decoder
 
 
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 def test_random_decodes_fulfil_the_contract(cls: type[Decoder]) -> None:
-    counts = random_decodes(cls, num=20, seed=0)
-    assert counts.decodes >= 20
+    counts = random_decodes(cls, num=examples(20), seed=0)
+    assert counts.decodes >= examples(20)
     assert "unfinished" not in counts.finish_reasons

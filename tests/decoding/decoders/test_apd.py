@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_cases import prompts, traits_for
+from effort import examples
 from fakes import MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import APD, Autoregressive, decode
 from refusion_lit.families.llada.apd import PairedModel
@@ -55,7 +56,7 @@ def slow_apd(
             return cut(response, special.eos_token_ids), num_forwards
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lookahead=st.none() | st.integers(1, 9), shifted=st.booleans(),

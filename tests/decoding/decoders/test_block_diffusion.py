@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from effort import examples
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, BlockDiffusion, Generation, ModelMismatchError, decode
 from refusion_lit.engine.requests import Forward, Reading
@@ -161,7 +162,7 @@ def decoders(draw: st.DrawFn) -> BlockDiffusion:
     )
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     decoder=decoders(),
     num_known=st.integers(1, 20),
@@ -186,7 +187,7 @@ def test_greedy_decoding_is_the_slow_reference(
         assert entry.probabilities == pytest.approx(probabilities, abs=1e-10)  # cached logits are uncached logits
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     decoder=decoders(),
     lengths=st.lists(st.integers(1, 20), min_size=2, max_size=5),

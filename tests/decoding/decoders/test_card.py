@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import prompts
+from effort import examples
 from fakes import MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import CARD, Autoregressive, decode, default_decoder
 from refusion_lit.modeling.interface import LanguageModel
@@ -45,7 +46,7 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
     return cut(text[len(prompt) :], eos), num_forwards
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import prompts, traits_for
+from effort import examples
 from fakes import MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import D2F, BlockDiffusion, decode
 from refusion_lit.modeling.interface import LanguageModel
@@ -68,7 +69,7 @@ def slow_d2f(
             return cut([token for token in response if token is not None], eos), num_forwards
 
 
-@settings(max_examples=42, deadline=None)
+@settings(max_examples=examples(42), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
@@ -100,7 +101,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
         assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
 
 
-@settings(max_examples=32, deadline=None)
+@settings(max_examples=examples(32), deadline=None)
 @given(
     seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
     known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),

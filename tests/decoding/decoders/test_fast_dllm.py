@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmasked
 from refusion_lit.decoding import FastDLLM, LLaDA
 from refusion_lit.engine.requests import Reading
@@ -101,7 +102,7 @@ def chosen_by(decoder: FastDLLM, confidences: list[float]) -> list[int]:
     confidences=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     factor=st.floats(0, 5),
 )
-@settings(max_examples=72)
+@settings(max_examples=examples(72))
 def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) -> None:
     decoder = FastDLLM(threshold=None, factor=factor, block_length=16)
     chosen = chosen_by(decoder, confidences)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import prompts
+from effort import examples
 from fakes import MASK, SPECIAL, HashModel
 from refusion_lit.decoding import FirstHitting, decode
 from refusion_lit.modeling.interface import LanguageModel
@@ -44,7 +45,7 @@ def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: 
     return [found[place] for place in range(length)], len(groups)
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     num_steps=st.none() | st.integers(1, 9), share=st.sampled_from([0.0, 0.3, 0.75, 1.0]),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from fakes import EOS, MASK, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
 from reference_refusion import SlowReFusion
 from refusion_cases import decoders, prompt_of
@@ -18,7 +19,7 @@ from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.types import Prompt, SamplingParams
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=examples(90), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30))
 def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, num_new_tokens: int) -> None:
     decoder = data.draw(decoders(num_new_tokens))
@@ -36,7 +37,7 @@ def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, n
         assert row.forward_shapes == reference.shapes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), num_new_tokens=st.integers(1, 20))
 def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
     data: st.DataObject, num_new_tokens: int
@@ -55,7 +56,7 @@ def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
     assert row.token_ids == reference.response
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30), fused=st.booleans())
 def test_with_bonus_tokens_every_forward_commits_a_token(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool

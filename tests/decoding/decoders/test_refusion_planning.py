@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from fakes import EOS, VOCAB, HashModel, OracleModel, oracle_text
 from refusion_cases import decoders, prompt_of
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
@@ -20,7 +21,7 @@ def accepts_all(text: list[int], accepted: list[int], shape: tuple[int, int], fi
     )
 
 
-@settings(max_examples=72, deadline=None)
+@settings(max_examples=examples(72), deadline=None)
 @given(
     data=st.data(),
     seed=st.integers(0, 9999),
@@ -103,7 +104,7 @@ def test_an_infill_that_recomputes_plans_with_it() -> None:
     assert [entry.phase for entry in row.trace] == phases
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
     temperature=st.sampled_from([0.0, 0.0, 1.0]),

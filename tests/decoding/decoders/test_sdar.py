@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_cases import prompts
+from effort import examples
 from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, tiny_backbone, tiny_qwen
 from refusion_lit.decoding import BlockDiffusion, Generation, decode
 from refusion_lit.modeling.formats import FORMATS
@@ -84,7 +85,7 @@ def decoded(decoder: BlockDiffusion, prompt: Prompt, ends: tuple[int, ...], samp
     return row
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=examples(54), deadline=None)
 @given(
     size=st.integers(1, 6),
     steps=st.integers(1, 6),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_cases import LastState, prompts, temperatures
+from effort import examples
 from fakes import (
     DRAFTS,
     EOS,
@@ -54,7 +55,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=examples(54), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
     found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),
@@ -95,7 +96,7 @@ def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, 
     return tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     slot_size=st.integers(1, 5), options=options(), length=st.integers(1, 17), size=st.integers(1, 3),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import prompts, traits_for
+from effort import examples
 from fakes import MASK, SPECIAL, HashModel, tiny_backbone
 from refusion_lit.decoding import SetDiffusion, decode
 from refusion_lit.families import set_diffusion as staggered_sets
@@ -47,7 +48,7 @@ def slow_sets(
             return cut(text, special.eos_token_ids), num_forwards
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=examples(48), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     window_size=st.integers(1, 7), threshold=st.sampled_from([None, 0.0, 0.05, 0.1, 0.3, 1.0]),

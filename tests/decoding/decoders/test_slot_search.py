@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_cases import prompts
+from effort import examples
 from fakes import EOS, MASK, HashModel, tiny_backbone
 from refusion_lit.decoding import ReFusion, SlotSearch, decode
 from refusion_lit.modeling.interface import LanguageModel
@@ -180,7 +181,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
     return SlowText(model, prompt, slots, inner or outer, outer if inner else ())
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 4), length=st.integers(1, 12), num_simulations=st.integers(1, 9),
@@ -211,7 +212,7 @@ def test_tree_search_is_that_of_a_slow_search(
         assert (row.token_ids, row.num_forwards) == (text.response(length), tree.num_forwards)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
     size=st.integers(1, 3), num_slots=st.integers(1, 4),

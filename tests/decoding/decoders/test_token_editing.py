@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_cases import prompts, traits_for
+from effort import examples
 from fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
 from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
 from refusion_lit.families.block_diffusion.token_editing import MAX_POST_FORWARDS
@@ -68,7 +69,7 @@ def slow_editing(
             return cut(response, special.eos_token_ids), num_forwards
 
 
-@settings(max_examples=42, deadline=None)
+@settings(max_examples=examples(42), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
@@ -91,7 +92,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
         assert (row.token_ids, row.num_forwards) == slow_editing(slow, prompt.token_ids, decoder, length)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
     known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_cases import prompts
+from effort import examples
 from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, HashModel, tiny_backbone, tiny_qwen
 from refusion_lit.decoding import ModelMismatchError, WeDLM, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -76,7 +77,7 @@ class Reference:
         self.filled.append([start + masks[i] for i in chosen])
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=examples(54), deadline=None)
 @given(
     window_size=st.integers(1, 7),
     threshold=st.sampled_from([None, 0.0, 0.2, 0.6, 1.2, 9.0]),
@@ -111,7 +112,7 @@ def test_the_end_is_noticed_when_it_is_filled() -> None:
     assert row.forward_shapes == [(1, 5), (1, 8), (1, 8)]
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(seed=st.integers(0, 99), found=prompts(max_size=1), lengths=st.tuples(st.integers(1, 9), st.integers(10, 25)))
 def test_a_longer_limit_only_adds_tokens(seed: int, found: list[Prompt], lengths: tuple[int, int]) -> None:
     short, long = (
