@@ -314,13 +314,15 @@ def test_the_command_writes_scores_and_throughput(
 
 
 def test_tasks_whose_data_cannot_be_fetched_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setattr("refusion_lit.evaluation.lm_eval.evaluate", unreachable)
-    assert main(["evaluate", f"--ckpt_path={MODEL}", "--tasks=[gsm8k_cot]"]) == 2
+    (tmp_path / "fetched.yaml").write_text(yaml.safe_dump(_sums(data, "fetched")))
+    assert main(["evaluate", f"--ckpt_path={MODEL}", "--tasks=[fetched]", f"--include_path={tmp_path}"]) == 2
     assert "tasks: expected data that can be fetched, got Couldn't reach" in capsys.readouterr().err
 
 

@@ -150,7 +150,7 @@ def test_attention_implementations_agree(implementation: str, fused_body: bool) 
                 )  # fmt: skip
             ragged = [ids[0, :4].tolist(), ids[1].tolist(), ids[0].tolist(), ids[1, 3:].tolist()]
             prompts = [Prompt(token_ids=tuple(row), id=str(i)) for i, row in enumerate(ragged)]
-            sampling = SamplingParams(max_new_tokens=12)
+            sampling = SamplingParams(max_new_tokens=6)
             decoder = ReFusion(slot_size=4, slot_threshold=0.2, token_threshold=0.2)
             texts = [
                 [row.token_ids for row in decode(model, decoder, prompts, sampling, batch_size=3).rows]

@@ -26,50 +26,78 @@ from refusion_lit.types import ModelTraits
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "experiments" / "hard_tests"
+QUERIES = {"plain": "12+34,56+78>", "prompt template": "12+34,56+78", "chat template": "12+34,56+78"}
+"""Kinds of exports, with a query that each of them answers alike."""
+
+# Reads the programs of the cards from a file, and prints what each of them prints, as one process: importing
+# transformers takes most of its time.
 PROGRAM = """
-import json, sys
+import contextlib, io, json, sys
 from pathlib import Path
 sys.modules["refusion_lit"] = None  # importing it fails
 sys.path.insert(0, sys.argv[1])
 import standalone
-print(json.dumps(standalone.compared(Path(sys.argv[2]), stride=10)))
+folder = Path(sys.argv[2])
+found = {"reference": standalone.compared(folder, stride=10)}
+for kind, program in json.loads((folder / "programs.json").read_text()).items():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {"__name__": "__main__"})
+    found[kind] = printed.getvalue()
+print(json.dumps(found))
 """
 
 
-def test_reference_outputs_and_drafted_texts_come_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PROGRAMS))
-    import standalone  # pyright: ignore[reportMissingImports]
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an export of each kind."""
+    folder = tmp_path_factory.mktemp("exported")
+    for kind in QUERIES:
+        model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+        model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+        if kind == "prompt template":
+            model.prompt_template = "{query}>"
+        elif kind == "chat template":
+            model.tokenizer.chat_template = "{{ messages[-1]['content'] }}>"
+        save_model(model.backbone, model.tokenizer, folder / kind, prompt_template=model.prompt_template)
+    return folder
 
-    sys.modules.pop("standalone")
-    standalone.write(tmp_path)
-    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(PROGRAMS), str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path / "hf")})
+
+@pytest.fixture(scope="module")
+def printed(exported: Path) -> dict[str, Any]:
+    """What a process with transformers alone decodes and prints: the reference outputs, and each card's program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PROGRAMS))
+        import standalone  # pyright: ignore[reportMissingImports]
+
+        sys.modules.pop("standalone")
+    standalone.write(exported)
+    programs = {}
+    for kind, query in QUERIES.items():
+        model = refusion_lit.load(exported / kind)
+        prompt = prompt_code(model.tokenizer, model.prompt_template)
+        traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+        card = model_card(str(exported / kind), traits, None, prompt=prompt)
+        (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
+        programs[kind] = program.replace("...", query)
+    (exported / "programs.json").write_text(json.dumps(programs))
+    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(PROGRAMS), str(exported)]
+    environment = {"HF_HOME": str(exported / "hf")}
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"goldens clean": [12, 12], "goldens mid": [13, 13], "drafter": [10, 10]}
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kind", ["plain", "prompt template", "chat template"])
-def test_the_cards_program_runs_with_transformers_alone(tmp_path: Path, kind: str) -> None:
-    model, directory = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean"), tmp_path / "model"
-    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    query = "12+34,56+78"
-    if kind == "prompt template":
-        model.prompt_template = "{query}>"
-    elif kind == "chat template":
-        model.tokenizer.chat_template = "{{ messages[-1]['content'] }}>"
-    else:
-        query += ">"
-    save_model(model.backbone, model.tokenizer, directory, prompt_template=model.prompt_template)
-    prompt = prompt_code(model.tokenizer, model.prompt_template)
-    card = model_card(str(directory), model.backbone.traits, None, prompt=prompt)
-    (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
-    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", query)
-    environment = {"HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+def test_reference_outputs_and_drafted_texts_come_out(printed: dict[str, Any]) -> None:
+    expected = {"goldens clean": [12, 12], "goldens mid": [13, 13], "drafter": [10, 10]}
+    assert printed["reference"] == expected
+
+
+@pytest.mark.parametrize("kind", QUERIES)
+def test_the_cards_program_runs_with_transformers_alone(exported: Path, printed: dict[str, Any], kind: str) -> None:
     decoder = ReFusion(slot_size=8, slot_threshold=0.9, token_threshold=0.9)
-    expected = refusion_lit.load(directory).generate([query], decoder=decoder, max_new_tokens=64)[0].text
+    expected = refusion_lit.load(exported / kind).generate([QUERIES[kind]], decoder=decoder, max_new_tokens=64)[0].text
     assert expected == "12+34=46;56+78=134;"
-    assert "".join(done.stdout.split()) == expected, done.stderr
+    assert "".join(printed[kind].split()) == expected
 
 
 @pytest.mark.parametrize(
