@@ -226,7 +226,7 @@ def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, Mod
     random_texts = programs["random_texts"]
     model = random_texts.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
     random_texts.attach_drafter(model, num_masks=3)
-    prompts = [Prompt(token_ids=(1, 2, 3), id=str(i)) for i in range(400)]
+    prompts = [Prompt(token_ids=(1, 2, 3), id=str(i)) for i in range(250)]
     found = programs["coupling"].coupling(model, prompts, SamplingParams(max_new_tokens=24, temperature=1.0))
     optimum, error = found["rejection_sampling"], 4 * (0.25 / found["num_drafts"]) ** 0.5
     assert found["num_drafts"] > 1000
