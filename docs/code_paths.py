@@ -33,9 +33,6 @@ BACKBONE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 
 
-_EVENTS = {"call": 1, "return": -1}
-
-
 @cache
 def is_ours(file: str) -> bool:
     """Whether a file belongs to the package and is Python's: templates of HTML run as functions, too."""
@@ -47,21 +44,27 @@ def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
     found: dict[str, set[CodeType]] = {}
     depth = 0
 
-    def watch(frame: FrameType, event: str, _: object) -> None:
+    def leave(_: FrameType, event: str, __: object) -> Callable[..., object]:
         nonlocal depth
-        if event not in _EVENTS:  # calls of C functions, most of all
-            return
+        depth -= event == "return"
+        return leave
+
+    def enter(frame: FrameType, _: str, __: object) -> Callable[..., object] | None:
+        nonlocal depth
         code = frame.f_code
         if code.co_name in LEFT_OUT:
-            depth += _EVENTS[event]
-        elif event == "call" and not depth and is_ours(code.co_filename):
+            depth += 1
+            frame.f_trace_lines = False
+            return leave
+        if not depth and is_ours(code.co_filename):
             found.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), set()).add(code)
+        return None
 
-    sys.setprofile(watch)
+    sys.settrace(enter)  # told of calls in Python alone, where a profiler is told of calls of C functions, too
     try:
         way()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     return found
 
 
