@@ -45,7 +45,7 @@ def serving(
         yield server
     finally:
         server.drain()
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 
@@ -60,7 +60,7 @@ def slow(worker: Worker, seconds: float = 0.02) -> None:
     worker.checked.logits = slowly
 
 
-def wait_for(holds: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "waited in vain"

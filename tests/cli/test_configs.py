@@ -199,7 +199,7 @@ def test_a_wheel_alone_can_start(tmp_path: Path) -> None:
     python = environment / "bin" / "python"
     subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=300)
     command = [str(environment / "bin" / "refusion-lit"), "init", str(tmp_path / "project")]
-    subprocess.run(command, check=True, timeout=60, cwd=tmp_path)
+    subprocess.run(command, check=True, timeout=300, cwd=tmp_path)
     copied = {path.relative_to(tmp_path / "project") for path in (tmp_path / "project").rglob("*.yaml")}
     assert copied == {path.relative_to(REPOSITORY) for path in CONFIGS.rglob("*.yaml")}
 

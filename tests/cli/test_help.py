@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_the_pages_are_current(tmp_path: Path) -> None:
         if f"{package}=={version(package).partition('+')[0]}" not in pins:
             pytest.skip(f"the pages are those of the pinned {package}")
     program = [sys.executable, str(REPOSITORY / "docs" / "help_pages.py"), str(tmp_path)]
-    subprocess.run(program, check=True, timeout=120)
+    subprocess.run(program, check=True, timeout=300)
     rendered = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert rendered == {path.name: path.read_text() for path in PAGES.iterdir()}
 
@@ -56,9 +56,11 @@ def test_device_and_type_are_found_where_nobody_names_them(command: str, option:
 
 @pytest.mark.parametrize("args", [["fit", "--help=all"], ["generate", "-h"], ["trian"]], ids=" ".join)
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, timeout=60)
-    assert time.perf_counter() - start < 5  # 0.1 s where nothing else runs
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor, which other work on the machine hardly changes: 0.1 s.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
     assert done.stderr.splitlines()[-1] == "set()", done.stderr
 
 
@@ -66,7 +68,7 @@ def test_commands_without_a_trainer_do_not_import_lightning() -> None:
     modules = {place.partition(".")[0] for place in OWN.values()}
     imports = "; ".join(f"import refusion_lit.cli.{module}" for module in sorted(modules))
     program = f"import sys; {imports}; print({{'lightning'}} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "set()\n"
 
 

@@ -35,7 +35,7 @@ def start(args: list[str], log: Path, before: Callable[[], None] | None = None) 
 
 def finished(process: BaseProcess) -> int | None:
     """Wait for a process; its exit code, negative for a signal."""
-    process.join(60)
+    process.join(300)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
 

@@ -41,8 +41,8 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _wait_for(condition: Any) -> None:
-    for _ in range(400):
+def _wait_for(condition: Any, seconds: int = 20) -> None:
+    for _ in range(20 * seconds):
         if condition():
             return
         time.sleep(0.05)
@@ -140,7 +140,7 @@ def driver(tmp_path: Path, command: list[str], journal: Path) -> subprocess.Pope
     text = DRIVER.format(tests=tests, journal=str(journal), directory=directory, command=command)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, env=environment)
-    _wait_for(lambda: len(journal.read_text().splitlines()) == 2)
+    _wait_for(lambda: len(journal.read_text().splitlines()) == 2, seconds=120)  # three processes start
     return process
 
 
