@@ -22,6 +22,10 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "refusion_lit"
@@ -44,12 +48,12 @@ def functions_of(way: Callable[[], object]) -> dict[str, set[CodeType]]:
     found: dict[str, set[CodeType]] = {}
     depth = 0
 
-    def leave(_: FrameType, event: str, __: object) -> Callable[..., object]:
+    def leave(_: FrameType, event: str, __: object) -> TraceFunction:
         nonlocal depth
         depth -= event == "return"
         return leave
 
-    def enter(frame: FrameType, _: str, __: object) -> Callable[..., object] | None:
+    def enter(frame: FrameType, _: str, __: object) -> TraceFunction | None:
         nonlocal depth
         code = frame.f_code
         if code.co_name in LEFT_OUT:
