@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,8 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     fit = work / "runs" / "hybrid" / "fit"  # resumed at its last step, so nothing was left to log
     assert [path.name for path in fit.glob("metrics*.csv")] == ["metrics.csv"]
 
+    assert run.length(8, num_accumulated=2, num_kept=1)["val_check_interval"] == 16
+
     result: dict[str, Any] = json.loads(output.read_text())
     for name, training in result["trainings"].items():
         assert training["is_finished"]
@@ -112,10 +115,16 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     assert len(commands) == count
     assert json.loads(output.read_text())["trainings"] == result["trainings"]
 
-    other, output = [f"--work_dir={tmp_path / 'other'}", f"--judge_dir={work}"], tmp_path / "other.json"
-    argv = ["run.py", *args, *other, f"--output={output}", "--num_timed=2", "--num_kept=1", "--only", "hybrid"]
+    # The same training elsewhere, measured by the other's next-token model.
+    other, output = tmp_path / "other", tmp_path / "other.json"
+    shutil.copytree(work / "runs" / "hybrid", other / "runs" / "hybrid")
+    for path in work.glob("hybrid*.*"):
+        shutil.copy(path, other)
+    argv = ["run.py", *args, f"--work_dir={other}", f"--judge_dir={work}", f"--output={output}", "--num_timed=2"]
+    argv += ["--only", "hybrid"]
     monkeypatch.setattr(sys, "argv", argv)
     run.main()
+    assert len(commands) == count
     judged = json.loads(output.read_text())
     assert "references" not in judged
     assert judged["trainings"]["hybrid"]["decoders"].keys() == result["trainings"]["hybrid"]["decoders"].keys()
