@@ -58,15 +58,15 @@ class RecordedStates(Hybrid):
         rows = zip(batch.ids, batch.response_lengths.tolist(), noise.uniform("state", 1)[:, 0].tolist(), strict=True)
         states = [self._state(self._trajectory(name, length), num_slots, draw) for name, length, draw in rows]
         is_masked, is_target, order, ends = map(torch.tensor, zip(*states, strict=True))
+        fed = replace(batch, response_lengths=batch.response_lengths.minimum(ends * size))
         layout = corrupt_slots(
-            batch, noise, is_masked, slot_sizes=torch.full_like(batch.prompt_lengths, size),
+            fed, noise, is_masked, slot_sizes=torch.full_like(batch.prompt_lengths, size),
             mask_token_id=required_mask_id(self, special_tokens), clean_order=order,
-            block=(torch.zeros_like(ends), ends),
         )  # fmt: skip
         slots = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0) // size
-        is_later = layout.is_masked & ~is_target.gather(1, slots.clamp(max=num_slots - 1))
+        is_later = (layout.terms == 1) & ~is_target.gather(1, slots.clamp(max=num_slots - 1))
         layout = replace(layout, labels=layout.labels.masked_fill(is_later, IGNORE_INDEX))
-        num_targets = (layout.is_masked & ~is_later).sum(1).clamp(min=1)
+        num_targets = ((layout.terms == 1) & ~is_later).sum(1).clamp(min=1)
         ones = torch.ones(len(num_targets), dtype=torch.float64)
         return self.targets(layout, mask_probability=ones, response_lengths=num_targets)
 

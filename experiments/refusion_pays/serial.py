@@ -52,8 +52,14 @@ class SerialHybrid(Hybrid):
         in_block = (numbers >= first[:, None]) & (numbers < end[:, None])
         slot_is_masked = in_block & (noise.uniform("slot_mask", num_slots) < probability[:, None])
         mask = required_mask_id(self, special_tokens)
-        layout = corrupt_slots(batch, noise, slot_is_masked, slot_sizes=sizes, mask_token_id=mask, block=(first, end))
-        length = (end * sizes).minimum(batch.response_lengths) - first * sizes
+        stop = (end * sizes).minimum(batch.response_lengths)
+        before = numbers < first[:, None]  # these stay in text order
+        order = torch.where(before, numbers - num_slots, noise.bits("slot_order", num_slots))
+        layout = corrupt_slots(
+            replace(batch, response_lengths=stop), noise, slot_is_masked,
+            slot_sizes=sizes, mask_token_id=mask, clean_order=order,
+        )  # fmt: skip
+        length = stop - first * sizes
         corrupted = self.targets(layout, mask_probability=probability, response_lengths=length.clamp(min=1))
         assert corrupted.is_real is not None
         width = max(int(corrupted.is_real.sum(1).amax().item()), 1)  # waits for the device; saves the positions beyond

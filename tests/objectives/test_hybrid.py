@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
-from refusion_lit.refusion.objective import SlotLayout, draw_slot_sizes
+from refusion_lit.refusion.objective import draw_slot_sizes
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PAD, MASK = 0, 2
@@ -210,11 +210,13 @@ def test_released_programs_losses(chunk_size: int | None) -> None:
     objective = Hybrid(chunk_size=chunk_size)
     for values in golden["batches"]:
         tensors = {name: torch.tensor(value) for name, value in values.items()}
-        layout = SlotLayout(
+        layout = CorruptedBatch(
             input_ids=tensors["input_ids"],
             position_ids=tensors["position_ids"],
             labels=tensors["labels"],
-            is_masked=tensors["is_masked"].bool(),
+            terms=tensors["is_masked"].long(),
+            weights=torch.zeros(tensors["labels"].shape),
+            counts=torch.zeros(2),
         )
         corrupted = objective.targets(
             layout, mask_probability=tensors["mask_probability"], response_lengths=tensors["response_lengths"]

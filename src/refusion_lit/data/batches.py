@@ -1,24 +1,88 @@
-"""Training batches: which samples form them or their rows, and the loader that groups them by optimizer step."""
+"""Training batches: encoded examples, which of them form a batch or a row, and the loader of optimizer steps."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from refusion_lit.data.examples import EncodedExample, collate_responses
 from refusion_lit.learning.batch import MicroBatch, ResponseBatch
+from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
-_PACKED_TOGETHER = 4096
-"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
+Encode = Callable[[Example], tuple[list[int], list[int]]]
+"""Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExample:
+    """An example as token ids."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class EncodedOnRead(Dataset[EncodedExample]):
+    """A dataset that generates and encodes each example when it is read.
+
+    Args:
+        examples: The examples of a generated task.
+        encode: Encodes an example.
+        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
+    """
+
+    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
+        self._examples = examples
+        self._encode = encode
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        """Return an encoded example."""
+        example = self._examples[index]
+        sample = EncodedExample(example.id, *self._encode(example))
+        expected = f"at most {self.max_length} tokens in the sample {example.id}"
+        fix = "raise it, or make the task's examples shorter"
+        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
+        return sample
+
+    def length(self, index: int) -> int:
+        """Return a number that grows with the example's tokens, without encoding it."""
+        example = self._examples[index]
+        return len(example.query) + len(example.response)
+
+
+class BatchDataset(Dataset[Any]):
+    """Maps a list of sample indices to the batch of these samples.
+
+    Args:
+        samples: A dataset of samples.
+        collate: Collates samples into a batch.
+    """
+
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:  # noqa: ANN401 - examples or prompts
+        self._samples = samples
+        self._collate = collate
+
+    def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
+        """Return a batch."""
+        return self._collate([self._samples[i] for i in index])
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):
@@ -137,29 +201,26 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 
 
-def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
-    """Distribute samples over rows: best fit, longest first, within random groups of samples.
+def collate_responses(
+    samples: Sequence[EncodedExample], pad_token_id: int, *, rows: Sequence[int] | None = None
+) -> ResponseBatch:
+    """Pad examples on the right to the longest of them; no examples give an empty batch.
 
     Args:
-        lengths: Number of tokens of each sample, none above ``pack_length``.
-        pack_length: Maximum number of tokens in a row.
-        seed: Seeds the groups; the rows are the same in every epoch.
-
-    Returns:
-        The indices of each row's samples; every sample is in one row.
+        samples: The examples.
+        pad_token_id: The padding token.
+        rows: For packing: row that each sample goes to.
     """
-    order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
-    rows: list[list[int]] = []
-    for first in range(0, len(order), _PACKED_TOGETHER):
-        room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
-        for sample in sorted(order[first : first + _PACKED_TOGETHER], key=lambda i: -lengths[i]):
-            best = bisect_left(room, (lengths[sample], -1))
-            free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
-            if row == len(rows):
-                rows.append([])
-            rows[row].append(sample)
-            insort(room, (free - lengths[sample], row))
-    return rows
+    width = max((len(sample) for sample in samples), default=0)
+    padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
+    return ResponseBatch(
+        input_ids=torch.tensor(padded, dtype=torch.long).reshape(len(padded), width),
+        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long),
+        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
+        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
+        ids=[sample.id for sample in samples],
+        rows=None if rows is None else torch.tensor(rows),
+    )
 
 
 def collate_packed(

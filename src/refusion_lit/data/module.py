@@ -12,12 +12,21 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.batches import LengthGroupedBatches, TrainingLoader, collate_packed, pack_samples
+from refusion_lit.data.batches import (
+    BatchDataset,
+    Encode,
+    EncodedExample,
+    EncodedOnRead,
+    LengthGroupedBatches,
+    TrainingLoader,
+    collate_packed,
+    collate_responses,
+)
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encode_prompts
-from refusion_lit.data.examples import BatchDataset, Encode, EncodedExample, EncodedOnRead, collate_responses
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.packing import pack_samples
 from refusion_lit.tasks.base import Split, Task, examples_of
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require, require_at_least

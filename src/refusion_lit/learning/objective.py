@@ -136,8 +136,6 @@ def chunked_cross_entropy(
 ) -> Float[Tensor, " term"]:
     """Sum weighted cross-entropies by term; computes logits at labelled positions only.
 
-    With gradients and more than one chunk, each chunk's logits are recomputed in the backward pass instead of kept.
-
     Args:
         hidden: Outputs of the backbone.
         head: The head; called with chunks of labelled hidden states.
@@ -145,8 +143,7 @@ def chunked_cross_entropy(
         weights: Weight of each labelled position; other entries have no influence.
         terms: Term of each labelled position, in ``[0, num_terms)``.
         num_terms: Number of sums to return.
-        chunk_size: Number of labelled positions in a chunk, at least 1; ``None``: the largest number that keeps the
-            chunk's float32 logits below ``LOGITS_BYTES``.
+        chunk_size: As for :func:`in_chunks`.
         reads: Gets each chunk's most probable tokens; without gradients only.
 
     Returns:
@@ -156,30 +153,49 @@ def chunked_cross_entropy(
     values = hidden.flatten(0, 1)[selected]
     targets, factors, groups = (tensor.flatten()[selected] for tensor in (labels, weights, terms))
 
-    size = chunk_size or default_chunk_size(values, head)
-
-    def chunk_sums(values: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
-        logits = head(values)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def chunk_sums(logits: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
         if reads is not None:
             reads.add(logits, targets)
         losses = F.cross_entropy(logits, targets, reduction="none") * factors
         # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
         return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
 
+    return torch.stack(in_chunks(chunk_sums, head, values, targets, factors, groups, chunk_size=chunk_size)).sum(0)
+
+
+def in_chunks(
+    function: Callable[..., Tensor],
+    head: Head,
+    states: Float[Tensor, "position hidden"],
+    *others: Shaped[Tensor, "position ..."],
+    chunk_size: int | None,
+) -> list[Tensor]:
+    """Call a function with the logits of chunks of positions, in float32 at least, and return its results.
+
+    With gradients and more than one chunk, each chunk's logits are recomputed in the backward pass instead of kept.
+
+    Args:
+        function: Gets a chunk's logits, and the chunk of each of ``others``.
+        head: The head; called with chunks of hidden states.
+        states: Hidden states.
+        others: Further values of the positions, such as labels.
+        chunk_size: Number of positions in a chunk, at least 1; ``None``: the largest number that keeps the chunk's
+            float32 logits below ``LOGITS_BYTES``.
+    """
+    if chunk_size is None:
+        with torch.no_grad():
+            vocab_size = head(states[:0]).shape[-1]
+        chunk_size = max(1, LOGITS_BYTES // (4 * vocab_size))
+
+    def of_chunk(states: Tensor, *others: Tensor) -> Tensor:
+        logits = head(states)
+        return function(logits.to(torch.promote_types(logits.dtype, torch.float32)), *others)
+
     # Splitting an empty tensor gives one empty chunk: the loss then stays attached to the weights, as DDP needs.
-    chunks = list(zip(*(tensor.split(size) for tensor in (values, targets, factors, groups)), strict=True))
+    chunks = list(zip(*(tensor.split(chunk_size) for tensor in (states, *others)), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
-        return torch.stack([chunk_sums(*chunk) for chunk in chunks]).sum(0)
-    sums = [checkpoint(chunk_sums, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(sums).sum(0)
-
-
-def default_chunk_size(values: Tensor, head: Head) -> int:
-    """Return how many positions' float32 logits stay below ``LOGITS_BYTES``."""
-    with torch.no_grad():
-        vocab_size = head(values[:0]).shape[-1]
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
+        return [of_chunk(*chunk) for chunk in chunks]
+    return [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]  # type: ignore[misc]
 
 
 def required_mask_id(objective: object, special_tokens: SpecialTokens) -> int:

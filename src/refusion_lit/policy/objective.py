@@ -11,11 +11,10 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, MaskRatio, Objective, default_chunk_size
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy.likelihood import Likelihood, NextToken
 from refusion_lit.types import Example, ModelTraits, SamplingParams, SpecialTokens
@@ -202,9 +201,7 @@ class GroupPolicy(Objective):
         allowed = corrupted.allowed
         assert allowed is not None
 
-        def chunk(states: Tensor, labels: Tensor) -> Tensor:
-            logits = head(states)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        def read(logits: Tensor, labels: Tensor) -> Tensor:
             scaled = logits[:, : len(allowed)].masked_fill(~allowed, -torch.inf) / self.temperature
             drawn = scaled.log_softmax(-1)
             with torch.no_grad():
@@ -212,12 +209,9 @@ class GroupPolicy(Objective):
                 entropy = torch.special.entr(drawn.exp()).sum(-1)
             return torch.stack((drawn.gather(1, labels[:, None])[:, 0], plain, entropy))
 
-        size = self.chunk_size or default_chunk_size(states, head)
-        pairs = list(zip(states.split(size), labels.split(size), strict=True))
-        keeps = len(pairs) == 1 or not torch.is_grad_enabled()
-        found = [chunk(*pair) if keeps else checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs]
-        spread = found[0].new_zeros(3, *corrupted.labels.shape)  # type: ignore[union-attr]
-        spread[:, rows, columns] = torch.cat(found, 1)  # type: ignore[arg-type]
+        found = torch.cat(in_chunks(read, head, states, labels, chunk_size=self.chunk_size), 1)
+        spread = found.new_zeros(3, *corrupted.labels.shape)
+        spread[:, rows, columns] = found
         return spread[0], spread[1].detach(), spread[2].detach()
 
     def _units(

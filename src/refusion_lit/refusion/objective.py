@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -80,51 +80,26 @@ class Hybrid(Objective):
         return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
 
     def targets(
-        self, layout: SlotLayout, *, mask_probability: Float[Tensor, " batch"], response_lengths: Int[Tensor, " batch"]
+        self,
+        layout: CorruptedBatch,
+        *,
+        mask_probability: Float[Tensor, " batch"],
+        response_lengths: Int[Tensor, " batch"],
     ) -> CorruptedBatch:
-        """Give the labels of a layout their terms and weights.
+        """Give the labels of a layout their weights, and the terms their denominators.
 
         Args:
-            layout: A corrupted batch, from :func:`corrupt_slots` or elsewhere.
+            layout: A batch from :func:`corrupt_slots`.
             mask_probability: Probability with which each row's slots were masked.
             response_lengths: Number of response tokens of each row.
         """
+        is_masked = layout.terms == 1
         is_labelled = layout.labels != IGNORE_INDEX
         mdm_weights = 1 / (mask_probability.double() * response_lengths)
-        weights = torch.where(layout.is_masked, mdm_weights[:, None], 1.0).masked_fill(~is_labelled, 0.0)
-        num_clean = (is_labelled & ~layout.is_masked).sum()
-        return CorruptedBatch(
-            input_ids=layout.input_ids,
-            position_ids=layout.position_ids,
-            labels=layout.labels,
-            weights=weights.float(),
-            terms=layout.is_masked.long(),
-            counts=torch.stack((num_clean, torch.full_like(num_clean, len(layout.labels)))).float(),
-            is_masked=layout.is_masked,
-            is_real=layout.is_real,
-            draft_offsets=layout.draft_offsets,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotLayout:
-    """A batch in sequence order: prompt, clean slots, masked slots, padding.
-
-    Attributes:
-        input_ids: Tokens; the mask token in masked slots.
-        position_ids: Position of each token in the text.
-        labels: The own token at masked positions, the next token of the slot at clean ones, else ``IGNORE_INDEX``.
-        is_masked: Positions of masked slots.
-        is_real: Positions that are no padding; ``None`` if unknown.
-        draft_offsets: Offset of each mask in its slot, -1 at other tokens; ``None`` if unknown.
-    """
-
-    input_ids: Int[Tensor, "batch token"]
-    position_ids: Int[Tensor, "batch token"]
-    labels: Int[Tensor, "batch token"]
-    is_masked: Bool[Tensor, "batch token"]
-    is_real: Bool[Tensor, "batch token"] | None = None
-    draft_offsets: Int[Tensor, "batch token"] | None = None
+        weights = torch.where(is_masked, mdm_weights[:, None], 1.0).masked_fill(~is_labelled, 0.0)
+        num_clean = (is_labelled & ~is_masked).sum()
+        counts = torch.stack((num_clean, torch.full_like(num_clean, len(layout.labels)))).float()
+        return replace(layout, weights=weights.float(), counts=counts)
 
 
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
@@ -154,9 +129,11 @@ def corrupt_slots(
     mask_token_id: int,
     masked_order: Int[Tensor, "batch slot"] | None = None,
     clean_order: Int[Tensor, "batch slot"] | None = None,
-    block: tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]] | None = None,
-) -> SlotLayout:
+) -> CorruptedBatch:
     """Mask slots, then move the clean ones, in random order, before the masked ones.
+
+    Clean tokens predict the next one of their slot (term 0), masks themselves (term 1). Weights and counts stay 0, for
+    :meth:`Hybrid.targets` to set.
 
     Args:
         batch: Clean prompts and responses.
@@ -166,9 +143,7 @@ def corrupt_slots(
         slot_sizes: Slot size of each row; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
         masked_order: Numbers by which masked slots are sorted, at least 0; ``None`` for text order.
-        clean_order: Numbers by which clean slots are sorted, from 0; ``None`` draws them.
-        block: First slot of each row's serial block and the slot after it: slots before it stay in text order, slots
-            after it become padding, as a decoder feeds no more. ``None``: the whole response is one block.
+        clean_order: Numbers by which clean slots are sorted; ``None`` draws them, from 0 on.
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]
@@ -181,13 +156,6 @@ def corrupt_slots(
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, clean_order)
     following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
     labels = next_in_slot(batch, in_response, offsets, slot_sizes)
-    if block is not None:
-        first, end = (bound[:, None] for bound in block)
-        numbers = torch.arange(num_slots, device=slots.device)
-        slot_keys = torch.where(numbers < first, numbers - num_slots, slot_keys)
-        following = following | (in_response & (slots >= end))
-        in_response = in_response & ~following
-        labels = labels.masked_fill(following, IGNORE_INDEX)
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 
     is_masked = slot_is_masked.gather(1, slots) & in_response
@@ -197,10 +165,13 @@ def corrupt_slots(
     # One sort key per token: prompt, then the response by rank of its slot, then padding, each in text order.
     group = torch.where(in_response, 1 + slot_ranks.gather(1, slots), following.long() * (num_slots + 1))
     order = (group * num_tokens + positions).argsort(dim=1)
-    return SlotLayout(
+    return CorruptedBatch(
         input_ids=input_ids.gather(1, order),
         position_ids=order,
         labels=labels.gather(1, order),
+        weights=torch.zeros(order.shape, device=order.device),
+        terms=is_masked.long().gather(1, order),
+        counts=torch.zeros(2, device=order.device),
         is_masked=is_masked.gather(1, order),
         is_real=~following,  # padding is not moved
         draft_offsets=(offsets % slot_sizes[:, None]).where(is_masked, -1).gather(1, order),

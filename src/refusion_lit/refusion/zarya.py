@@ -18,7 +18,6 @@ from refusion_lit.learning.objective import MaskRatio, mask_probability, random_
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import (
     Hybrid,
-    SlotLayout,
     corrupt_slots,
     draw_slot_sizes,
     independent_slots,
@@ -106,12 +105,12 @@ class Zarya(Hybrid):
             masked_order=noise.bits("masked_order", num_slots) if self.shuffle_masked else None,
         )
         if self.mask_pattern == "grouped":
-            probability = layout.is_masked.sum(1).clamp(min=1).double() / batch.response_lengths
+            probability = layout.terms.sum(1).clamp(min=1).double() / batch.response_lengths
         corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
         if self.token_weights == "equal":
             return corrupted
         factor = _harmonic_factor(layout, batch, slot_sizes, probability, eps=self.eps)
-        weights = torch.where(layout.is_masked, corrupted.weights * factor, corrupted.weights)
+        weights = torch.where(layout.terms == 1, corrupted.weights * factor, corrupted.weights)
         return replace(corrupted, weights=weights.float())
 
 
@@ -180,7 +179,7 @@ def _in_spans(
 
 
 def _harmonic_factor(
-    layout: SlotLayout,
+    layout: CorruptedBatch,
     batch: ResponseBatch,
     slot_sizes: Int[Tensor, " batch"],
     probability: Float[Tensor, " batch"],

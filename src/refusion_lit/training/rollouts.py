@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refusion_lit.data.examples import EncodedExample, collate_responses
+from refusion_lit.data.batches import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder

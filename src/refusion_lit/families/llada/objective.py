@@ -10,14 +10,13 @@ from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import (
     Head,
     MaskRatio,
     Objective,
-    default_chunk_size,
+    in_chunks,
     mask_probability,
     required_mask_id,
     response_positions,
@@ -234,15 +233,11 @@ class R2FT(Objective):
         rows, columns = (labels != IGNORE_INDEX).nonzero().unbind(1)
         states = hidden[rows, columns]
         pairs = torch.stack((labels[rows, columns], rejected[rows, columns]), 1)
-        size = self.chunk_size or default_chunk_size(states, head)
 
-        def losses(states: Tensor, pairs: Tensor) -> Tensor:
-            logits = head(states)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        def losses(logits: Tensor, pairs: Tensor) -> Tensor:
             return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
 
-        chunks = zip(states.split(size), pairs.split(size), strict=True)
-        found = torch.cat([checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks], 1)
+        found = torch.cat(in_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
         spread = found.new_zeros(2, *labels.shape)
         spread[:, rows, columns] = found  # what is not rejected has no loss there
         is_rejected = rejected != IGNORE_INDEX
