@@ -18,7 +18,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
-from refusion_lit.learning.text_order import extend_to_multiple
+from refusion_lit.learning.text_order import extend_to_multiple, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
@@ -196,7 +196,7 @@ class StaggeredSets(Objective):
             weights=F.pad(weights.float(), (num_tokens, 0)),
             terms=torch.zeros_like(joined),
             counts=weights.new_full((1,), len(joined)).float(),
-            visible=_ranges(num_tokens, (starts + rank).where(is_mask, 0)),
+            visible=text_then_masks(num_tokens, (starts + rank).where(is_mask, 0), torch.zeros_like(rank)),
             is_masked=F.pad(is_mask, (num_tokens, 0)),
             is_real=is_real,
         )
@@ -231,17 +231,3 @@ def staggered_times(
     power = (width - area) / area  # 1 / k
     offset = (1 - width) * (number - 1 - place) / (number - 1).clamp(min=1)
     return offset + width * -torch.expm1(power * torch.log1p(-uniform))
-
-
-def _ranges(num_tokens: int, num_before: Int[Tensor, "batch mask"]) -> Int[Tensor, "batch token range 2"]:
-    """Let clean tokens see clean ones causally, and a mask the first clean tokens and itself.
-
-    Args:
-        num_tokens: Number of clean tokens.
-        num_before: Number of clean tokens that each mask sees; 0 for padding, which sees itself.
-    """
-    clean = torch.arange(1, num_tokens + 1, device=num_before.device).expand(len(num_before), -1)
-    stops = torch.cat((clean, num_before), 1)
-    index = torch.arange(stops.shape[1], device=stops.device).expand_as(stops)
-    itself = torch.stack((index, index + 1), -1)
-    return torch.stack((torch.stack((torch.zeros_like(stops), stops), -1), itself), 2)

@@ -60,3 +60,20 @@ def extend_to_multiple(
     eos = special_tokens.eos_token_ids[0]
     padding = special_tokens.pad_token_id
     return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)
+
+
+def text_then_masks(
+    num_text: int, num_before: Int[Tensor, "batch mask"], distance: Int[Tensor, "batch mask"]
+) -> Int[Tensor, "batch token range 2"]:
+    """Let text see text causally, and each of the masks that follow it part of the text, masks before it and itself.
+
+    Args:
+        num_text: Tokens of the text part.
+        num_before: Leading tokens of the text that each mask sees; 0 for padding.
+        distance: Number of masks before it that each mask sees, side by side with it; 0 for padding.
+    """
+    text = torch.arange(1, num_text + 1, device=num_before.device).expand(len(num_before), -1)
+    index = num_text + torch.arange(num_before.shape[1], device=num_before.device)
+    to_text = torch.cat((text, num_before), 1)
+    to_masks = torch.stack((index - distance, (index + 1).expand_as(distance)), -1)
+    return torch.stack((F.pad(to_text[..., None], (1, 0)), F.pad(to_masks, (0, 0, num_text, 0))), 2)

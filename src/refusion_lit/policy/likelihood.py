@@ -17,6 +17,7 @@ from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import required_mask_id, response_positions
+from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -129,15 +130,11 @@ class LeftToRight(Likelihood):
         mask = required_mask_id(self, special_tokens)
         masks = torch.full_like(firsts, mask).where(exists, special_tokens.pad_token_id)
         labels = torch.cat((rest, first_tokens), 1)
-        # A token sees the text up to itself, a mask the text before its slot and itself.
-        index = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-        before = F.pad(firsts.where(exists, 0), (num_tokens, 0))
-        own = torch.stack((index.where(index >= num_tokens, 0), index + 1), -1)
         return laid_out(
             labels,
             input_ids=torch.cat((batch.input_ids, masks), 1),
             position_ids=torch.cat((positions.expand_as(rest), firsts.where(exists, num_tokens)), 1),
-            visible=torch.stack((torch.stack((torch.zeros_like(before), before), -1), own), 2),
+            visible=text_then_masks(num_tokens, firsts.where(exists, 0), torch.zeros_like(firsts)),
             is_masked=F.pad(exists, (num_tokens, 0)),
             is_real=torch.cat((places < batch.response_lengths[:, None], exists), 1),
             places=torch.cat((places + 1, starts), 1).where(labels != IGNORE_INDEX, -1),

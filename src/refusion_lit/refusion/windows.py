@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Int
-from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -19,6 +17,7 @@ from refusion_lit.learning.objective import (
     required_mask_id,
     response_positions,
 )
+from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -104,29 +103,8 @@ class MaskWindows(Objective):
             weights=torch.cat((text_weights, mask_weights), 1).float(),
             terms=F.pad(torch.ones_like(own), (num_text, 0)),
             counts=torch.stack((text_weights.sum(), mask_weights.sum())).float(),
-            visible=_ranges(num_text, starts + first, place - first, is_mask),
+            visible=text_then_masks(num_text, (starts + first).where(is_mask, 0), (place - first).where(is_mask, 0)),
             is_masked=F.pad(is_mask, (num_text, 0)),
             is_real=torch.cat((is_text, is_mask), 1),
             draft_offsets=F.pad((place - first).where(is_mask, -1), (num_text, 0), value=-1),
         )
-
-
-def _ranges(
-    num_text: int,
-    num_before: Int[Tensor, "batch mask"],
-    distance: Int[Tensor, "batch mask"],
-    is_mask: Bool[Tensor, "batch mask"],
-) -> Int[Tensor, "batch token range 2"]:
-    """Let text see text causally, and a mask the text before its window and the window up to itself.
-
-    Args:
-        num_text: Tokens of the text part.
-        num_before: Text tokens before each mask's window.
-        distance: Each mask's offset in its window.
-        is_mask: Masks that are no padding, which sees itself.
-    """
-    text = torch.arange(1, num_text + 1, device=num_before.device).expand(len(num_before), -1)
-    index = num_text + torch.arange(num_before.shape[1], device=num_before.device)
-    to_text = torch.cat((text, num_before.where(is_mask, 0)), 1)
-    window = torch.stack((index - distance.where(is_mask, 0), (index + 1).expand_as(distance)), -1)
-    return torch.stack((F.pad(to_text[..., None], (1, 0)), F.pad(window, (0, 0, num_text, 0))), 2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -218,7 +217,7 @@ class SlotDiffusionModule(L.LightningModule):
         if batch.index == 0:
             sample_ids = [name for each in batch.step for name in each.ids]
             rollouts = self.rollouts
-            own = self._rolled_out(rollouts, batch) if rollouts else [self.corrupt(each) for each in batch.step]
+            own = self._rolled_out(rollouts, batch.step) if rollouts else [self.corrupt(each) for each in batch.step]
             self._progress.begin_step(own, sample_ids)
         loss = self.loss(self._progress.next_micro_batch())
         self._progress.add(loss)
@@ -228,34 +227,15 @@ class SlotDiffusionModule(L.LightningModule):
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
         return loss.total * (num_accumulated * self.trainer.world_size)
 
-    def _rolled_out(self, rollouts: Rollouts, batch: MicroBatch) -> list[CorruptedBatch]:
-        """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts."""
-        if not rollouts.pending:
-            with torch.autocast(self.device.type, enabled=False):  # the fused backbone decodes without it
-                answers = rollouts.answers(batch.step, self.global_step)
-            for number in range(rollouts.objective.num_updates):
-                fresh = stable_key("update", number, self.global_step)  # bounds draw new masks for every update
-                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
-                rollouts.pending.append([self._with_fixed_terms(self.corrupt(each), rollouts) for each in keyed])
-            if self._logs_now():
-                for name, value in rollouts.figures.items():
-                    shown = name in ("reward", "rollout_seconds", "update_seconds")
-                    self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
-        return [each.to(self.device) for each in rollouts.pending.pop(0)]
-
-    def _with_fixed_terms(self, corrupted: CorruptedBatch, rollouts: Rollouts) -> CorruptedBatch:
-        """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
-        passes: dict[str, AbstractContextManager[None]] = {}
-        if rollouts.objective.num_updates > 1:
-            passes["old"] = nullcontext()
-        if rollouts.objective.kl_weight > 0:
-            passes["reference"] = self.model.model.disable_adapter()
-        for name, context in passes.items():
-            with torch.no_grad(), context:
-                hidden = self.model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
-                values = rollouts.objective.log_probabilities(hidden, self.model.head, corrupted)[0]
-            corrupted = replace(corrupted, **{name: values})
-        return corrupted
+    def _rolled_out(self, rollouts: Rollouts, step: Sequence[ResponseBatch]) -> list[CorruptedBatch]:
+        """Return the answers of the next update; log what a new roll-out showed."""
+        is_new = not rollouts.pending
+        found = rollouts.next_update(step, self.global_step, self.corrupt)
+        if is_new and self._logs_now():
+            for name, value in rollouts.figures.items():
+                shown = name in ("reward", "rollout_seconds", "update_seconds")
+                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
+        return found
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping; stop if it or the loss is not finite.

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
@@ -119,6 +120,41 @@ class Rollouts:
         expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
         got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
         require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
+
+    def next_update(
+        self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
+    ) -> list[CorruptedBatch]:
+        """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts.
+
+        Args:
+            step: The step's micro-batches; their responses are not used.
+            number: Number of the optimizer step.
+            corrupt: Lays a batch of answers out for training.
+        """
+        device = self._model.backbone.device
+        if not self.pending:
+            with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
+                answers = self.answers(step, number)
+            for update in range(self.objective.num_updates):
+                fresh = stable_key("update", update, number)  # bounds draw new masks for every update
+                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
+                self.pending.append([self._with_fixed_terms(corrupt(each)) for each in keyed])
+        return [each.to(device) for each in self.pending.pop(0)]
+
+    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> CorruptedBatch:
+        """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        model = self._model.backbone
+        passes: dict[str, AbstractContextManager[None]] = {}
+        if self.objective.num_updates > 1:
+            passes["old"] = nullcontext()
+        if self.objective.kl_weight > 0:
+            passes["reference"] = model.model.disable_adapter()
+        for name, context in passes.items():
+            with torch.no_grad(), context:
+                hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+                values = self.objective.log_probabilities(hidden, model.head, corrupted)[0]
+            corrupted = replace(corrupted, **{name: values})
+        return corrupted
 
     def answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
         """Decode and reward a group of answers for each prompt of a step.

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from einops import repeat
-from jaxtyping import Int
-from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
+from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least, require_number
@@ -94,27 +93,7 @@ class GatedDraft(Objective):
             weights=F.pad(weights.float(), (length, 0)),
             terms=torch.zeros_like(joined),
             counts=weights.sum()[None],
-            visible=_two_pass_ranges(anchor.where(is_real, -1), length, len(masks)),
+            visible=text_then_masks(length, (anchor + 1).where(is_real, 0), (distance - 1).where(is_real, 0)),
             is_masked=torch.zeros_like(joined, dtype=torch.bool),
             num_drafts=positions.shape[1],
         )
-
-
-def _two_pass_ranges(
-    anchor: Int[Tensor, "batch draft"], length: int, group_size: int
-) -> Int[Tensor, "batch token range 2"]:
-    """Let text see text causally, and a mask the text up to its anchor and its group up to itself.
-
-    Args:
-        anchor: Each mask's anchor; negative for padding, which sees itself.
-        length: Tokens of the text part.
-        group_size: Masks of a group.
-    """
-    tokens = torch.arange(length + anchor.shape[1], device=anchor.device)
-    text = tokens[:length].expand(len(anchor), -1)
-    place = tokens[length:]
-    group = place - (place - length) % group_size
-    start = torch.where(anchor < 0, place, group)
-    to_text = torch.cat((text, anchor), 1) + 1
-    to_masks = [torch.cat((torch.zeros_like(text), one), 1) for one in (start, (place + 1).expand_as(anchor))]
-    return torch.stack((torch.stack((torch.zeros_like(to_text), to_text), -1), torch.stack(to_masks, -1)), 2)
