@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import refusion_lit
-from refusion_lit.data.encoding import prompt_code
 from refusion_lit.decoding import ReFusion
 from refusion_lit.families.speculative import export as self_speculative
+from refusion_lit.modeling.exporting import prompt_code
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card

@@ -90,7 +90,7 @@ def _load(options: Namespace) -> TextModel:
 def _card(options: Namespace, model: TextModel) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
     from refusion_lit.checkpoints.models import load
-    from refusion_lit.data.encoding import prompt_code
+    from refusion_lit.modeling.exporting import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,16 +53,6 @@ def encode_prompt(
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     return ids
-
-
-def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
-    """Return the Python with which a program of transformers encodes a prompt as :func:`encode_prompt` does."""
-    if tokenizer.chat_template:
-        turns = 'messages = [{"role": "user", "content": "..."}]'
-        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        return f"{turns}\ninput_ids = tokenizer.apply_chat_template(messages, {options}).input_ids"
-    text = json.dumps(prompt_template.replace("{query}", "..."), ensure_ascii=False)
-    return f'input_ids = tokenizer({text}, add_special_tokens=False, return_tensors="pt").input_ids'
 
 
 def encode_example(

@@ -105,7 +105,6 @@ class InstructionDataModule(L.LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, EncodedOnRead | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
-        self._train_examples: dict[str, Example] = {}
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -189,15 +188,6 @@ class InstructionDataModule(L.LightningDataModule):
             fix = "give the task some to decode"
             require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
         return self._prompts
-
-    def train_example(self, name: str) -> Example:
-        """Return the example of the training split with an id; the ids of most tasks end with the index."""
-        examples = examples_of(self.task, "train")
-        index = name.rpartition("-")[2]
-        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
-            return found
-        self._train_examples = self._train_examples or {example.id: example for example in examples}
-        return self._train_examples[name]
 
     def sample_prompts(self, count: int) -> PromptBatch:
         """Return the first prompts of the validation split."""

@@ -290,7 +290,7 @@ class Engine:
         """Run the forwards of rows in one call of the model.
 
         Returns:
-            Hidden states of all rows in their order, followed by those of earlier forwards that guide them.
+            What each row keeps of hidden states, in the rows' order.
         """
         forwards = [row.pending for row in rows]
         batch = Batch(forwards, [row.storage for row in rows], self.device)
@@ -303,17 +303,13 @@ class Engine:
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.num_calls += 1
         self.num_positions += len(hidden)
-        states = [hidden]
         length = batch.ids.shape[1]
-        for row, forward, part, starts in zip(rows, forwards, batch.parts, batch.starts, strict=True):
-            row.twin = None
-            if forward.twin_at is not None:
-                row.twin = sum(map(len, states)) + forward.twin_at
-                states.append(row.states)
+        for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
             row.begin_forward(hidden[part], starts, length)
             row.waiting_since = self.num_calls
             self.queue.computed(row.storage)
-        return _joined(states)
+        has_twins = any(forward.twin_at is not None for forward in forwards)
+        return _joined([row.states for row in rows]) if has_twins else hidden
 
     def _read(self, rows: Sequence[InFlight], states: Tensor) -> dict[int, list[Reading]]:
         """Read what rows request from the hidden states of their last forwards, which follow one another."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
@@ -32,10 +33,10 @@ class InFlight:
         constraint: Which tokens may be drawn; ``None``: all.
         trace: Whether every forward is recorded.
         forward: Its last forward.
-        hidden: Hidden states of that forward [position, hidden], padding included, for further reads.
+        hidden: Hidden states of that forward [position, hidden], padding included, for further reads; if they are
+            guided by an earlier forward, then the states that were kept of that one.
         starts: First position of each branch among them.
         length: Length of a sequence of that forward, padding included.
-        twin: Index of the unconditional logits of the pending forward's first draft, if an earlier forward gives them.
         num_forwards_before: Its forwards up to the last commit.
         stopped_at: Tokens that remain if a stop string or a low entropy ends the response.
     """
@@ -56,7 +57,6 @@ class InFlight:
     hidden: Tensor | None = None
     starts: Sequence[int] = ()
     length: int = 0
-    twin: int | None = None
     num_forwards_before: int = 0
     stopped_at: int | None = None
 
@@ -84,7 +84,7 @@ class InFlight:
         """
         forward = self.pending
         self.forward = forward
-        self.hidden = hidden
+        self.hidden = hidden if forward.twin_at is None else torch.cat((hidden, self.states))
         self.starts = starts
         self.length = length
         self.state.num_forwards += 1
@@ -115,7 +115,9 @@ class InFlight:
             )  # fmt: skip
             if draw.guidance is not None and draft_at:
                 # The second branch, without the condition, is the next sequence.
-                read.guide = self.length if self.twin is None else self.twin - read.start - draft_at[0]
+                twin_at = self.forward.twin_at
+                own = self.forward.shape[0] * self.length
+                read.guide = self.length if twin_at is None else own + twin_at - start - draft_at[0]
             if self.constraint is not None:
                 read.contexts = [self._context(branch, offset) for offset in draft_at]
                 read.allowed = [self.constraint.allowed(*context) for context in read.contexts]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,28 +102,25 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        return self._states(self.make_fused_body(), input_ids, position_ids, attention_mask, cache)
+        return self.runner()(input_ids, position_ids, attention_mask, cache)
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
-        return partial(self._states, self.make_fused_body())
+        body = self.make_fused_body()
 
-    def _states(
-        self,
-        body: FusedBody | None,
-        input_ids: Int[Tensor, "batch token"],
-        position_ids: Int[Tensor, "batch token"],
-        attention_mask: AttentionMask | None,
-        cache: KVCache | None = None,
-    ) -> Float[Tensor, "batch token hidden"]:
-        # The fused backbone has no gradients and no autocast.
-        is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-        if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
-            fix = "set precision: 32-true or bf16-true"
-            require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
-        if body is not None and not (torch.is_grad_enabled() or is_autocast):
-            return body(input_ids, position_ids, attention_mask, cache)
-        return self._library_states(input_ids, position_ids, attention_mask, cache)
+        def states(
+            ids: Tensor, positions: Tensor, attention_mask: AttentionMask | None, cache: KVCache | None = None
+        ) -> Tensor:
+            # The fused backbone has no gradients and no autocast.
+            is_autocast = torch.is_autocast_enabled(ids.device.type)
+            if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
+                fix = "set precision: 32-true or bf16-true"
+                require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
+            if body is not None and not (torch.is_grad_enabled() or is_autocast):
+                return body(ids, positions, attention_mask, cache)
+            return self._library_states(ids, positions, attention_mask, cache)
+
+        return states
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
         return self.head_runner()(hidden)

@@ -1,13 +1,15 @@
 # ruff: noqa: ANN401 - transformers' classes
-"""Decoders for transformers' ``generate`` in exported directories: how they are written, and what they share."""
+"""Programs of transformers with exported models: decoders for ``generate``, what they share, and prompts."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 
 def write_program(program: Path, directory: Path) -> None:
@@ -76,3 +78,13 @@ def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
     eos = asked.get("eos_token_id")
     eos = model.config.eos_token_id if eos is None else eos
     return set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
+    """Return a program of transformers that encodes a prompt as ``data.encoding.encode_prompt`` does."""
+    if tokenizer.chat_template:
+        turns = 'messages = [{"role": "user", "content": "..."}]'
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        return f"{turns}\ninput_ids = tokenizer.apply_chat_template(messages, {options}).input_ids"
+    text = json.dumps(prompt_template.replace("{query}", "..."), ensure_ascii=False)
+    return f'input_ids = tokenizer({text}, add_special_tokens=False, return_tensors="pt").input_ids'

@@ -44,7 +44,7 @@ def model_card(
             exist; ``None`` if it is unknown.
         results: Directories of test runs, each with a ``results.json``.
         adapters: The low-rank adapters, if the directory holds them alone.
-        prompt: What :func:`~refusion_lit.data.encoding.prompt_code` returns for the tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
@@ -107,7 +107,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
-        prompt: What :func:`~refusion_lit.data.encoding.prompt_code` returns for the model's tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     data = ModelCardData(

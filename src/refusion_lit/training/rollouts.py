@@ -24,7 +24,7 @@ from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.keys import stable_key
@@ -78,6 +78,7 @@ class Rollouts:
         self._finished = 0.0
         self._restored: Mapping[str, Any] | None = None
         self._warned = False
+        self._examples: dict[str, Example] = {}
 
     def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
         """Check, before any work, that answers can be decoded, have a likelihood and a reward.
@@ -196,7 +197,7 @@ class Rollouts:
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
         """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit."""
-        examples = [self._data.train_example(prompt.id) for prompt in prompts]
+        examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
         for reward in self._rewards:
@@ -207,6 +208,15 @@ class Rollouts:
                 warnings.warn(f"{name}.rewards: all of a roll-out are NaN; such answers teach nothing", stacklevel=2)
             totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
         return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
+
+    def _example(self, name: str) -> Example:
+        """Return the example of the training split with an id; the ids of most tasks end with the index."""
+        examples = examples_of(self._data.task, "train")
+        index = name.rpartition("-")[2]
+        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
+            return found
+        self._examples = self._examples or {example.id: example for example in examples}
+        return self._examples[name]
 
     def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
         answers = [answer for group in groups for answer in group]
