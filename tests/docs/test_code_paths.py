@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_535,
+    "command to text: lines": 4_518,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_107,
-    "examples to loss: files": 18,
-    "examples to loss: lines": 3_243,
+    "token ids to text: lines": 4_101,
+    "examples to loss: files": 17,
+    "examples to loss: lines": 3_152,
     "test: files": 58,
-    "test: lines": 12_126,
-    "package: files": 173,
-    "package: lines": 27_678,
-    "package: lines of code": 17_416,
+    "test: lines": 12_066,
+    "package: files": 172,
+    "package: lines": 27_609,
+    "package: lines of code": 17_369,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
