@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_152,
     "test: files": 58,
-    "test: lines": 12_066,
+    "test: lines": 12_075,
     "package: files": 172,
-    "package: lines": 27_609,
-    "package: lines of code": 17_369,
+    "package: lines": 27_585,
+    "package: lines of code": 17_359,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import SweepResult, describe, run
+from refusion_lit.sweeps.running import TableRow, describe, run
 from refusion_lit.utils.files import try_lock
 from sweeps.conftest import resolve
 
 
-def _run(tmp_path: Path, command: list[str], journal: Path, *, resume: bool = False, **options: Any) -> SweepResult:
+def _run(tmp_path: Path, command: list[str], journal: Path, *, resume: bool = False, **options: Any) -> list[TableRow]:
     options["options"] = {"journal": str(journal), **options.get("options", {})}
     return run(
         Sweep(**options),
@@ -53,43 +53,41 @@ def _wait_for(condition: Any, seconds: int = 20) -> None:
 def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journal: Path, launcher: Launcher) -> None:
     if isinstance(launcher, Slurm):
         pytest.importorskip("submitit")
-    result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, launcher=launcher)
-    assert [(row["x"], row["decoder"], row["score"]) for row in result.rows] == [
+    rows = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, launcher=launcher)
+    assert [(row["x"], row["decoder"], row["score"]) for row in rows] == [
         (x, decoder, sign * x**2) for x in (1, 2, 3) for decoder, sign in (("a", 1), ("b", -1))
     ]
-    assert {(row["status"], row["seed"], row["error"]) for row in result.rows} == {("finished", 0, None)}
-    assert {row["decoder"]: row["mismatch"] for row in result.rows} == {
+    assert {(row["status"], row["seed"], row["error"]) for row in rows} == {("finished", 0, None)}
+    assert {row["decoder"]: row["mismatch"] for row in rows} == {
         "a": "", "b": "another attention; another block size",
     }  # fmt: skip
-    assert not result.failed
     assert sorted(line.split()[1] for line in journal.read_text().splitlines()) == ["1", "2", "3"]
     with (tmp_path / "sweep" / "results.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [(row["point"], row["x"], row["score"]) for row in table] == [
-        (row["point"], str(row["x"]), str(row["score"])) for row in result.rows
+        (row["point"], str(row["x"]), str(row["score"])) for row in rows
     ]
 
 
 def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
-    result = _run(tmp_path, command, journal, options={"x": 3}, subcommands=["fit", "test"])
+    rows = _run(tmp_path, command, journal, options={"x": 3}, subcommands=["fit", "test"])
     assert [line.split()[0] for line in journal.read_text().splitlines()] == ["fit", "test"]
-    assert [row["score"] for row in result.rows] == [10, -10]
+    assert [row["score"] for row in rows] == [10, -10]
 
 
 def test_a_failed_point_is_reported_and_the_others_run(tmp_path: Path, command: list[str], journal: Path) -> None:
-    result = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, options={"broken": 2})
-    assert len(result.failed) == 1
+    rows = _run(tmp_path, command, journal, grid={"x": [1, 2, 3]}, options={"broken": 2})
     # What a point takes, and what its decoding takes by its own account.
-    assert [row["seconds"] for row in result.rows] == [1e6, 2e6, None, 1e6, 2e6]
-    assert all(0 < row["point_seconds"] < 1e6 for row in result.rows)
-    assert [(row["x"], row["status"]) for row in result.rows] == [
+    assert [row["seconds"] for row in rows] == [1e6, 2e6, None, 1e6, 2e6]
+    assert all(0 < row["point_seconds"] < 1e6 for row in rows)
+    assert [(row["x"], row["status"]) for row in rows] == [
         (1, "finished"), (1, "finished"), (2, "failed"), (3, "finished"), (3, "finished"),
     ]  # fmt: skip
-    error = result.rows[2]["error"]
+    error = rows[2]["error"]
     assert "exit code 1" in error
     assert "x is broken" in error
     again = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 3]}, options={"broken": 2})
-    assert again.failed == result.failed
+    assert [(row["point"], row["status"]) for row in again] == [(row["point"], row["status"]) for row in rows]
     assert journal.read_text().count("test 2 ") == 2
     assert journal.read_text().count("test 1 ") == 1
 
@@ -99,9 +97,8 @@ def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str],
     with pytest.raises(ValueError, match="exists; add --resume"):
         _run(tmp_path, command, journal, grid={"x": [1, 2]})
     grown = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 4]})
-    assert grown.num_reused == 2
     assert [line.split()[1] for line in journal.read_text().splitlines()] == ["1", "2", "4"]
-    assert [row["x"] for row in grown.rows] == [1, 1, 2, 2, 4, 4]
+    assert [row["x"] for row in grown] == [1, 1, 2, 2, 4, 4]
 
 
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:
@@ -116,7 +113,7 @@ def test_two_sweeps_do_not_share_a_directory(tmp_path: Path, command: list[str],
     with pytest.raises(ValueError, match="expected no running sweep in"):
         _run(tmp_path, command, journal, resume=True, options={"x": 1})
     lock.release()
-    assert not _run(tmp_path, command, journal, resume=True, options={"x": 1}).failed
+    assert {row["status"] for row in _run(tmp_path, command, journal, resume=True, options={"x": 1})} == {"finished"}
 
 
 DRIVER = """
@@ -170,10 +167,10 @@ def test_points_that_outlived_their_sweep_are_not_run_again(
 def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journal: Path) -> None:
     # The command kills its whole process group, as the kernel may when memory runs out.
     command = [sys.executable, "-c", "import os, signal; print('last words', flush=True); os.killpg(0, signal.SIGKILL)"]
-    result = _run(tmp_path, command, journal, options={"x": 1})
-    assert len(result.failed) == 1
-    assert "exit code -9" in result.rows[0]["error"]
-    assert "last words" in result.rows[0]["error"]
+    rows = _run(tmp_path, command, journal, options={"x": 1})
+    assert rows[0]["status"] == "failed"
+    assert "exit code -9" in rows[0]["error"]
+    assert "last words" in rows[0]["error"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -19,7 +19,7 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
 from refusion_lit.reports.results import short
 from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import SweepResult, describe
+from refusion_lit.sweeps.running import TableRow, describe
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -55,41 +55,39 @@ def run(args: list[str]) -> int:
         return 0
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        result = run_sweep(
-            sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume
-        )
+        rows = run_sweep(sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume)
     except KeyboardInterrupt:
         print(f"interrupted; resume with: refusion-lit sweep {_again(args)}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    _print_results(result, sweep.swept)
-    print(f"results in {result.file}")
+    _print_results(directory.name, rows, sweep.swept)
+    print(f"results in {directory}/results.csv")
     _report(directory)
-    if result.failed:
+    failed = list(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
+    if failed:
         print(
-            f"{len(result.failed)} points failed: {', '.join(result.failed)}; their logs are in "
+            f"{len(failed)} points failed: {', '.join(failed)}; their logs are in "
             f"{directory}/points/ID/log.txt. To run them again: refusion-lit sweep {_again(args)}",
             file=sys.stderr,
         )
-    return 1 if result.failed else 0
+    return 1 if failed else 0
 
 
-def _print_results(result: SweepResult, swept: Sequence[str]) -> None:
+def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
     from refusion_lit.reports.comparison import short_names
     from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
 
-    swept = [name for name in swept if name != "model.decoders"]  # the column of decoders shows them
+    swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
-    for row in result.rows:
+    for row in found:
         decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
         cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
-        rows.append([*(short(row[name]) for name in swept), decoder, *cells])
-    note = f"* {MISMATCH}" if any(row["mismatch"] for row in result.rows) else None
-    title = f"{result.directory.name}: {len(rows)} rows"
-    print_table(title, head, rows, num_texts=len(swept) + 1, note=note)
+        rows.append([*(short(row[option]) for option in swept), decoder, *cells])
+    note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None
+    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(swept) + 1, note=note)
 
 
 def _report(directory: Path) -> None:

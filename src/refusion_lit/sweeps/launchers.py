@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from refusion_lit.utils.files import read_json, try_lock, write_json_atomically
 from refusion_lit.utils.require import require_at_least
@@ -35,30 +35,18 @@ _GRACE_SECONDS = 5.0
 _OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 
 
-class Ended(NamedTuple):
-    """A point whose process or job has ended.
-
-    Attributes:
-        folder: The point's directory.
-        how: How the process ended, in words; used if the point left no outcome.
-    """
-
-    folder: Path
-    how: str
-
-
 class Launcher(ABC):
     """Runs points, each in its own process."""
 
     @abstractmethod
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
         """Run points; closing the generator stops all points that are still running.
 
         Args:
             folders: Directories of the points.
 
         Yields:
-            Each point when it has ended.
+            The directory of each point that has ended, and how its process or job ended, in words.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -82,7 +70,7 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
         """See :meth:`Launcher.launch`."""
         waiting = list(reversed(folders))
         running: dict[Path, subprocess.Popen[bytes]] = {}
@@ -95,7 +83,7 @@ class Local(Launcher):
                     if process.poll() is not None:
                         _signal(process, signal.SIGKILL)  # what it started may have outlived it
                         del running[folder]
-                        yield Ended(folder, f"its process ended with exit code {process.returncode}")
+                        yield folder, f"its process ended with exit code {process.returncode}"
                 time.sleep(_POLL_SECONDS)
         finally:
             _stop(list(running.values()))
@@ -159,7 +147,7 @@ class Slurm(Launcher):
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
-    def launch(self, folders: Sequence[Path]) -> Generator[Ended]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
         """See :meth:`Launcher.launch`."""
         if not folders:
             return
@@ -177,7 +165,7 @@ class Slurm(Launcher):
                 for folder, job in list(running.items()):
                     if job.done():
                         del running[folder]
-                        yield Ended(folder, _describe_end(job))
+                        yield folder, _describe_end(job)
                 time.sleep(_POLL_SECONDS)
         finally:
             for job in running.values():

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,6 @@ TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """The results of a sweep.
-
-    Attributes:
-        directory: The sweep's directory.
-        rows: The table, one row per point and decoder; see :func:`collect_rows`.
-        failed: Ids of the points that failed.
-        num_reused: Number of points that an earlier run of the sweep had finished.
-        file: The table, ``results.csv``.
-    """
-
-    directory: Path
-    rows: list[TableRow]
-    failed: tuple[str, ...]
-    num_reused: int
-    file: Path
-
-
 def run(
     sweep: Sweep,
     *,
@@ -54,7 +34,7 @@ def run(
     resume: bool = False,
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
-) -> SweepResult:
+) -> list[TableRow]:
     """Run the points of a sweep, each in its own process and directory (``DIRECTORY/points/ID``).
 
     Finished points are never run again. With ``resume``, points that failed or were interrupted start over.
@@ -68,6 +48,9 @@ def run(
         resume: Whether the directory may exist already.
         command: Command that takes a subcommand and its options.
         console: Where to show progress; standard error by default.
+
+    Returns:
+        The rows of the table, ``results.csv``; see :func:`collect_rows`.
 
     Raises:
         ValueError: If the sweep or a point is invalid or the directory is in use; nothing has run then.
@@ -88,12 +71,10 @@ def run(
             _launch(sweep, points_to_run, console)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.swept)
-            file = write_table(directory, rows)
+            write_table(directory, rows)
     finally:
         lock.release()
-    failed = tuple(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
-    num_reused = len(points) - len(points_to_run)
-    return SweepResult(directory=directory, rows=rows, failed=failed, num_reused=num_reused, file=file)
+    return rows
 
 
 def is_finished(directory: Path, point: Point) -> bool:
@@ -181,14 +162,14 @@ def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
         closing(sweep.launcher.launch(list(points))) as ends,
     ):
         task = progress.add_task("points", total=len(points))
-        for number, end in enumerate(ends, start=1):
-            outcome = read_json(end.folder / OUTCOME)
+        for number, (folder, how) in enumerate(ends, start=1):
+            outcome = read_json(folder / OUTCOME)
             if not isinstance(outcome, dict):
-                error = f"{end.how}, without a result\n{tail(end.folder / LOG)}".strip()
+                error = f"{how}, without a result\n{tail(folder / LOG)}".strip()
                 outcome = {"status": "failed", "seconds": None, "error": error}
-                write_json_atomically(end.folder / OUTCOME, outcome)
+                write_json_atomically(folder / OUTCOME, outcome)
             duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
-            _say(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[end.folder].label}")
+            _say(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}")
             if outcome.get("error"):
                 _say(console, outcome["error"])
             progress.advance(task)
@@ -233,14 +214,12 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def write_table(directory: Path, rows: Sequence[TableRow]) -> Path:
-    """Write ``results.csv``, with lists and mappings as JSON texts; return its path."""
+def write_table(directory: Path, rows: Sequence[TableRow]) -> None:
+    """Write ``results.csv``, with lists and mappings as JSON texts."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         cells = {name: json.dumps(v) if isinstance(v, (dict, list, tuple)) else v for name, v in row.items()}
         writer.writerow(cells)
-    path = directory / "results.csv"
-    write_atomically(path, text.getvalue())
-    return path
+    write_atomically(directory / "results.csv", text.getvalue())
