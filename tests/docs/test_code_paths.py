@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 58,
     "test: lines": 12_075,
     "package: files": 172,
-    "package: lines": 27_585,
-    "package: lines of code": 17_359,
+    "package: lines": 27_596,
+    "package: lines of code": 17_366,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -113,6 +113,21 @@ def test_weight_0_on_temperature_keeps_what_the_verifier_would_draw() -> None:
     assert 2 * 1 < rows[0].num_forwards < 2 * 30
 
 
+def test_both_bodies_are_made_once_for_all_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
+    verifier = tiny_backbone(CAUSAL)
+    made = []
+    original = type(masked).make_fused_body
+    monkeypatch.setattr(type(masked), "make_fused_body", lambda self: made.append(self) or original(self))
+    pair = PairedModel(masked, verifier)
+    made.clear()
+    found = [Prompt(token_ids=(3, 4, 5), id="a")]
+    decoder = APD(mixture_weight=0.5)
+    (row,) = decode(pair, decoder, found, SamplingParams(max_new_tokens=8)).rows
+    assert row.num_forwards > 2
+    assert made == [masked, verifier]
+
+
 def test_models_that_do_not_go_together_are_refused() -> None:
     masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
     with pytest.raises(ValueError, match="verifier"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -154,11 +155,21 @@ class PairedModel(LanguageModel):
         attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
-        model = self._masked if cache is None else self._verifier
-        hidden = model.hidden_states(input_ids, position_ids, attention_mask, cache)
-        hidden = hidden.to(torch.promote_types(*self._dtypes))  # exact, and exact on the way back
-        hidden = F.pad(hidden, (0, max(self._sizes) - hidden.shape[-1]))
-        return F.pad(hidden, (0, 1), value=float(cache is None))
+        return self.runner()(input_ids, position_ids, attention_mask, cache)
+
+    def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return :meth:`hidden_states` with both models inspected once."""
+        drafting, verifying = self._masked.runner(), self._verifier.runner()
+
+        def states(
+            ids: Tensor, positions: Tensor, attention_mask: AttentionMask | None, cache: KVCache | None = None
+        ) -> Tensor:
+            hidden = (drafting if cache is None else verifying)(ids, positions, attention_mask, cache)
+            hidden = hidden.to(torch.promote_types(*self._dtypes))  # exact, and exact on the way back
+            hidden = F.pad(hidden, (0, max(self._sizes) - hidden.shape[-1]))
+            return F.pad(hidden, (0, 1), value=float(cache is None))
+
+        return states
 
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Apply the head of the model that computed the hidden states; all must come from the same model."""
