@@ -269,6 +269,16 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
     assert "\N{EN DASH}" in _page(write_report([run])[0]).text
 
 
+def test_a_number_of_prompts_that_is_missing_or_smaller_than_the_largest_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.5]), "b": predictions([1.0]), "c": predictions([0.0])})
+    results = json.loads((run / "results.json").read_text())
+    del results["results"]["c"]["num_prompts"]
+    (run / "results.json").write_text(json.dumps(results))
+    (run / "predictions_c.jsonl").unlink()
+    rows = markdown_table(compare(*read_runs([run]))).splitlines()[2:5]
+    assert [row.split(" | ")[1] for row in rows] == ["2", "1 of 2", "unknown"]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_directories_without_results_are_refused(tmp_path: Path, exists: bool) -> None:
     if exists:

@@ -81,7 +81,7 @@ class Row:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts that the score is a mean over."""
+        """Number of prompts that the score is a mean over; 0 if it is unknown."""
         return len(self.predictions) if self.has_intervals else int(self.figures.get("num_prompts", 0))
 
     @cached_property
@@ -147,6 +147,11 @@ class Comparison:
     differences: list[Difference]
     option_names: dict[str, str]
     metrics: list[str]
+
+    def prompts_of(self, row: Row) -> str:
+        """Return the number of a row's prompts, and of how many if the largest test had more."""
+        is_short = 0 < row.num_prompts < self.num_expected
+        return f"{row.num_prompts or 'unknown'}" + (f" of {self.num_expected}" if is_short else "")
 
 
 def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> Comparison:

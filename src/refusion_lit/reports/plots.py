@@ -171,9 +171,8 @@ def describe(row: Row, comparison: Comparison) -> str:
     speed = row.tokens_per_forward
     ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in (score, speed)]
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
-    is_short = row.num_prompts < comparison.num_expected
-    note = f", {row.num_prompts} of {comparison.num_expected} prompts" if is_short else ""
-    return f"{name}: {figures}{note}"
+    prompts = comparison.prompts_of(row)
+    return f"{name}: {figures}, {prompts} prompts" if " of " in prompts else f"{name}: {figures}"
 
 
 def standalone(picture: str) -> str:

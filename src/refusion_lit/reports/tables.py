@@ -117,14 +117,13 @@ def markdown_table(comparison: Comparison) -> str:
     head = [_escaped(name) for name in names]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     differences = {id(d.row): d for d in comparison.differences}
-    num_expected = comparison.num_expected
     for row in comparison.rows:
         figures = row.figures
         difference = differences.get(id(row))
         cells = [
             _escaped(row.name) + (" *" if row.mismatches else ""),
             *(_escaped(row.options.get(name, "--")) for name in comparison.option_names),
-            str(row.num_prompts) + (f" of {num_expected}" if row.num_prompts < num_expected else ""),
+            comparison.prompts_of(row),
             _estimate(row, row.score, ".1f"),
             *(_number(figures.get(name), ".3f") for name in comparison.metrics),
             _estimate(row, row.tokens_per_forward, ".2f"),
