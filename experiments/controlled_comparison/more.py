@@ -16,16 +16,12 @@ import run
 import yaml
 
 import refusion_lit
-from refusion_lit import TextModel
 from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
 from refusion_lit.reports.results import environment
-from refusion_lit.tasks import Sheet
-from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import argument_parser, command, configs, decode_examples, train, write_json
-from experiments.tasks import Walk
+from experiments.common import argument_parser, command, configs, train, write_json
 
 HERE = Path(__file__).parent
 NUM_STEPS = 500
@@ -66,14 +62,6 @@ def r2ft(task: str, work: Path, masked: Path) -> Path:
     return train(fit, *files, *source, *length, "--trainer.max_steps", str(NUM_STEPS))
 
 
-def measure(model: TextModel, task: str, decoder: Decoder) -> dict[str, float]:
-    """Decode the test prompts of the comparison; return the figures."""
-    kind = {"walk": Walk, "sheet": Sheet}[task]
-    tests = kind(num_train=400_000, num_validation=256, num_test=200)
-    sampling = SamplingParams(max_new_tokens=run.LENGTHS[task])
-    return decode_examples(model, tests.examples("test"), tests.score, decoder, sampling)[1]
-
-
 def main() -> None:
     """Train what is missing, decode, and write the result."""
     parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "more.json")
@@ -85,7 +73,9 @@ def main() -> None:
     for objective in ("hybrid", "masked", "r2ft"):
         model = refusion_lit.load(trained[objective], verifier=trained["autoregressive"])
         decoders = decoders_of(objective, run.LENGTHS[args.task])
-        results[objective] = {name: measure(model, args.task, decoder) for name, decoder in decoders.items()}
+        results[objective] = {
+            name: run.measured(model, args.task, "test", decoder) for name, decoder in decoders.items()
+        }
         print(objective, results[objective], flush=True)
     recorded = environment(0, ["python", "experiments/controlled_comparison/more.py"])
     written = {"task": args.task, "r2ft_steps": NUM_STEPS, "results": results, "environment": recorded}

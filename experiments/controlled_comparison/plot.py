@@ -31,12 +31,16 @@ Run = dict[str, Any]
 Point = tuple[float, float, float, list[float]]
 
 
-def points(runs: list[Run], task: str, objective: str) -> dict[str, Point]:
-    """Return for each decoder means over seeds of tokens per forward, positions per token and score; and all scores."""
+def points(runs: list[Run], task: str, objective: str, split: str = "results") -> dict[str, Point]:
+    """Return for each decoder means over seeds of tokens per forward, positions per token and score; and all scores.
+
+    The split is ``results`` for the test prompts or ``validation``.
+    """
     same = [run for run in runs if run["budget_factor"] == 1]
-    chosen = [run["results"] for run in same if (run["task"], run["objective"]) == (task, objective)]
-    if not chosen:
+    found = [run for run in same if (run["task"], run["objective"]) == (task, objective)]
+    if not found or any(split not in run for run in found):
         return {}
+    chosen = [run[split] for run in found]
     return {
         name: (
             mean(results[name]["tokens_per_forward"] for results in chosen),
@@ -101,9 +105,10 @@ SUCCESSORS = (
 
 
 def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
-    """Return each family's setting with the highest score: score by seed, tokens per forward, positions per token.
+    """Return each family's chosen setting: score by seed, tokens per forward, positions per token.
 
-    Of settings with equal scores, the one with the most tokens per forward is taken.
+    Chosen is the highest mean score on validation prompts, and of equal ones the most tokens per forward there; without
+    validation figures, a star says that the test prompts themselves chose.
     """
     lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
     for label, objective, prefixes in rows:
@@ -111,10 +116,13 @@ def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[
         for task in tasks:
             found = points(runs, task, objective)
             chosen = [name for name in found if name.startswith(tuple(prefixes.split(" ")))]
-            name = max(chosen, key=lambda name: (round(found[name][2], 6), found[name][0]))
+            judge = points(runs, task, objective, "validation")
+            by = judge or found
+            name = max(chosen, key=lambda name: (round(by[name][2], 6), by[name][0]))
             speed, positions, score, scores = found[name]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
-            cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
+            star = "" if judge or len(chosen) == 1 else r" \*"
+            cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}{star}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

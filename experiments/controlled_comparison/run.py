@@ -4,6 +4,8 @@ usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--outpu
 
 All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
 batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
+Each decoder decodes the validation prompts, too: settings are chosen by these. Runs that the output has and the work
+directory has not are kept.
 """
 
 from __future__ import annotations
@@ -17,13 +19,22 @@ from typing import Any
 
 import yaml
 
+import refusion_lit
+from refusion_lit import TextModel, decoding
+from refusion_lit.decoding import Decoder
+from refusion_lit.tasks import Sheet
+from refusion_lit.tasks.base import Split
+from refusion_lit.types import SamplingParams
+
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import argument_parser, command, configs, kept, places, seeds, write_json
+from experiments.common import argument_parser, command, configs, decode_examples, kept, places, seeds, write_json
+from experiments.tasks import Latin, Walk
 
 HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
-PLAN = (("sheet", 0), ("walk", 0), ("latin", 0), ("sheet", 1), ("sheet", 2))
+TASKS = {"walk": Walk, "latin": Latin, "sheet": Sheet}
+SEEDS = (0, 1, 2)
 LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar", "zarya")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
@@ -31,7 +42,7 @@ EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER fo
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
-           for task in ("sheet", "walk", "latin")}  # fmt: skip
+           for task in TASKS}  # fmt: skip
 
 
 def options(task: str, objective: str, seed: int) -> list[str]:
@@ -83,6 +94,13 @@ def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0)
     return fit / "checkpoints" / "last.ckpt", {**figures, **json.loads(trained.read_text())}
 
 
+def measured(model: TextModel, task: str, split: Split, decoder: Decoder) -> dict[str, float]:
+    """Decode the prompts of a split; return the figures."""
+    examples = TASKS[task](num_train=400_000, num_validation=256, num_test=200)
+    sampling = SamplingParams(max_new_tokens=LENGTHS[task])
+    return decode_examples(model, examples.examples(split), examples.score, decoder, sampling)[1]
+
+
 def one_run(task: str, objective: str, seed: int, work: Path, factor: float) -> dict[str, Any]:
     """Train and test one objective; return its result."""
     checkpoint, figures = train(task, objective, seed, work, factor)
@@ -90,10 +108,15 @@ def one_run(task: str, objective: str, seed: int, work: Path, factor: float) -> 
     shutil.rmtree(test, ignore_errors=True)
     start = time.perf_counter()
     command("test", *options(task, objective, seed), *places(test), "--ckpt_path", str(checkpoint))
-    results = json.loads((test / "results.json").read_text())
+    results, model = json.loads((test / "results.json").read_text()), refusion_lit.load(checkpoint)
+    validation = {}
+    for name, given in results["decoders"].items():
+        chosen = {key: value for key, value in given.items() if key != "class"}
+        validation[name] = measured(model, task, "validation", getattr(decoding, given["class"])(**chosen))
     return {
         "task": task, "objective": objective, "seed": seed, "budget_factor": factor, **figures,
         "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
+        "validation": validation,
         "environment": json.loads((checkpoint.parents[1] / "environment.json").read_text()),
     }  # fmt: skip
 
@@ -103,17 +126,19 @@ def main() -> None:
     parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
     args = parser.parse_args()
-    runs = [(task, objective, seed, 1.0) for task, seed in PLAN for objective in OBJECTIVES]
+    runs = [(task, objective, seed, 1.0) for task in TASKS for seed in SEEDS for objective in OBJECTIVES]
     runs += EXTRA
     if args.only is not None:
         runs = [run for run in runs if run[1] in args.only]
     for task, objective, seed, factor in runs:
         part = args.work_dir / f"{run_name(task, objective, seed, factor)}.json"
         kept(part, one_run, task, objective, seed, args.work_dir, factor)
-    records = [{"budget_factor": 1.0, **json.loads(p.read_text())} for p in sorted(args.work_dir.glob("*_seed*.json"))]
-    for record in records:
-        record["environment"].pop("command", None)  # it says where things lay on that machine
-    write_json(args.output, {"budgets": BUDGETS, "runs": records})
+    found = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
+    found += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
+    named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in found}
+    for run in named.values():
+        run["environment"].pop("command", None)  # it says where things lay on that machine
+    write_json(args.output, {"budgets": BUDGETS, "runs": [named[name] for name in sorted(named)]})
 
 
 if __name__ == "__main__":
