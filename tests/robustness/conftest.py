@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
@@ -38,6 +39,15 @@ def finished(process: BaseProcess) -> int | None:
     process.join(300)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
+
+
+def torchrun(*args: str) -> None:
+    """Run a command on two processes with torchrun's launcher, which forks them here where torchrun starts Python."""
+    launcher = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id="tests",
+        start_method="fork", max_restarts=0, monitor_interval=0.05,
+    )  # fmt: skip
+    assert elastic_launch(launcher, main)(list(args)) == {0: 0, 1: 0}
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from cli.conftest import QUICKSTART
 from refusion_lit import load
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.cli import main
+from robustness.conftest import finished, start, torchrun
 
 SMALL = [
     "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",
@@ -31,22 +30,12 @@ SHARDED = [
 ]
 
 
-def _command(*args: str) -> str:
-    """Run a command in a subprocess, from which the strategy's launcher starts the other processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "refusion_lit.cli", *args], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of three steps on two processes with sharded weights."""
     folder = tmp_path_factory.mktemp("sharded")
     two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
-    _command("fit", *SMALL, *two, f"--runs_dir={folder}", "--run_version=fit")
+    torchrun("fit", *SMALL, *two, f"--runs_dir={folder}", "--run_version=fit")
     return folder / "r" / "fit" / "checkpoints" / "last.ckpt"
 
 
@@ -66,7 +55,8 @@ def test_sharded_training_gives_the_weights_of_replicated_training(sharded: Path
 def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: Path, tmp_path: Path) -> None:
     args = ["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]
     one = ["--trainer.devices=1", *SHARDED, "--trainer.strategy.data_parallel_size=1", "--run_version=one"]
-    _command(*args, *one)
+    log = tmp_path / "log"  # in a process of its own, as the strategy starts a process group
+    assert finished(start([*args, *one], log)) == 0, log.read_text()
     assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
     exported = ["test", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
     assert main(exported) == 0
@@ -78,7 +68,7 @@ def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: 
 
 def test_two_processes_with_sharded_weights_predict_what_one_predicts(sharded: Path, tmp_path: Path) -> None:
     two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
-    _command("predict", *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
+    torchrun("predict", *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
     assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
     whole = ["predict", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
     assert main(whole) == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.multiprocessing import ProcessRaisedException
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.data.evaluation import EvaluationBatches
+from robustness.conftest import torchrun
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 OPTIONS = [
@@ -125,11 +124,7 @@ def test_torchrun_gives_the_figures_of_one_process(tmp_path: Path) -> None:
     alone = _run(tmp_path, "validate", 5)
     options = [*OPTIONS, "--data.task.num_validation=5", "--data.task.num_test=5", f"--ckpt_path={MODEL}"]
     options += [f"--runs_dir={tmp_path}", "--run_name=r", "--run_version=torchrun"]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "refusion_lit.cli",
-         "validate", *options, "--trainer.devices=2", "--trainer.strategy=ddp"],
-        check=True, cwd=tmp_path, timeout=240,
-    )  # fmt: skip
+    torchrun("validate", *options, "--trainer.devices=2", "--trainer.strategy=ddp")
     losses = []
     for run in (alone, tmp_path / "r" / "torchrun"):
         with (run / "metrics.csv").open() as file:
