@@ -1,12 +1,15 @@
 """Checks annotated shapes and types while tests run, in the functions and classes that annotate shapes.
 
-Others take and return no tensors, or plain ones: pyright checks their types, at no cost for the tests.
+Others take and return no tensors, or plain ones: pyright checks their types, at no cost for the tests. The first calls
+of a function in a test are checked: checking all of them takes as long as all the rest.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,12 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
 SOURCE = Path(__file__).parents[1] / "src"
+
+NUM_CHECKED = 8
+"""Calls of a function in a test that are checked."""
+
+num_calls: Counter[str] = Counter()
+"""Checked calls of each function in the test that runs."""
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an integer is a number
 
@@ -26,16 +35,37 @@ def modules_with_shapes() -> list[str]:
     return sorted(names)
 
 
+def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks its first calls in a test."""
+    name = f"{plain.__module__}.{plain.__qualname__}"
+
+    @wraps(checked)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if num_calls[name] >= NUM_CHECKED:
+            return plain(*args, **kwargs)
+        num_calls[name] += 1
+        return checked(*args, **kwargs)
+
+    return call
+
+
 def only_with_shapes(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
-    """Return jaxtyping's decorator without its effect on functions that annotate no shape: a quarter of the suite."""
+    """Return jaxtyping's decorator for the first calls, without its effect on functions that annotate no shape."""
 
     def decorator(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
         check = jaxtyped(typechecker=typechecker)
 
-        def decorate(checked: Any) -> Any:
+        def decorate(given: Any) -> Any:
             # The annotations of these modules are strings, and a shape is a string in quotes within one.
-            annotations = " ".join(inspect.get_annotations(checked).values())
-            return check(checked) if {"'", '"'} & set(annotations) else checked
+            annotations = " ".join(inspect.get_annotations(given).values())
+            if not {"'", '"'} & set(annotations):
+                return given
+            if not inspect.isclass(given):
+                return first_calls(check(given), given) if inspect.isfunction(given) else check(given)
+            plain = given.__init__
+            found = check(given)
+            found.__init__ = first_calls(found.__init__, plain)
+            return found
 
         return decorate
 
