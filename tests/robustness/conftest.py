@@ -19,17 +19,26 @@ from refusion_lit.cli import main
 def start(args: list[str], log: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     """Run a command in a process; what it prints goes to a file, its exit code is the process's."""
 
-    def work() -> None:
+    def work() -> int:
         sys.stdout = sys.stderr = log.open("w", buffering=1)
         if before is not None:
             before()
+        return main(args)
+
+    return forked(work)
+
+
+def forked(work: Callable[[], int]) -> BaseProcess:
+    """Run a function in a process, whose exit code is what it returns."""
+
+    def call() -> None:
         try:
-            code = main(args)
+            code = work()
         except SystemExit as stopped:
             code = int(stopped.code or 0)
         os._exit(code)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
+    process = multiprocessing.get_context("fork").Process(target=call)
     process.start()
     return process
 
@@ -47,7 +56,8 @@ def torchrun(*args: str) -> None:
         min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id="tests",
         start_method="fork", max_restarts=0, monitor_interval=0.05,
     )  # fmt: skip
-    assert elastic_launch(launcher, main)(list(args)) == {0: 0, 1: 0}
+    # In a process of its own, as the launcher sets signal handlers and environment variables.
+    assert finished(forked(lambda: max(elastic_launch(launcher, main)(list(args)).values()))) == 0
 
 
 @pytest.fixture(scope="session")
