@@ -23,7 +23,7 @@ BOUNDS = {
     "test: lines": 12_075,
     "package: files": 172,
     "package: lines": 27_596,
-    "package: lines of code": 17_366,
+    "package: lines of code": 17_365,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -132,7 +132,6 @@ class Comparison:
         runs: The runs.
         rows: The decoders of all runs.
         notes: Remarks for the reader.
-        num_expected: Number of prompts of the largest test.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
         option_names: Short names of the swept options of all rows, by their full names.
@@ -142,7 +141,6 @@ class Comparison:
     runs: list[Run]
     rows: list[Row]
     notes: list[str]
-    num_expected: int
     baseline: str
     differences: list[Difference]
     option_names: dict[str, str]
@@ -150,8 +148,8 @@ class Comparison:
 
     def prompts_of(self, row: Row) -> str:
         """Return the number of a row's prompts, and of how many if the largest test had more."""
-        is_short = 0 < row.num_prompts < self.num_expected
-        return f"{row.num_prompts or 'unknown'}" + (f" of {self.num_expected}" if is_short else "")
+        most = max(max(len(each.predictions), int(each.figures.get("num_prompts", 0))) for each in self.rows)
+        return f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
 
 
 def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> Comparison:
@@ -175,7 +173,6 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         runs=runs,
         rows=rows,
         notes=notes,
-        num_expected=max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows),
         baseline=baseline,
         differences=[_difference(row, base) for row, base in pairs if row is not base],
         option_names=short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
