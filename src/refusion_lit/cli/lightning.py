@@ -193,6 +193,9 @@ class RefusionCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
 
+    def _add_instantiators(self) -> None:
+        """Do nothing: Lightning's write the whole config out for hyperparameters, which ours do not save."""
+
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
