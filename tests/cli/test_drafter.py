@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import refusion_lit
+from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOptions
@@ -156,10 +157,7 @@ def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: P
 def test_the_cards_program_runs_with_transformers_alone(draft: Path, base: Path, tmp_path: Path) -> None:
     expected = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (draft / "README.md").read_text(), re.DOTALL)
-    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", QUERIES[0])
-    environment = {"HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.strip() == expected.strip(), done.stderr
+    assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
 
 
 def test_chat_takes_a_drafter(
@@ -255,11 +253,8 @@ def test_a_whole_export_is_the_model_with_its_drafter(
     expected = texts(refusion_lit.load(base, draft=draft), SelfSpeculative())
     assert texts(refusion_lit.load(folder), None) == expected
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    program = "import sys\nsys.modules['refusion_lit'] = None\n" + program.replace("...", QUERIES[0])
-    environment = {"HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     whole = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
-    assert done.stdout.strip() == whole.strip(), done.stderr
+    assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == whole.strip()
 
 
 def test_a_drafter_is_no_model(draft: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
+from forks import finished, forked
 from refusion_lit.cli import main
 from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.generate import build_parser
@@ -56,34 +56,28 @@ def test_generate_resumes_only_with_its_prompts_options_and_model(
     assert output.read_bytes() == before
 
 
-_HOLDS_A_FILE = """
-import sys
-from pathlib import Path
-from refusion_lit.evaluation.predictions import PredictionsFile
-file = PredictionsFile(Path(sys.argv[1]), {"prompts": {"num_prompts": 9}})
-file.write([{"id": "0", "response": "another process's"}])
-print("ready", flush=True)
-sys.stdin.read()
-file.close()
-"""
-
-
 def test_a_file_of_answers_is_written_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.jsonl"
     generate = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34>", "--max_new_tokens=24", f"--output={output}"]
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS_A_FILE, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == "ready\n"
-        before = output.read_text()
-        for extra in (["--overwrite"], ["--resume"]):
-            assert main([*generate, *extra]) == 2
-            error = capsys.readouterr().err
-            assert f"output: another process is writing {output}; wait for it, or choose another file." in error
-        assert output.read_text() == before
-        other.stdin.close()
+    is_ready, may_end = multiprocessing.Event(), multiprocessing.Event()
+
+    def hold() -> None:
+        file = PredictionsFile(output, {"prompts": {"num_prompts": 9}})
+        file.write([{"id": "0", "response": "another process's"}])
+        is_ready.set()
+        may_end.wait(60)
+        file.close()
+
+    other = forked(hold)
+    assert is_ready.wait(60)
+    before = output.read_text()
+    for extra in (["--overwrite"], ["--resume"]):
+        assert main([*generate, *extra]) == 2
+        error = capsys.readouterr().err
+        assert f"output: another process is writing {output}; wait for it, or choose another file." in error
+    assert output.read_text() == before
+    may_end.set()
+    assert finished(other) == 0
     assert main([*generate, "--overwrite"]) == 0
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["12+34>"]
 

@@ -10,10 +10,12 @@ import pytest
 import yaml
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from forks import forking_command
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import read_sweep, resolver
 from refusion_lit.sweeps.points import plan
+from refusion_lit.sweeps.running import run
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 
@@ -41,7 +43,9 @@ def test_fit_then_test_with_a_point_that_fails(
         ],
     )
     arguments = ["sweep", "--config", sweep, "--directory", str(tmp_path / "out")]
-    assert main(arguments) == 1
+    with forking_command(tmp_path) as command, monkeypatch.context() as patch:
+        patch.setitem(run.__kwdefaults__, "command", command)
+        assert main(arguments) == 1
     said = capsys.readouterr()
     assert "1 points failed" in said.err
     assert "llada *" in said.out

@@ -43,27 +43,25 @@ def test_the_decoder_answers_with_one_forward_each() -> None:
     assert all(1 <= row.num_tokens <= 6 for row in output.rows)
 
 
-def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(tmp_path: Path) -> None:
+def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"```console\n(PYTHONPATH=.*)\n```", page)
     setting, _, *args = shlex.split(line)
     shutil.copy(EXAMPLES / "one_shot.py", tmp_path)
     shutil.copytree(EXAMPLES.parents[1] / "tests" / "goldens" / "models" / "additions-clean", tmp_path / "exported")
-    source = str(Path(refusion_lit.__file__).parents[1])
-    # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
-    program = [sys.executable, "-P", "-m", "refusion_lit.cli", *args]
-    found = {}
-    for path in (source, f"{setting.partition('=')[2]}:{source}"):
-        environment = os.environ | {"PYTHONPATH": path}
-        found[path] = subprocess.run(
-            program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-    without, told = found.values()
-    assert without.returncode == 2
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
     assert (
         "got one_shot.OneShot (No module named 'one_shot'); run in its module's directory with PYTHONPATH=., "
-        in without.stderr
+        in capsys.readouterr().err
     )
+    source = str(Path(refusion_lit.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": f"{setting.partition('=')[2]}:{source}"}
+    # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
+    program = [sys.executable, "-P", "-m", "refusion_lit.cli", *args]
+    told = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert told.stdout.strip() == "12+34=46;56+78=134;", told.stderr
     assert "20 tokens, 1 forwards" in told.stderr
 

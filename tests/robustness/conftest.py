@@ -1,53 +1,13 @@
-"""Commands in processes of their own, forked from the test's so that they start at once."""
+"""Commands on two processes, and a short training."""
 
 from __future__ import annotations
-
-import multiprocessing
-import os
-import sys
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cli.conftest import QUICKSTART, TINY
+from forks import finished, forked
 from refusion_lit.cli import main
-
-
-def start(args: list[str], log: Path, before: Callable[[], None] | None = None) -> BaseProcess:
-    """Run a command in a process; what it prints goes to a file, its exit code is the process's."""
-
-    def work() -> int:
-        sys.stdout = sys.stderr = log.open("w", buffering=1)
-        if before is not None:
-            before()
-        return main(args)
-
-    return forked(work)
-
-
-def forked(work: Callable[[], int]) -> BaseProcess:
-    """Run a function in a process, whose exit code is what it returns."""
-
-    def call() -> None:
-        try:
-            code = work()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        os._exit(code)
-
-    process = multiprocessing.get_context("fork").Process(target=call)
-    process.start()
-    return process
-
-
-def finished(process: BaseProcess) -> int | None:
-    """Wait for a process; its exit code, negative for a signal."""
-    process.join(300)
-    assert process.exitcode is not None, "the process hangs"
-    return process.exitcode
 
 
 def torchrun(*args: str) -> None:

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import QUICKSTART
+from forks import finished, start
 from refusion_lit import load
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.cli import main
-from robustness.conftest import finished, start, torchrun
+from robustness.conftest import torchrun
 
 SMALL = [
     "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",

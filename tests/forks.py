@@ -1,0 +1,113 @@
+"""Processes forked from the test's, so that they start at once: importing torch anew takes ten seconds."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from refusion_lit.cli import main
+
+
+def forked(work: Callable[[], int | None]) -> BaseProcess:
+    """Run a function in a process, whose exit code is what it returns."""
+
+    def call() -> None:
+        code = 1
+        try:
+            code = work() or 0
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    return process
+
+
+def finished(process: BaseProcess) -> int | None:
+    """Wait for a process; its exit code, negative for a signal."""
+    process.join(300)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
+def start(args: list[str], log: Path, before: Callable[[], None] | None = None) -> BaseProcess:
+    """Run a command in a process; what it prints goes to a file, its exit code is the process's."""
+
+    def work() -> int:
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        if before is not None:
+            before()
+        return main(args)
+
+    return forked(work)
+
+
+def printed_without_us(program: str, folder: Path) -> str:
+    """Run a program that must not need this package, which cannot be imported there; return what it prints."""
+    output = folder / "printed.txt"
+
+    def work() -> None:
+        sys.stdout = sys.stderr = output.open("w", buffering=1)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "refusion_lit"]:
+            del sys.modules[name]
+        sys.modules["refusion_lit"] = None  # type: ignore[assignment] # importing it fails
+        exec(compile(program, "program", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+    assert finished(forked(work)) == 0, output.read_text()
+    return output.read_text()
+
+
+_CLIENT = """
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect(sys.argv[1])
+    socket.send_fds(server, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+    sys.exit(int(server.recv(9) or 1))
+"""
+
+
+@contextmanager
+def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Give a command in place of ``refusion-lit``: a small program lets this process fork one that runs the rest."""
+
+    def run(client: socket.socket) -> None:
+        message, (given, *descriptors), *_ = socket.recv_fds(client, 1 << 20, 3)
+        args, directory, environment = json.loads(message)
+        for number, descriptor in enumerate((given, *descriptors)):
+            os.dup2(descriptor, number)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
+        warnings.simplefilter("default")
+        os.chdir(directory)
+        os.environ.update(environment)
+        code = main(args)
+        sys.stdout.flush()
+        client.send(str(code).encode())
+
+    def serve(server: socket.socket) -> None:
+        while True:
+            client, _ = server.accept()
+            forked(lambda client=client: run(client))
+            client.close()
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+        server.listen()
+        process: Any = forked(lambda: serve(server))
+        yield (sys.executable, "-S", "-c", _CLIENT, str(folder / "socket"))
+        process.kill()
+        process.join()
