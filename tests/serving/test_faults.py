@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +25,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 
 import openai
 
+from forks import finished, start
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, Decoder
@@ -255,35 +255,29 @@ def test_after_the_limit_of_draining_the_rest_gets_503(model: TextModel) -> None
         assert caught.value.status_code == 503
 
 
-def test_the_command_serves_without_its_directory_and_stops_at_sigterm(tmp_path: Path) -> None:
-    directory = shutil.copytree(MODEL, tmp_path / "additions")
-    command = [sys.executable, "-m", "refusion_lit.cli", "serve", "--ckpt_path", str(directory), "--port", "0"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"REFUSION_LIT_API_KEY": ""}
-    )
+def test_the_command_serves_without_its_directory_and_stops_at_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
+    directory, log = shutil.copytree(MODEL, tmp_path / "additions"), tmp_path / "log"
+    log.touch()
+    unlogged = logging.getLogger().handlers.clear  # pytest's
+    process = start(["serve", "--ckpt_path", str(directory), "--port", "0"], log, unlogged)
     try:
-        assert process.stderr is not None
-        log: list[str] = []
-        for line in process.stderr:
-            log.append(line)
-            if "running on" in line:
-                break
-        assert "running on" in log[-1], "".join(log)
-        assert "serving additions with ReFusion\n" in log
-        url = log[-1].partition("running on ")[2].split()[0]
-        reader = threading.Thread(target=lambda: log.extend(process.stderr or ()))
-        reader.start()
+        wait_for(lambda: "running on" in log.read_text() or not process.is_alive())
+        said = log.read_text()
+        assert "serving additions with ReFusion\n" in said
+        url = said.partition("running on ")[2].split()[0]
         shutil.rmtree(directory)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
             found = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
         real = load(MODEL, device="cpu")
         assert found.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-        reader.join()
-        process.stderr.close()
-        assert any("done" in line for line in log)
-        assert not any("1+1" in line for line in log), "logs have no prompts"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        assert finished(process) == 0
+        assert "done" in log.read_text()
+        assert "1+1" not in log.read_text(), "logs have no prompts"
     finally:
         process.kill()
 
