@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_152,
     "test: files": 58,
-    "test: lines": 12_075,
+    "test: lines": 12_074,
     "package: files": 172,
-    "package: lines": 27_596,
-    "package: lines of code": 17_365,
+    "package: lines": 27_595,
+    "package: lines of code": 17_362,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -135,12 +135,8 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--runs_dir", type=str, default="runs", help="directory of all runs")
         parser.add_argument("--run_name", type=str, default="default", help="a run lands in RUNS_DIR/RUN_NAME/VERSION")
         parser.add_argument("--run_version", type=str | None, default=None, help="counted up by default")
-        parser.add_argument(
-            "--num_threads",
-            type=int | None,
-            default=None,
-            help="CPU threads of torch; that of a config yields to OMP_NUM_THREADS",
-        )
+        threads = "CPU threads of torch; a config's yield to OMP_NUM_THREADS"
+        parser.add_argument("--num_threads", type=int | None, default=None, help=threads)
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
