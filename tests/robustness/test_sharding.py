@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -67,16 +68,24 @@ def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: 
     assert len(texts[0]) == 3
 
 
-def test_two_processes_with_sharded_weights_predict_what_one_predicts(sharded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "file"), [("predict", "predictions"), ("test", "predictions_refusion")])
+def test_two_processes_with_sharded_weights_decode_what_one_decodes(
+    sharded: Path, tmp_path: Path, command: str, file: str
+) -> None:
     two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
-    torchrun("predict", *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
+    torchrun(command, *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
     assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
-    whole = ["predict", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
+    whole = [command, *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
     assert main(whole) == 0
-    files = [(tmp_path / "r" / run / "predictions.jsonl").read_text() for run in ("two", "whole")]
+    files = [(tmp_path / "r" / run / f"{file}.jsonl").read_text() for run in ("two", "whole")]
     texts = [[line.split('"seconds"')[0] for line in file.splitlines()] for file in files]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
+    if command == "test":
+        scores = [json.loads((tmp_path / "r" / run / "results.json").read_text()) for run in ("two", "whole")]
+        figures = [score["results"]["refusion"] for score in scores]
+        for name in ("score", "num_prompts", "num_tokens", "num_forwards"):
+            assert figures[0][name] == figures[1][name], name
 
 
 def test_the_wrong_strategy_is_refused_with_a_way_out(
