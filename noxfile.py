@@ -64,8 +64,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types."""
-    install(session, "-e", f".[{EXTRAS}]", *group("dev"))
+    """Check types of the package, with all that it imports."""
+    install(session, "-e", f".[{EXTRAS}]", *group("types"))
     session.run("pyright")
 
 

@@ -240,15 +240,14 @@ def serve(result: Result) -> str:
     rows = []
     for row in result["rows"]:
         first, per_token = row["first_token_seconds"], row["seconds_per_token"]
-        has_times = row["first_token_seconds"]["p95"] > 0  # not without a server
         rows.append([
             row["server"], row["clients"], row["tokens_per_second"], row["tokens_per_processor_second"],
-            f"{first['p50']:.2f}, {first['p95']:.2f}" if has_times else "",
-            f"{per_token['p50']:.3f}, {per_token['p95']:.3f}" if has_times else "",
-            f"{row['same_text']} of {config['num_prompts']}",
+            f"{row['share_of_other_threads']:.1%}",
+            f"{first['p50']:.2f}, {first['p95']:.2f}", f"{per_token['p50']:.3f}, {per_token['p95']:.3f}",
+            f"{row['same_text']} of {config['num_prompts'][str(row['clients'])]}",
         ])  # fmt: skip
-    head = ["server", "clients", "tokens/s", "tokens per processor second", "first token (s; p50, p95)",
-            "per token (s; p50, p95)", "texts of `Autoregressive`"]  # fmt: skip
+    head = ["server", "clients", "tokens/s", "tokens per processor second", "other threads",
+            "first token (s; p50, p95)", "per token (s; p50, p95)", "texts of `Autoregressive`"]  # fmt: skip
     loads = config["load_before"][0], config["load_after"][0]
     note = f"Load of the machine before and after: {loads[0]:.1f} and {loads[1]:.1f}.\n\n"
     return note + table(head, rows)

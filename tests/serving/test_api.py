@@ -21,7 +21,7 @@ import jsonschema
 import openai
 
 from refusion_lit import load
-from refusion_lit.decoding import Autoregressive, Generation, ReFusion
+from refusion_lit.decoding import Autoregressive, Generation, ReFusion, SelfSpeculative
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.serving.app import Server
 from refusion_lit.text_model import TextModel
@@ -97,6 +97,25 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
         found = asyncio.run(ask(address(server)))
     rows = {(i, n): alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
     assert [each.choices[0].message.content for each in found] == [rows[i % 5, 4 + i % 3] for i in range(200)]
+
+
+def test_drafts_are_made_while_few_requests_share_a_forward(model: TextModel) -> None:
+    """A lone request has the forwards that it has without a server, and among others more; its text stays."""
+    decoder = SelfSpeculative(slot_size=4)
+    prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="0")
+    row = model.decode([prompt], decoder, SamplingParams(max_new_tokens=40)).rows[0]
+
+    async def ask(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            first = await chat(client, "12+34,56+78>", max_tokens=40)
+            return [first, *await asyncio.gather(*(chat(client, "12+34,56+78>", max_tokens=40) for _ in range(16)))]
+
+    with serving(model, decoder, rows=16, prepare=slow) as server:
+        found = asyncio.run(ask(address(server)))
+    assert [each.choices[0].message.content for each in found] == [row.text] * 17
+    first, *others = (each.usage.forwards for each in found)
+    assert first == row.num_forwards < row.num_tokens
+    assert max(others) > first
 
 
 @pytest.mark.parametrize("decoder", [None, Autoregressive()], ids=["ReFusion", "Autoregressive"])

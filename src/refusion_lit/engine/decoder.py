@@ -77,7 +77,7 @@ class RowState:
         schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
         schedule_length: Bound of that schedule.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
-        num_rows: Maximum number of prompts that share a forward. Set by the engine.
+        num_rows: Number of prompts that share the cost of a forward. Set by the engine.
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.

@@ -174,6 +174,16 @@ class Engine:
             self.rows.remove(row)
             self.queue.release(row.storage)
 
+    def share(self, num_rows: int) -> None:
+        """Say how many prompts share the cost of a forward from now on; :meth:`__init__` assumes that all rows do.
+
+        Decoders draft more where few do, so that forwards, though not texts, depend on it. A server says how many
+        there are; elsewhere the number stays, and forwards are a function of model, prompt and options.
+        """
+        self.num_rows = num_rows
+        for row in self.rows:
+            row.state.num_rows = num_rows
+
     @property
     def is_busy(self) -> bool:
         """Whether prompts wait or are in flight."""

@@ -220,6 +220,7 @@ class Worker(GenerationCallback):
             return not self._stopped
 
     def _step(self) -> None:
+        self.engine.share(self.num_active or 1)
         try:
             finished = self.engine.step()
         except Exception as error:
