@@ -19,15 +19,17 @@ class Acceptance:
     Attributes:
         num_tested: Drafts compared with the model's own token.
         num_accepted: Those that were equal to it.
+        num_assumed: Drafts that are counted beside them, half of them as accepted.
     """
 
     num_tested: float = 0.0
     num_accepted: float = 0.0
+    num_assumed: float = 4.0
 
     @property
     def rate(self) -> float:
         """Estimated probability that a draft is accepted: the mean of the recent ones, and one half without any."""
-        return (self.num_accepted + 2) / (self.num_tested + 4)
+        return (self.num_accepted + self.num_assumed / 2) / (self.num_tested + self.num_assumed)
 
     def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
         """Count the drafts of a forward; earlier ones count half every 16 tokens, so that drafting is tried again."""

@@ -171,8 +171,7 @@ def describe(row: Row, comparison: Comparison) -> str:
     speed = row.tokens_per_forward
     ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in (score, speed)]
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
-    prompts = comparison.prompts_of(row)
-    return f"{name}: {figures}, {prompts} prompts" if " of " in prompts else f"{name}: {figures}"
+    return f"{name}: {figures}, {comparison.prompts_of(row)} prompts"
 
 
 def standalone(picture: str) -> str:
