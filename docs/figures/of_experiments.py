@@ -89,6 +89,17 @@ def _default(found: Result) -> str:
     return markdown_table([*head, "`Autoregressive` again"], rows)
 
 
+@table("lossless rule", _path("lossless", "rule.json"))
+def _rule(found: Result) -> str:
+    rows = []
+    for name, of in found["prompts"].items():
+        for decoder, by_cost in of["decoders"].items():
+            speeds = [f"{values['speed']:.3f}" for values in by_cost.values()]
+            forwards = f"{by_cost['32']['tokens_per_forward']:.2f}"
+            rows.append([name, of["num_prompts"], decoder, forwards, *speeds])
+    return markdown_table(["prompts", "number", "decoder", "tokens/forward", "cost 14", "cost 20", "cost 32"], rows)
+
+
 @table("lossless random texts", _path("lossless", "random_texts.json"))
 def _random_texts(found: Result) -> str:
     names = {
