@@ -117,7 +117,8 @@ def main() -> None:
     for dtype in DTYPES:
         model = refusion_lit.load(BASE, dtype=dtype, draft=HERE / "drafter")
         prompts = read_prompts(model, *options.prompts.split("@"))
-        values = result["types"].setdefault(dtype, {"forward_cost": forward_cost(model), "batches": []})
+        values = result["types"].setdefault(dtype, {"batches": []})
+        values["forward_cost"] = forward_cost(model)
         for size in options.batch_sizes:
             found = compared(model, prompts, size, options.max_new_tokens, options.rounds)
             kept = [row for row in values["batches"] if row["batch_size"] != size]
