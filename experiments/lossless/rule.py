@@ -133,7 +133,8 @@ def main() -> None:
         sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
         rows = model.decode(prompts, Autoregressive(), sampling, batch_size=16).rows
         texts = [accepted_after(model, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)]
-        result["prompts"][name] = {"num_prompts": len(prompts), "accepted": texts, "decoders": figures(texts)}
+        counts = ["".join(map(str, text)) for text in texts]
+        result["prompts"][name] = {"num_prompts": len(prompts), "accepted": counts, "decoders": figures(texts)}
         print(name, result["prompts"][name]["decoders"]["default"], flush=True)
         write_json(options.output, result)
 

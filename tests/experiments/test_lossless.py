@@ -233,3 +233,23 @@ def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, Mod
     assert optimum / (2 - optimum) - error < found["shared_noise"] < optimum + error
     speeds = found["tokens_per_forward"]
     assert speeds["rejection"] > 0.98 * speeds["shared_noise"]
+
+
+def test_the_committed_replay_is_what_the_rule_of_today_gives() -> None:
+    """If this fails for a new rule: run rule.py again, or only ``figures`` on its recorded counts."""
+    from experiments.lossless import rule
+
+    recorded = json.loads((FOLDER / "rule.json").read_text())["prompts"]
+    for name in ("chat", "gsm8k"):
+        texts = [[int(count) for count in text] for text in recorded[name]["accepted"]]
+        assert recorded[name]["decoders"] == rule.figures(texts)
+
+
+def test_a_replay_counts_forwards_and_positions() -> None:
+    from experiments.lossless import rule
+
+    num_right = [min(rule.NUM_MASKS, 69 - place) for place in range(70)]
+    # One forward with five masks, one with the five drafts: a token, then six; each feeds the pending token as well.
+    assert rule.replayed(rule.DECODERS["5 drafts"], num_right, 32.0) == (20, 10 * (2 * 32 + 8 + 6 + 6))
+    num_forwards, seconds = rule.replayed(Autoregressive(), num_right, 32.0)
+    assert (num_forwards, seconds) == (70, 70 * 33)
