@@ -166,7 +166,7 @@ class NoYield(Decoder):
 
 def test_a_step_that_yields_nothing_is_named() -> None:
     model = refusion_lit.load(MODEL)
-    with pytest.raises(ValueError, match=r"^NoYield\.step: expected a generator of requests, got 'NoneType'; yield a"):
+    with pytest.raises(ValueError, match=r"^NoYield\.step: expected a generator of requests, got None; yield a"):
         model.generate(["1+2>"], decoder=NoYield(), max_new_tokens=4)
 
 

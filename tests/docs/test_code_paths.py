@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_518,
+    "command to text: lines": 4_513,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_101,
+    "token ids to text: lines": 4_096,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_152,
     "test: files": 58,
-    "test: lines": 12_074,
+    "test: lines": 12_067,
     "package: files": 172,
     "package: lines": 27_595,
-    "package: lines of code": 17_362,
+    "package: lines of code": 17_358,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -105,11 +105,10 @@ def check_context(
     context = model.max_positions
     fits = context is None or max_new_tokens < context
     require(fits, "max_new_tokens", f"less than the model's context of {context} tokens", max_new_tokens, "lower it")
-    if context is not None and length + max_new_tokens > context:
-        raise ValueError(
-            f"prompt {longest}: expected at most {context - max_new_tokens} tokens (a context of {context} "
-            f"less max_new_tokens {max_new_tokens}), got {length}; shorten it or lower max_new_tokens."
-        )
+    if context is not None:
+        room = context - max_new_tokens
+        expected = f"at most {room} tokens (a context of {context} less max_new_tokens {max_new_tokens})"
+        require(length <= room, f"prompt {longest}", expected, length, "shorten it or lower max_new_tokens")
     if max_cache_tokens is not None:
         needed = length + max_new_tokens
         expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"

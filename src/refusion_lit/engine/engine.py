@@ -146,7 +146,7 @@ class Engine:
         self.rows: list[InFlight] = []
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
-        self.num_rows = num_rows
+        self.num_rows = num_rows  # that share the cost of a forward; a server says how many it has in flight
         self.forward_cost = model.forward_cost
         self.num_calls = 0
         self.num_positions = 0
@@ -173,16 +173,6 @@ class Engine:
             row.steps.close()
             self.rows.remove(row)
             self.queue.release(row.storage)
-
-    def share(self, num_rows: int) -> None:
-        """Say how many prompts share the cost of a forward from now on; :meth:`__init__` assumes that all rows do.
-
-        Decoders draft more where few do, so that forwards, though not texts, depend on it. A server says how many
-        there are; elsewhere the number stays, and forwards are a function of model, prompt and options.
-        """
-        self.num_rows = num_rows
-        for row in self.rows:
-            row.state.num_rows = num_rows
 
     @property
     def is_busy(self) -> bool:
@@ -225,7 +215,6 @@ class Engine:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
         state.forward_cost = self.forward_cost
-        state.num_rows = self.num_rows
         if admitted.num_shared:
             assert self.cache is not None
             self.cache.copy(admitted.source, admitted.storage, admitted.num_shared)
@@ -255,14 +244,11 @@ class Engine:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
         name = type(self.decoder).__name__
         while not state.finished:
+            state.num_rows = self.num_rows
             num_committed = state.num_committed
             num_steps = state.schedule_step
             steps = self.decoder.step(state)
-            if not hasattr(steps, "send"):
-                raise ValueError(
-                    f"{name}.step: expected a generator of requests, got {type(steps).__name__!r}; yield a Forward in "
-                    "it."
-                )
+            require(hasattr(steps, "send"), f"{name}.step", "a generator of requests", steps, "yield a Forward in it")
             yield from steps
             state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
             if state.num_committed > num_committed or state.finished:

@@ -167,10 +167,9 @@ def describe(row: Row, comparison: Comparison) -> str:
     """Return what a point is, in one line."""
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
-    score = row.score
-    speed = row.tokens_per_forward
-    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in (score, speed)]
-    figures = f"score {score.estimate:.1f} %{ranges[0]}, {speed.estimate:.2f} tokens per forward{ranges[1]}"
+    both = (row.score, row.tokens_per_forward)
+    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in both]
+    figures = f"score {both[0].estimate:.1f} %{ranges[0]}, {both[1].estimate:.2f} tokens per forward{ranges[1]}"
     return f"{name}: {figures}, {comparison.prompts_of(row)} prompts"
 
 

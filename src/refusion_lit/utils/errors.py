@@ -34,10 +34,9 @@ def place_in_own_code(error: BaseException) -> str:
 
     A message that names an option needs no place.
     """
-    frames = extract_tb(error.__traceback__)
     own = [
         frame
-        for frame in frames
+        for frame in extract_tb(error.__traceback__)
         if Path(frame.filename).is_file()
         and not any(Path(frame.filename).is_relative_to(folder) for folder in _INSTALLED)
     ]

@@ -28,9 +28,7 @@ _LEAST_GAIN = 0.05
 """Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
 _SURE_COST = 0.6
-"""Share of a model's ``forward_cost`` that is relied on: where positions are dearer, drafts must not cost time, either.
-With it and ``_NUM_ASSUMED``, drafts save time on each set of prompts of experiments/lossless/rule.py where the true
-cost is 20 or 32."""
+"""Share of a model's ``forward_cost`` that is relied on, as positions may be dearer (experiments/lossless/rule.py)."""
 
 _NUM_ASSUMED = 8.0
 """Drafts of an unknown text that the recent ones are averaged with: of four, bad luck would stop drafting too soon."""
