@@ -56,7 +56,8 @@ def main() -> None:
     finished = answer(args.questions, args.num_questions, args.work_dir)
     stages = [HERE / "own_answers.yaml", HERE / "windows.yaml"]
     options = ["--data.task.init_args.train", str(finished)]
-    options += [] if args.max_steps is None else ["--trainer.max_steps", str(args.max_steps)]
+    if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
+        options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
     checkpoint = train(args.work_dir / "windows" / "fit", *configs(*stages), *options)
     exported = args.work_dir / "windows" / "exported"
     if not (exported / "config.json").exists():
