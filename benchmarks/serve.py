@@ -4,7 +4,7 @@ usage: python -m benchmarks.serve --questions GSM8K_TEST.jsonl [--clients 1 4 16
 
 All servers run at once on SmolLM2-135M-Instruct in float32, one thread each; every number of clients goes through them
 in turn, so that other work on the machine meets all alike. Processor seconds of the servers are counted beside those on
-the wall, and by thread: what the threads beside the busiest one take, which runs the model, is HTTP and queue. Clients
+the wall, and by thread: the busiest one runs the model and makes text of tokens, the others do HTTP and queue. Clients
 are OpenAI's, asynchronous and streaming; tokens are those of the answers' texts. Each part is written to ``--parts`` as
 it is measured, and skipped if it is there. `nox -s real_model -- fetch` fetches the model; the command
 ``transformers serve`` needs ``pip install 'transformers[serving]'``.

@@ -184,7 +184,7 @@ def draw(shown: dict[str, Any], path: Path) -> None:
             speeds, scores = zip(*found, strict=True)
             axis.scatter(speeds, scores, c=colour, marker=marker, s=42, alpha=0.75, label=objective)
         seeds = values["seeds"]
-        axis.set_title(f"{task} ({'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))})")
+        axis.set_title(f"{task} (one to {len(seeds)} seeds per model)" if len(seeds) > 1 else f"{task} (one seed)")
         axis.set_xscale("log", base=2)
         axis.set_xticks([0.5, 1, 2, 4, 8, 16, 32], ["0.5", "1", "2", "4", "8", "16", "32"])
         axis.set_xlabel("tokens per forward")

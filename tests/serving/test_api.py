@@ -99,8 +99,11 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
     assert [each.choices[0].message.content for each in found] == [rows[i % 5, 4 + i % 3] for i in range(200)]
 
 
-def test_drafts_are_made_while_few_requests_share_a_forward(model: TextModel) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_are_made_while_few_requests_share_a_forward(dtype: Any) -> None:
     """A lone request has the forwards that it has without a server, and among others more; its text stays."""
+    overrides = BackboneConfig(source=str(MODEL), batch_invariant=dtype == "bfloat16")
+    model = load(MODEL, device="cpu", dtype=dtype, overrides=overrides)
     decoder = SelfSpeculative(slot_size=4)
     prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="0")
     row = model.decode([prompt], decoder, SamplingParams(max_new_tokens=40)).rows[0]

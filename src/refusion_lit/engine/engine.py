@@ -146,7 +146,7 @@ class Engine:
         self.rows: list[InFlight] = []
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
-        self.num_rows = num_rows  # that share the cost of a forward; a server says how many it has in flight
+        self.num_sharing = num_rows  # prompts that share the cost of a forward; a server says how many there are
         self.forward_cost = model.forward_cost
         self.num_calls = 0
         self.num_positions = 0
@@ -244,7 +244,7 @@ class Engine:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
         name = type(self.decoder).__name__
         while not state.finished:
-            state.num_rows = self.num_rows
+            state.num_rows = self.num_sharing
             num_committed = state.num_committed
             num_steps = state.schedule_step
             steps = self.decoder.step(state)

@@ -96,7 +96,7 @@ class Worker(GenerationCallback):
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
         has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
-        checked, engine, thread: The model, whose logits are checked; what decodes with it; where, after a first run.
+        checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class Worker(GenerationCallback):
         self._waiting.clear()
 
     def _renew(self) -> None:
-        more = {"callbacks": [self], "detokenize": self.model.detokenize}
-        self.engine = Engine(self.checked, self.decoder, self.options.batch_size, self.options, **more)
+        options = {"callbacks": [self], "detokenize": self.model.detokenize}
+        self.engine = Engine(self.checked, self.decoder, self.options.batch_size, self.options, **options)
 
     def _take(self) -> bool:
         """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
@@ -219,7 +219,7 @@ class Worker(GenerationCallback):
             return not self._stopped
 
     def _step(self) -> None:
-        self.engine.num_rows = max(self.num_active, 1)
+        self.engine.num_sharing = self.num_active
         try:
             finished = self.engine.step()
         except Exception as error:
